@@ -1,0 +1,75 @@
+# Every target makes what it needs: Python 3.11 or newer and make are enough to start.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+RUN := $(VENV)/bin/python -m
+PIP := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY := $(VENV)/.ready
+
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+# On Linux the package index serves torch built for CUDA, gigabytes of it. Where there is no
+# NVIDIA driver, PyTorch's own CPU index is looked at too (quietly: it may be out of reach).
+CPU_INDEX := $(if $(shell command -v nvidia-smi),,--quiet --retries 1 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu)
+SOURCES := $(shell find src -type f -not -name '*.pyc')
+DEMO_HTML := build/evaluate.html
+
+.PHONY: demo test lint type test-gpu bench docs clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)/package
+	mkdir -p $(dir $(DEMO_HTML))
+	$(VENV)/bin/adaattn evaluate --model demo --text opticks --html $(DEMO_HTML)
+
+test: $(READY)/test $(READY)/package
+	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 --cov=adaattn $(ARGS)
+
+lint: $(READY)/lint
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) codespell_lib
+	PYTHONPATH=src $(VENV)/bin/lint-imports --no-logo --no-cache
+	$(RUN) interrogate --quiet src
+	$(RUN) bandit --quiet --recursive --configfile pyproject.toml src
+
+type: $(READY)/type
+	$(RUN) mypy
+
+test-gpu: $(READY)/test $(READY)/package
+	env -u PYTHONPATH $(RUN) pytest -m gpu $(ARGS)
+
+bench: $(READY)/package
+	$(RUN) benchmarks $(ARGS)
+
+docs: $(READY)/docs $(READY)/package
+	$(RUN) sphinx --fail-on-warning --quiet docs build/docs
+
+clean:
+	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache
+
+$(READY)/base: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	mkdir -p $(READY) && touch $@
+
+# torch alone and first: asked for with packages that need it, it may come as the CUDA build.
+$(READY)/torch: $(READY)/base
+	$(PIP) --no-deps $(CPU_INDEX) "$(TORCH)"
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(READY)/lint $(READY)/docs: $(READY)/%: pyproject.toml $(READY)/base
+	$(PIP) --group $*
+	touch $@
+
+$(READY)/type $(READY)/test: $(READY)/%: pyproject.toml $(READY)/torch
+	$(PIP) --group $*
+	touch $@
+
+# What runs is always the built wheel, never the source tree.
+$(READY)/package: $(SOURCES) pyproject.toml README.md LICENSE $(READY)/torch
+	$(PIP) --group build
+	rm -rf build/wheel
+	$(RUN) pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PIP) "$$(echo build/wheel/adaattn-*.whl)[bench,cli,hf,viz]"
+	$(PIP) --no-deps --force-reinstall build/wheel/adaattn-*.whl
+	touch $@

@@ -1,0 +1,103 @@
+"""AdaAttn: attention that adapts.
+
+Given q, k, v, the hardware and the quality that its user can afford, it picks the cheapest
+way to compute attention that keeps that quality, says what it chose and why, and bounds or
+measures the error.
+
+Names are loaded when first used: ``import adaattn`` imports neither Triton nor Transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from adaattn import errors, hardware
+    from adaattn._events import AttentionEvent, record_events
+    from adaattn.functional import plan_attention, scaled_dot_product_attention
+    from adaattn.outputs import AuxOutput, AuxRequest
+    from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
+    from adaattn.spec import (
+        AttentionProblem,
+        Capability,
+        Decision,
+        HardwareFacts,
+        HeadGroup,
+        Method,
+        Plan,
+        Policy,
+        Precision,
+        TensorStats,
+    )
+
+__version__ = "0.1.0"
+
+_EXPORTS: Final = {
+    "adaattn._events": ("AttentionEvent", "record_events"),
+    "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
+    "adaattn.outputs": ("AuxOutput", "AuxRequest"),
+    "adaattn.policies": (
+        "PRESETS",
+        "current_policy",
+        "load_policy",
+        "save_policy",
+        "use_policy",
+    ),
+    "adaattn.spec": (
+        "AttentionProblem",
+        "Capability",
+        "Decision",
+        "HardwareFacts",
+        "HeadGroup",
+        "Method",
+        "Plan",
+        "Policy",
+        "Precision",
+        "TensorStats",
+    ),
+}
+_MODULES: Final = ("errors", "hardware")
+_HOME: Final = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [
+    "PRESETS",
+    "AttentionEvent",
+    "AttentionProblem",
+    "AuxOutput",
+    "AuxRequest",
+    "Capability",
+    "Decision",
+    "HardwareFacts",
+    "HeadGroup",
+    "Method",
+    "Plan",
+    "Policy",
+    "Precision",
+    "TensorStats",
+    "__version__",
+    "current_policy",
+    "errors",
+    "hardware",
+    "load_policy",
+    "plan_attention",
+    "record_events",
+    "save_policy",
+    "scaled_dot_product_attention",
+    "use_policy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    if name in _HOME:
+        found = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        found = importlib.import_module(f"adaattn.{name}")
+    else:
+        raise AttributeError(f"module 'adaattn' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__

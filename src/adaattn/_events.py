@@ -1,0 +1,95 @@
+"""One event for each attention call, delivered to the sinks of the current context.
+
+Without a sink a call costs one lookup (`has_sinks`). A sink sees; it cannot change a
+plan, and one that raises is logged and never stops a call. Under ``torch.compile`` no
+events are emitted: a graph has no place for them.
+"""
+
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from adaattn.spec import AttentionProblem, Decision
+
+__all__ = ["AttentionEvent", "Sink", "emit", "has_sinks", "record_events", "wants_timing"]
+
+_LOGGER = logging.getLogger("adaattn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionEvent:
+    """What one call was, what was chosen, and what it cost.
+
+    Args:
+        problem: the static facts of the call.
+        decision: plan and reasons.
+        workspace_bytes: predicted memory beside inputs and output.
+        fallbacks: each step down that was taken, as a sentence.
+        error_estimate: largest error over heads found on sampled rows, or estimated; None if exact.
+        head_errors: the same per query head (maximum over the batch); empty if exact.
+        entropy_bits: mean row entropy per query head when it was measured, else empty.
+        time_ms: wall time (device time included) when a sink asked for it, else None.
+        tag: what the caller named the call (a layer's index, say); "" if nothing.
+    """
+
+    problem: AttentionProblem
+    decision: Decision
+    workspace_bytes: int
+    fallbacks: tuple[str, ...] = ()
+    error_estimate: float | None = None
+    head_errors: tuple[float, ...] = ()
+    entropy_bits: tuple[float, ...] = ()
+    time_ms: float | None = None
+    tag: str = ""
+
+
+Sink = Callable[[AttentionEvent], None]
+
+_SINKS: contextvars.ContextVar[tuple[tuple[Sink, bool], ...]] = contextvars.ContextVar(
+    "adaattn_sinks", default=()
+)
+
+
+def has_sinks() -> bool:
+    """Return whether anybody listens."""
+    return bool(_SINKS.get())
+
+
+def wants_timing() -> bool:
+    """Return whether a sink asked for time, which costs a device synchronisation a call."""
+    return any(timing for _, timing in _SINKS.get())
+
+
+def emit(event: AttentionEvent) -> None:
+    """Deliver an event to every sink; a failing sink is logged."""
+    for sink, _ in _SINKS.get():
+        try:
+            sink(event)
+        except Exception:  # noqa: BLE001 - a broken observer must not stop a training run
+            _LOGGER.exception("an event sink failed; the attention call goes on")
+
+
+@contextlib.contextmanager
+def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
+    """Send every event inside the ``with`` block to ``sink``.
+
+    Args:
+        sink: a callable that takes an `AttentionEvent`, such as ``list.append``.
+        timing: measure each call's wall time; this synchronises the device twice a call.
+
+    Example:
+        >>> import adaattn, torch
+        >>> events = []
+        >>> x = torch.randn(1, 2, 8, 16)
+        >>> with adaattn.record_events(events.append):
+        ...     _ = adaattn.scaled_dot_product_attention(x, x, x)
+        >>> len(events)
+        1
+    """
+    token = _SINKS.set((*_SINKS.get(), (sink, timing)))
+    try:
+        yield
+    finally:
+        _SINKS.reset(token)

@@ -1,0 +1,162 @@
+"""Attention over the blocks of keys that hold most of each row's probability.
+
+Selection: every `STRIDE`-th query row is scored exactly against all keys that it sees; a
+block of keys is kept for a block of queries if any of its scored rows needs it to reach
+the kept mass (the worst row decides, which loses far less than a mean would), and the
+diagonal is always kept. Computation: the kept blocks are gathered for each block of
+queries and attended exactly.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from adaattn.backends.common import key_range, softmax_rows, tile_scores, visible_tile
+from adaattn.backends.interface import Result, Tensors
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
+
+__all__ = ["CAPABILITIES", "STRIDE", "blocks_needed", "run", "select_blocks"]
+
+STRIDE = 16
+_ROWS_AT_ONCE = 64
+
+CAPABILITIES = (
+    Capability(
+        name="block_sparse",
+        backend="block_sparse",
+        method=Method.BLOCK_SPARSE,
+        features=(
+            Feature.CAUSAL_TOP_LEFT
+            | Feature.CAUSAL_BOTTOM_RIGHT
+            | Feature.WINDOW
+            | Feature.DROPOUT
+            | Feature.BACKWARD
+            | Feature.VALUE_DIM
+        ),
+        skips_hidden=True,
+        efficiency=0.6,
+        num_launches=4,
+    ),
+)
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return attention over the blocks that `select_blocks` keeps at ``group.kept_mass``."""
+    size = group.block_size
+    if problem.len_q == 0 or problem.len_k == 0:
+        shape = (*tensors.query.shape[:-1], problem.value_dim)
+        return Result(output=tensors.query.new_zeros(shape) + tensors.query.sum() * 0)
+    with torch.no_grad():
+        keep = select_blocks(tensors, problem, size, group.kept_mass)
+    key_blocks = _blocks(tensors.key, size)
+    value_blocks = _blocks(tensors.value, size)
+    outputs = []
+    for index, start in enumerate(range(0, problem.len_q, size)):
+        stop = min(start + size, problem.len_q)
+        outputs.append(
+            _attend(tensors, problem, keep[:, :, index], key_blocks, value_blocks, start, stop)
+        )
+    return Result(output=torch.cat(outputs, dim=2))
+
+
+def select_blocks(
+    tensors: Tensors, problem: AttentionProblem, size: int, kept_mass: float
+) -> torch.Tensor:
+    """Return which blocks of keys each block of queries keeps: boolean [B, Hq, Nq, Nk].
+
+    Args:
+        tensors: [B, H, S, D] tensors, no mask.
+        problem: not packed.
+        size: side of a block in tokens.
+        kept_mass: share of each scored row's probability to reach, in (0, 1].
+    """
+    num_query_blocks = -(-problem.len_q // size)
+    num_key_blocks = -(-problem.len_k // size)
+    shape = (problem.batch, problem.num_heads, num_query_blocks, num_key_blocks)
+    keep = torch.zeros(shape, dtype=torch.bool, device=tensors.query.device)
+    step = _ROWS_AT_ONCE * STRIDE
+    for start in range(0, problem.len_q, step):
+        stop = min(start + step, problem.len_q)
+        rows = torch.arange(start, stop, STRIDE, device=keep.device)
+        begin, end = key_range(problem, start, stop)
+        if begin == end:
+            continue
+        begin -= begin % size
+        scores = tile_scores(tensors, problem, rows, range(begin, end))
+        needed = blocks_needed(softmax_rows(scores, None).weights, size, kept_mass)
+        columns = torch.arange(begin // size, begin // size + needed.shape[-1], device=keep.device)
+        for row in range(needed.shape[2]):
+            block = (start + row * STRIDE) // size
+            keep[:, :, block, columns[0] : columns[-1] + 1] |= needed[:, :, row]
+    return keep | _diagonal(problem, size, keep.device)
+
+
+def blocks_needed(weights: torch.Tensor, size: int, kept_mass: float) -> torch.Tensor:
+    """Return the fewest blocks of each row that reach the kept mass: boolean [..., Nk].
+
+    Args:
+        weights: [..., C] probabilities, the first column at the start of a block.
+        size: side of a block.
+        kept_mass: share to reach; 1 keeps every block that holds anything.
+    """
+    missing = -weights.shape[-1] % size
+    mass = F.pad(weights, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
+    if kept_mass >= 1.0:
+        return mass > 0
+    ordered, order = mass.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    needed = (before < kept_mass) & (ordered > 0)
+    return torch.zeros_like(needed).scatter_(-1, order, needed)
+
+
+def _diagonal(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
+    """Return the blocks that hold the positions of a block's own rows: boolean [Nq, Nk].
+
+    At a kept mass of 1 these and the scored rows' blocks would still miss keys that only
+    rows between the scored ones see, so whatever position allows near the diagonal stays.
+    """
+    queries = torch.arange(0, problem.len_q, size, device=device) + problem.offset
+    keys = torch.arange(0, problem.len_k, size, device=device)
+    distance = queries.unsqueeze(-1) - keys
+    return (distance > -size) & (distance < size)
+
+
+def _blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [B, H, N, size, X], the last block padded with zeros."""
+    missing = -tokens.shape[2] % size
+    return F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
+
+
+def _attend(
+    tensors: Tensors,
+    problem: AttentionProblem,
+    keep: torch.Tensor,
+    key_blocks: torch.Tensor,
+    value_blocks: torch.Tensor,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """Return the output of query rows ``start..stop`` over their kept blocks [B, Hq, Nk]."""
+    batch, heads, _ = keep.shape
+    size = key_blocks.shape[3]
+    most = max(int(keep.sum(-1).max()), 1)
+    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+    valid = keep.gather(-1, order)
+    batches = torch.arange(batch, device=keep.device)[:, None, None]
+    kv_heads = torch.arange(heads, device=keep.device)[None, :, None] // problem.group_size
+    key = key_blocks[batches, kv_heads, order].flatten(2, 3)
+    value = value_blocks[batches, kv_heads, order].flatten(2, 3)
+    numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=keep.device)
+    numbers = numbers.flatten(2)
+    seen = (valid.repeat_interleave(size, dim=-1) & (numbers < problem.len_k)).unsqueeze(2)
+    rows = torch.arange(start, stop, device=keep.device).expand(batch, heads, -1)
+    visible = visible_tile(problem, rows, numbers)
+    if visible is not None:
+        seen = seen & visible
+    return F.scaled_dot_product_attention(
+        tensors.query[:, :, start:stop],
+        key,
+        value,
+        attn_mask=seen,
+        dropout_p=problem.dropout_p,
+        scale=problem.scale,
+    )

@@ -1,0 +1,246 @@
+"""Mathematics that several executors use unchanged: which keys a row sees, and its softmax.
+
+The oracle in `reference` does not use this file: the two are written apart so that a
+mistake in one shows as a difference.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from adaattn._constants import LN_2
+from adaattn.backends.interface import Tensors
+from adaattn.spec import AttentionProblem, Aux
+
+__all__ = [
+    "RowStatistics",
+    "accumulation_dtype",
+    "grouped_product",
+    "hides_nothing",
+    "key_range",
+    "sequences",
+    "softmax_rows",
+    "tile_mask",
+    "tile_scores",
+    "visible_tile",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStatistics:
+    """Softmax weights of some rows and what can be read off them; shapes [B, Hq, R(, C)]."""
+
+    weights: torch.Tensor
+    lse: torch.Tensor
+    row_max: torch.Tensor
+    entropy: torch.Tensor | None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return fp64 for fp64 and fp32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sequences(
+    tensors: Tensors, problem: AttentionProblem
+) -> Iterator[tuple[Tensors, AttentionProblem]]:
+    """Yield each packed sequence as a problem of its own; the whole call when not packed."""
+    if problem.num_sequences == 0:
+        yield tensors, problem
+        return
+    for n in range(problem.num_sequences):
+        rows = slice(tensors.bounds_q[n], tensors.bounds_q[n + 1])
+        cols = slice(tensors.bounds_k[n], tensors.bounds_k[n + 1])
+        part = replace(
+            tensors,
+            query=tensors.query[:, :, rows],
+            key=tensors.key[:, :, cols],
+            value=tensors.value[:, :, cols],
+            mask=None if tensors.mask is None else _mask_tile(tensors.mask, rows, cols),
+            bounds_q=(),
+            bounds_k=(),
+        )
+        yield (
+            part,
+            replace(
+                problem,
+                num_sequences=0,
+                len_q=rows.stop - rows.start,
+                len_k=cols.stop - cols.start,
+            ),
+        )
+
+
+def key_range(problem: AttentionProblem, start: int, stop: int) -> tuple[int, int]:
+    """Return the range of keys that rows ``start..stop`` can see at all."""
+    left, right = problem.window
+    first, last = start + problem.offset, stop - 1 + problem.offset
+    end = problem.len_k
+    if problem.is_causal or right >= 0:
+        end = min(end, last + (0 if problem.is_causal else right) + 1)
+    begin = max(first - left, 0) if left >= 0 else 0
+    return begin, max(end, begin)
+
+
+def visible_tile(
+    problem: AttentionProblem, rows: torch.Tensor, cols: torch.Tensor
+) -> torch.Tensor | None:
+    """Return which keys are seen, by position alone: boolean [..., R, C], or None for all.
+
+    Args:
+        problem: not packed.
+        rows: [..., R] query row numbers.
+        cols: [..., C] key numbers.
+    """
+    if not problem.is_positional:
+        return None
+    distance = (rows + problem.offset).unsqueeze(-1) - cols.unsqueeze(-2)
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if right >= 0:
+        visible &= distance >= -right
+    if left >= 0:
+        visible &= distance <= left
+    if problem.dilation > 1:
+        visible &= distance % problem.dilation == 0
+    return visible
+
+
+def hides_nothing(problem: AttentionProblem, rows: range, cols: range) -> bool:
+    """Return whether position hides no key of a rectangular tile from any of its rows."""
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    if problem.dilation > 1:
+        return False
+    if right >= 0 and cols.stop - 1 > rows.start + problem.offset + right:
+        return False
+    return not (left >= 0 and cols.start < rows.stop - 1 + problem.offset - left)
+
+
+def tile_mask(
+    tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor, cols: range, *, all_seen: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (what is added to the scores, which keys are seen) of a tile; None for nothing.
+
+    Args:
+        tensors: not packed.
+        problem: not packed.
+        rows: [R] query row numbers.
+        cols: the keys of the tile.
+        all_seen: position hides nothing here (`hides_nothing`).
+    """
+    dtype = accumulation_dtype(tensors.query.dtype)
+    keys = torch.arange(cols.start, cols.stop, device=rows.device)
+    bias: torch.Tensor | None = None
+    if tensors.alibi_slopes is not None:
+        distance = ((rows + problem.offset).unsqueeze(-1) - keys).abs()
+        bias = -tensors.alibi_slopes[..., None, None].to(dtype) * distance.to(dtype)
+    visible = None if all_seen else visible_tile(problem, rows, keys)
+    if tensors.mask is not None:
+        mask = _mask_rows(tensors.mask, rows, cols)
+        if mask.dtype == torch.bool:
+            visible = mask if visible is None else mask & visible
+        else:
+            bias = mask.to(dtype) if bias is None else bias + mask.to(dtype)
+    return bias, visible
+
+
+def grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right where right has one head for each group of left's heads.
+
+    Args:
+        left: [B, Hq, R, X].
+        right: [B, Hkv, X, Y].
+    """
+    batch, heads, rows, inner = left.shape
+    kv_heads = right.shape[1]
+    if heads == kv_heads:
+        return left @ right
+    folded = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)
+    return (folded @ right).reshape(batch, heads, rows, right.shape[-1])
+
+
+def tile_scores(
+    tensors: Tensors,
+    problem: AttentionProblem,
+    rows: torch.Tensor,
+    cols: range,
+    *,
+    all_seen: bool = False,
+) -> torch.Tensor:
+    """Return the scores of some rows after scale, softcap, bias and masks: [B, Hq, R, C]."""
+    dtype = accumulation_dtype(tensors.query.dtype)
+    query = _take_rows(tensors.query, rows).to(dtype) * problem.scale
+    keys = tensors.key[:, :, cols.start : cols.stop].to(dtype)
+    scores = grouped_product(query, keys.transpose(-1, -2))
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    bias, visible = tile_mask(tensors, problem, rows, cols, all_seen=all_seen)
+    if bias is not None:
+        scores = scores + bias
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+
+
+def softmax_rows(
+    scores: torch.Tensor, sinks: torch.Tensor | None, aux: Aux = Aux.NONE
+) -> RowStatistics:
+    """Return weights and statistics of rows of scores; rows that see nothing weigh zero.
+
+    Args:
+        scores: [B, Hq, R, C], hidden keys as -inf.
+        sinks: [Hq] logits that join the denominator, or None.
+        aux: the entropy is computed only when asked for.
+    """
+    if scores.shape[-1] == 0:
+        row_max = scores.new_full(scores.shape[:-1], float("-inf"))
+    else:
+        row_max = scores.amax(-1)
+    reference = row_max.detach()
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None]
+        reference = torch.maximum(reference, sink.detach())
+    blind = row_max == float("-inf")
+    reference = reference.masked_fill(reference == float("-inf"), 0.0)
+    weights = torch.exp(scores - reference[..., None])
+    total = weights.sum(-1)
+    sink_weight = torch.exp(sink - reference) if sinks is not None else None
+    if sink_weight is not None:
+        total = total + sink_weight
+    safe_total = total.masked_fill(blind, 1.0)
+    weights = weights / safe_total[..., None]
+    lse = (reference + safe_total.log()).masked_fill(blind, float("-inf"))
+    entropy = None
+    if Aux.ENTROPY in aux:
+        entropy = _entropy(weights)
+        if sink_weight is not None:
+            sink_entropy = _entropy((sink_weight / safe_total)[..., None])
+            entropy = entropy + sink_entropy.masked_fill(blind, 0.0)
+    return RowStatistics(weights, lse, row_max, entropy)
+
+
+def _entropy(weights: torch.Tensor) -> torch.Tensor:
+    """Return the entropy in bits of the last dimension; 0 log 0 is 0, in gradients too."""
+    positive = weights > 0
+    logs = torch.where(positive, weights, 1.0).log()
+    return -(weights * logs).sum(-1) / LN_2
+
+
+def _take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of [B, H, S, X] by number."""
+    return tensor.index_select(2, rows)
+
+
+def _mask_rows(mask: torch.Tensor, rows: torch.Tensor, cols: range) -> torch.Tensor:
+    """Return the part of a broadcastable mask that concerns some rows and keys."""
+    if mask.shape[-1] != 1:
+        mask = mask[..., cols.start : cols.stop]
+    return mask if mask.shape[-2] == 1 else mask.index_select(2, rows)
+
+
+def _mask_tile(mask: torch.Tensor, rows: slice, cols: slice) -> torch.Tensor:
+    """Return a rectangular part of a broadcastable mask."""
+    if mask.shape[-1] != 1:
+        mask = mask[..., cols]
+    return mask if mask.shape[-2] == 1 else mask[:, :, rows]

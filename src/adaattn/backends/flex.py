@@ -1,0 +1,232 @@
+"""FlexAttention, for score changes that SDPA lacks. GPUs only.
+
+On a CPU it has no backward pass and compiles with a C++ compiler that users may not have,
+so the reference and `chunked` serve there. The compiled function and block masks are kept;
+a sink is applied to the result through the log-sum-exp, which FlexAttention differentiates.
+"""
+
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from adaattn.backends.interface import Result, Tensors
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
+
+__all__ = ["CAPABILITIES", "run"]
+
+_KEPT_MASKS = 64
+
+
+def _unavailable() -> str:
+    """Return why FlexAttention cannot run here, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return ""
+
+
+CAPABILITIES = (
+    Capability(
+        name="flex",
+        backend="flex",
+        device_types=("cuda",),
+        precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
+        features=(
+            Feature.CAUSAL_TOP_LEFT
+            | Feature.CAUSAL_BOTTOM_RIGHT
+            | Feature.BOOLEAN_MASK
+            | Feature.ADDITIVE_MASK
+            | Feature.MASKED_POSITIONS
+            | Feature.WINDOW
+            | Feature.DILATION
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.SINKS_GRADIENT
+            | Feature.ALIBI
+            | Feature.PACKED
+            | Feature.VALUE_DIM
+            | Feature.BACKWARD
+            | Feature.LSE
+        ),
+        max_head_dim=256,
+        min_compute_capability=(8, 0),
+        skips_hidden=True,
+        is_fused=True,
+        efficiency=0.55,
+        num_launches=2,
+        unavailable=_unavailable(),
+    ),
+)
+
+_ScoreMod = Callable[..., torch.Tensor]
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return attention by one compiled FlexAttention kernel."""
+    mask_mod = _mask_mod(tensors, problem)
+    block_mask = _block_mask(tensors, problem, mask_mod) if mask_mod is not None else None
+    needs_lse = problem.has_sinks or Aux.LSE in problem.aux
+    found = _compiled()(
+        tensors.query,
+        tensors.key,
+        tensors.value,
+        score_mod=_score_mod(tensors, problem),
+        block_mask=block_mask,
+        scale=problem.scale,
+        enable_gqa=problem.group_size > 1,
+        return_lse=needs_lse,
+    )
+    if not needs_lse:
+        return Result(output=found)
+    output, lse = found
+    if tensors.sinks is not None:
+        sinks = tensors.sinks.float()[None, :, None]
+        share = torch.sigmoid(lse - sinks)
+        output = (output.float() * share.unsqueeze(-1)).to(output.dtype)
+        lse = torch.logaddexp(lse, sinks)
+    return Result(output=output, lse=lse)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Return the compiled kernel entry."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
+    """Return the change of a score by softcap, ALiBi and an additive mask; None for none."""
+    softcap, slopes, offset = problem.softcap, tensors.alibi_slopes, problem.offset
+    mask = tensors.mask if tensors.mask is not None and tensors.mask.is_floating_point() else None
+    if softcap == 0 and slopes is None and mask is None:
+        return None
+    if slopes is not None:
+        slopes = slopes.float().expand(problem.batch, problem.num_heads).contiguous()
+    if mask is not None:
+        mask = mask.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+    starts_q, starts_k = _starts(tensors, problem)
+    shift = _packed_shift(tensors, problem)
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if softcap > 0:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            if starts_q is None:
+                distance = i + offset - j
+            else:
+                distance = i - starts_q[i] + shift[i] - (j - starts_k[j])
+            score = score - slopes[b, h] * torch.abs(distance)
+        if mask is not None:
+            score = score + mask[b, h, i, j]
+        return score
+
+    return score_mod
+
+
+def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
+    """Return which keys are seen, by position, boolean mask and packed sequence; None for all."""
+    boolean = tensors.mask if tensors.mask is not None and tensors.mask.dtype == torch.bool else None
+    if not problem.is_positional and boolean is None and problem.num_sequences == 0:
+        return None
+    if boolean is not None:
+        boolean = boolean.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    offset, dilation = problem.offset, problem.dilation
+    starts_q, starts_k = _starts(tensors, problem)
+    shift = _packed_shift(tensors, problem)
+    documents_q = _documents(tensors.cu_seqlens_q, problem.len_q)
+    documents_k = _documents(tensors.cu_seqlens_k, problem.len_k)
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        if starts_q is None:
+            distance = i + offset - j
+            seen = distance == distance
+        else:
+            distance = i - starts_q[i] + shift[i] - (j - starts_k[j])
+            seen = documents_q[i] == documents_k[j]
+        if right >= 0:
+            seen = seen & (distance >= -right)
+        if left >= 0:
+            seen = seen & (distance <= left)
+        if dilation > 1:
+            seen = seen & (distance % dilation == 0)
+        if boolean is not None:
+            seen = seen & boolean[b, h, i, j]
+        return seen
+
+    return mask_mod
+
+
+def _documents(bounds: torch.Tensor | None, length: int) -> Any:
+    """Return the packed sequence of each token, int32 [T]."""
+    if bounds is None:
+        return None
+    tokens = torch.arange(length, device=bounds.device, dtype=bounds.dtype)
+    return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True, out_int32=True)
+
+
+def _starts(tensors: Tensors, problem: AttentionProblem) -> tuple[Any, Any]:
+    """Return the first token of each token's packed sequence, for queries and keys."""
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        return None, None
+    documents_q = _documents(tensors.cu_seqlens_q, problem.len_q)
+    documents_k = _documents(tensors.cu_seqlens_k, problem.len_k)
+    return tensors.cu_seqlens_q[documents_q], tensors.cu_seqlens_k[documents_k]
+
+
+def _packed_shift(tensors: Tensors, problem: AttentionProblem) -> Any:
+    """Return Sk - Sq of each query's packed sequence if aligned to the end, else zeros."""
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        return None
+    lengths = tensors.cu_seqlens_k.diff() - tensors.cu_seqlens_q.diff()
+    if not problem.align:
+        lengths = torch.zeros_like(lengths)
+    return lengths[_documents(tensors.cu_seqlens_q, problem.len_q)]
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskKey:
+    """What a positional block mask depends on."""
+
+    problem: tuple[object, ...]
+    bounds: tuple[tuple[int, ...], tuple[int, ...]]
+    device: torch.device
+
+
+_BLOCK_MASKS: OrderedDict[_MaskKey, Any] = OrderedDict()
+
+
+def _block_mask(tensors: Tensors, problem: AttentionProblem, mask_mod: _ScoreMod) -> Any:
+    """Return the block mask; those that depend on positions alone are kept."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device = tensors.query.device
+    per_head = tensors.mask is not None
+    batch = problem.batch if per_head else None
+    heads = problem.num_heads if per_head else None
+    facts = (
+        problem.len_q,
+        problem.len_k,
+        problem.is_causal,
+        problem.align,
+        problem.window,
+        problem.dilation,
+    )
+    key = _MaskKey(facts, (tensors.bounds_q, tensors.bounds_k), device)
+    if not per_head and key in _BLOCK_MASKS:
+        _BLOCK_MASKS.move_to_end(key)
+        return _BLOCK_MASKS[key]
+    made = create_block_mask(
+        mask_mod, batch, heads, problem.len_q, problem.len_k, device=device.type
+    )
+    if not per_head:
+        _BLOCK_MASKS[key] = made
+        if len(_BLOCK_MASKS) > _KEPT_MASKS:
+            _BLOCK_MASKS.popitem(last=False)
+    return made

@@ -1,0 +1,68 @@
+"""What every executor takes and returns.
+
+An executor is a function ``run(tensors, problem, group) -> Result``. It receives
+canonical 4-D tensors, never chooses, never falls back and never imports another
+executor. Shape legend in `adaattn.spec`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adaattn.spec import AttentionProblem, HeadGroup
+
+__all__ = ["Executor", "Result", "Tensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """The tensors of one call.
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D], unrepeated.
+        value: [B, Hkv, Sk, Dv], unrepeated.
+        mask: boolean (True = attend) or floating point, 4-D, broadcastable to [B, Hq, Sq, Sk].
+        sinks: [Hq] logits that join the denominator.
+        alibi_slopes: [B or 1, Hq] positive slopes; the bias is -slope * abs(p - j).
+        cu_seqlens_q: int32 [N + 1], starts of packed query sequences and their end.
+        cu_seqlens_k: the same for keys.
+        bounds_q: the same numbers on the host; () when not packed.
+        bounds_k: the same for keys.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    bounds_q: tuple[int, ...] = ()
+    bounds_k: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an executor returns; auxiliary fields are None unless the problem asks for them.
+
+    Args:
+        output: [B, Hq, Sq, Dv] in the dtype of the query.
+        lse: [B, Hq, Sq] fp32 (fp64 for fp64 input): natural log of the softmax denominator,
+            sinks included; -inf where nothing is seen.
+        row_max: [B, Hq, Sq] the largest score after softcap, bias and masks; -inf likewise.
+        entropy: [B, Hq, Sq] entropy in bits of the softmax (before dropout), the sink counted as
+            one more outcome; 0 where nothing is seen.
+        weights: [B, Hq, Sq, Sk] softmax weights before dropout, zero rows where nothing is seen.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor | None = None
+    row_max: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]

@@ -1,0 +1,42 @@
+"""The executors of this installation: what each can do, and how it is called."""
+
+from typing import Final
+
+from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
+from adaattn.backends.interface import Executor
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.spec import Capability
+
+__all__ = ["capabilities", "capability_named", "load"]
+
+_MODULES: Final = (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference)
+_CAPABILITIES: Final[tuple[Capability, ...]] = tuple(
+    capability for module in _MODULES for capability in module.CAPABILITIES
+)
+_BY_NAME: Final = {capability.name: capability for capability in _CAPABILITIES}
+_EXECUTORS: Final[dict[str, Executor]] = {
+    capability.name: module.run for module in _MODULES for capability in module.CAPABILITIES
+}
+
+
+def capabilities() -> tuple[Capability, ...]:
+    """Return what every executor declares, in the order in which ties are broken."""
+    return _CAPABILITIES
+
+
+def capability_named(name: str) -> Capability:
+    """Return one capability by its name.
+
+    Raises:
+        ArgumentError: there is none of that name.
+    """
+    if name not in _BY_NAME:
+        raise ArgumentError(
+            expected_got("backend", f"'auto' or one of {', '.join(_BY_NAME)}", repr(name))
+        )
+    return _BY_NAME[name]
+
+
+def load(name: str) -> Executor:
+    """Return the executor of a capability; compiled kernels are imported when they first run."""
+    return _EXECUTORS[name]

@@ -1,0 +1,291 @@
+"""PyTorch's own kernels, each by name: flash, efficient, cudnn, math.
+
+A kernel that ``F.scaled_dot_product_attention`` would choose by itself is reached through
+it, the cheapest door; any other through its operator, because the ``sdpa_kernel`` context
+costs microseconds a call. Each kernel declares only what it does natively: masks that
+stand for windows or packed sequences belong to other executors.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from adaattn.backends.interface import Result, Tensors
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    Capability,
+    Feature,
+    HeadGroup,
+    MaskKind,
+    Precision,
+)
+
+__all__ = ["CAPABILITIES", "goes_through_sdpa", "run"]
+
+_ATEN = torch.ops.aten
+_HALF = (Precision.BF16, Precision.FP16)
+_ALIGNMENT = 8
+_MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
+_TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
+
+CAPABILITIES = (
+    Capability(
+        name="sdpa.flash",
+        backend="sdpa",
+        device_types=("cpu",),
+        features=Feature.CAUSAL_TOP_LEFT | _MASKS | _TRAINING | Feature.LSE,
+        skips_hidden=True,
+        is_fused=True,
+        efficiency=0.55,
+    ),
+    Capability(
+        name="sdpa.flash2",
+        backend="sdpa",
+        device_types=("cuda",),
+        precisions=_HALF,
+        features=(
+            Feature.CAUSAL_BOTTOM_RIGHT
+            | Feature.WINDOW
+            | Feature.PACKED
+            | Feature.DROPOUT
+            | _TRAINING
+            | Feature.LSE
+        ),
+        max_head_dim=256,
+        min_compute_capability=(8, 0),
+        skips_hidden=True,
+        is_fused=True,
+        efficiency=0.45,
+    ),
+    Capability(
+        name="sdpa.efficient",
+        backend="sdpa",
+        device_types=("cuda",),
+        precisions=(Precision.FP32, *_HALF),
+        features=(
+            Feature.CAUSAL_TOP_LEFT
+            | _MASKS
+            | Feature.MASK_GRADIENT
+            | Feature.DROPOUT
+            | Feature.BACKWARD
+            | Feature.VALUE_DIM
+            | Feature.LSE
+        ),
+        min_compute_capability=(5, 0),
+        skips_hidden=True,
+        expands_kv=True,
+        is_fused=True,
+        efficiency=0.3,
+    ),
+    Capability(
+        name="sdpa.cudnn",
+        backend="sdpa",
+        device_types=("cuda",),
+        precisions=_HALF,
+        features=(
+            Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.DROPOUT | Feature.BACKWARD | Feature.LSE
+        ),
+        max_head_dim=256,
+        min_compute_capability=(9, 0),
+        skips_hidden=True,
+        is_fused=True,
+        efficiency=0.8,
+    ),
+    Capability(
+        name="sdpa.math",
+        backend="sdpa",
+        features=(
+            Feature.CAUSAL_TOP_LEFT
+            | _MASKS
+            | Feature.MASK_GRADIENT
+            | Feature.DROPOUT
+            | _TRAINING
+            | Feature.VALUE_DIM
+        ),
+        materialises_scores=True,
+        expands_kv=True,
+        efficiency=0.5,
+        num_launches=8,
+    ),
+)
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return attention by the kernel that ``group.capability`` names."""
+    if goes_through_sdpa(problem, group):
+        return Result(output=_through_sdpa(tensors, problem))
+    return _KERNELS[group.capability](tensors, problem)
+
+
+def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
+    """Return whether ``F.scaled_dot_product_attention`` itself would run this kernel."""
+    if problem.sdpa_default != group.capability:
+        return False
+    special = problem.num_sequences > 0 or problem.window != (-1, -1)
+    corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT
+    return not (special or corner or problem.aux is not Aux.NONE)
+
+
+def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
+    """Return the output of PyTorch's public function."""
+    return F.scaled_dot_product_attention(
+        tensors.query,
+        tensors.key,
+        tensors.value,
+        attn_mask=tensors.mask,
+        dropout_p=problem.dropout_p,
+        is_causal=problem.is_causal,
+        scale=problem.scale,
+        enable_gqa=problem.group_size > 1,
+    )
+
+
+def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return the CPU's flash kernel's output and log-sum-exp."""
+    output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu.default(
+        tensors.query,
+        tensors.key,
+        tensors.value,
+        0.0,
+        problem.is_causal,
+        attn_mask=_additive(tensors),
+        scale=problem.scale,
+    )
+    return Result(output=output, lse=_masked_lse(lse, problem))
+
+
+def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return FlashAttention-2's output; its causal order and windows count from the last key."""
+    query, key, value = (_padded(item) for item in (tensors.query, tensors.key, tensors.value))
+    window = problem.window
+    edges: dict[str, Any] = {}
+    if window != (-1, -1):
+        right = 0 if problem.is_causal else window[1]
+        edges = {"window_size_left": window[0], "window_size_right": right}
+    packed = problem.num_sequences > 0
+    if packed:
+        query, key, value = (item[0].transpose(0, 1) for item in (query, key, value))
+    else:
+        query, key, value = (item.transpose(1, 2) for item in (query, key, value))
+    output, lse, *_ = _ATEN._flash_attention_forward.default(
+        query,
+        key,
+        value,
+        tensors.cu_seqlens_q if packed else None,
+        tensors.cu_seqlens_k if packed else None,
+        problem.max_len_q if packed else problem.len_q,
+        problem.max_len_k if packed else problem.len_k,
+        problem.dropout_p,
+        problem.is_causal,
+        False,
+        scale=problem.scale,
+        **edges,
+    )
+    output = output.transpose(0, 1).unsqueeze(0) if packed else output.transpose(1, 2)
+    if packed and lse.dim() == 2:
+        lse = lse.unsqueeze(0)
+    blind = lse == float("inf")
+    lse = lse.masked_fill(blind, float("-inf"))
+    return Result(output=output[..., : problem.value_dim], lse=lse)
+
+
+def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return the memory-efficient kernel's output; k and v are repeated for grouped heads."""
+    bias = _additive(tensors)
+    if bias is not None:
+        bias = _aligned(bias.expand(-1, -1, problem.len_q, problem.len_k))
+        bias = bias.expand(problem.batch, problem.num_heads, -1, -1)
+    output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention.default(
+        _padded(tensors.query),
+        _padded(_repeated(tensors.key, problem)),
+        _padded(_repeated(tensors.value, problem)),
+        bias,
+        Aux.LSE in problem.aux or problem.requires_grad,
+        problem.dropout_p,
+        problem.is_causal,
+        scale=problem.scale,
+    )
+    lse = lse[..., : problem.len_q] if lse.numel() else None
+    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, problem))
+
+
+def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return cuDNN's output."""
+    output, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention.default(
+        _padded(tensors.query),
+        _padded(tensors.key),
+        _padded(tensors.value),
+        _additive(tensors),
+        Aux.LSE in problem.aux or problem.requires_grad,
+        problem.dropout_p,
+        problem.is_causal,
+        False,
+        scale=problem.scale,
+    )
+    lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q) if lse.numel() else None
+    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, problem))
+
+
+def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return the output of PyTorch's composite of matrix products and softmax."""
+    output, _ = _ATEN._scaled_dot_product_attention_math.default(
+        tensors.query,
+        tensors.key,
+        tensors.value,
+        tensors.mask,
+        problem.dropout_p,
+        problem.is_causal,
+        None,
+        scale=problem.scale,
+        enable_gqa=problem.group_size > 1,
+    )
+    return Result(output=output)
+
+
+_KERNELS = {
+    "sdpa.flash": _cpu_flash,
+    "sdpa.flash2": _flash2,
+    "sdpa.efficient": _efficient,
+    "sdpa.cudnn": _cudnn,
+    "sdpa.math": _math,
+}
+
+
+def _additive(tensors: Tensors) -> torch.Tensor | None:
+    """Return the mask as numbers added to the scores, in the dtype of the query."""
+    mask = tensors.mask
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros_like(mask, dtype=tensors.query.dtype)
+        return zeros.masked_fill(~mask, float("-inf"))
+    return mask.to(tensors.query.dtype)
+
+
+def _masked_lse(lse: torch.Tensor | None, problem: AttentionProblem) -> torch.Tensor | None:
+    """Return the log-sum-exp with -inf where a mask hides every key."""
+    if lse is None or problem.mask is MaskKind.NONE:
+        return lse
+    return torch.where(torch.isfinite(lse), lse, float("-inf"))
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with contiguous columns, their number a multiple of 8."""
+    missing = -tensor.shape[-1] % _ALIGNMENT
+    if missing:
+        return F.pad(tensor, (0, missing))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """Return the bias in rows whose storage starts at multiples of 16 elements."""
+    columns = bias.shape[-1]
+    return F.pad(bias, (0, -columns % 16))[..., :columns]
+
+
+def _repeated(tensor: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """Return k or v with one head for each query head."""
+    return tensor.repeat_interleave(problem.group_size, dim=1) if problem.group_size > 1 else tensor

@@ -1,0 +1,29 @@
+"""The entry point: says in one line what is missing, else hands over to the commands."""
+
+import sys
+
+__all__ = ["main"]
+
+_OPTIONAL = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the ``adaattn`` command on the arguments of this process.
+
+    Exits with 0, with 2 for anything the user can mend, and with 130 after Ctrl-C.
+    """
+    try:
+        from adaattn.cli.commands import app
+
+        app()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _OPTIONAL:
+            raise
+        print(
+            f"error: the adaattn command needs {error.name}; run: pip install adaattn[cli]",
+            file=sys.stderr,
+        )
+        sys.exit(2)

@@ -1,0 +1,151 @@
+"""The commands and their options. What each does is imported when it runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaattn.cli.console import JsonOption, one_line_errors
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="adaattn",
+    help="Attention that picks the cheapest way to keep the quality you ask for, and says why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_JSON_HELP = "Write JSON to this file; without a file, or with -, to stdout."
+
+Json = Annotated[str | None, typer.Option("--json", metavar="[PATH]", help=_JSON_HELP)]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from adaattn import __version__
+
+        typer.echo(f"adaattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Attention that picks the cheapest way to keep the quality you ask for, and says why."""
+
+
+@app.command(cls=JsonOption)
+def evaluate(
+    model: Annotated[
+        str, typer.Option(help='"demo" (fetched once), a Transformers name, or a folder.')
+    ] = "demo",
+    text: Annotated[str, typer.Option(help='"opticks", or the path of a UTF-8 file.')] = "opticks",
+    tokens: Annotated[int, typer.Option(help="Most tokens of the text to use.")] = 8192,
+    window: Annotated[int, typer.Option(help="Most tokens in a forward pass.")] = 2048,
+    stride: Annotated[int, typer.Option(help="Tokens by which windows advance.")] = 1024,
+    policies: Annotated[
+        str, typer.Option(help="Presets or policy files, with commas between.")
+    ] = "quality,balanced,speed",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    json: Json = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one self-contained page with plots.")
+    ] = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress bar.")] = False,
+) -> None:
+    """Measure what exact attention and each policy cost and lose on a model and a text."""
+    with one_line_errors():
+        from adaattn.cli.evaluate import run_evaluate
+        from adaattn.evaluation.perplexity import EvaluationRequest
+
+        run_evaluate(
+            EvaluationRequest(
+                model=model,
+                text=text,
+                tokens=tokens,
+                window=window,
+                stride=stride,
+                policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+                device=device,
+                dtype=dtype,
+            ),
+            json_path=json,
+            html_path=html,
+            shows_progress=not no_progress,
+        )
+
+
+@app.command(cls=JsonOption)
+def info(
+    json: Json = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the rates of each device first (seconds).")
+    ] = False,
+) -> None:
+    """Print hardware, versions, and every executor with the reason where it cannot run."""
+    with one_line_errors():
+        from adaattn.cli.info import run_info
+
+        run_info(json_path=json, measures=measure)
+
+
+@app.command(cls=JsonOption)
+def plan(
+    shape: Annotated[
+        str, typer.Option(metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of the call.")
+    ],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="Keys after the query are hidden.")] = (
+        False
+    ),
+    window: Annotated[
+        str, typer.Option(metavar="LEFT,RIGHT", help="Keys seen around the query; -1 is all.")
+    ] = "-1,-1",
+    align: Annotated[
+        str, typer.Option(help="top_left or bottom_right: where query positions count from.")
+    ] = "top_left",
+    dilation: Annotated[int, typer.Option(help="Only keys at multiples of this distance.")] = 1,
+    softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
+    policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "quality",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:N, or a card that need not be here: h200.")
+    ] = "auto",
+    error_budget: Annotated[
+        float | None, typer.Option(help="Allowed relative error of each head's output.")
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Most workspace, such as 512MB or 2GiB.")
+    ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted.")] = False,
+    json: Json = None,
+) -> None:
+    """Print what a call would run, and why each other way was refused."""
+    with one_line_errors():
+        from adaattn.cli.plan import PlanRequest, run_plan
+
+        run_plan(
+            PlanRequest(
+                shape=shape,
+                dtype=dtype,
+                is_causal=causal,
+                window=window,
+                align=align,
+                dilation=dilation,
+                softcap=softcap,
+                policy=policy,
+                device=device,
+                error_budget=error_budget,
+                memory_budget=memory_budget,
+                backward=backward,
+            ),
+            json_path=json,
+        )

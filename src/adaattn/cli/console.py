@@ -1,0 +1,95 @@
+"""What all commands share: one-line errors, the ``--json`` option, files written whole."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from adaattn.errors import AdaAttnError, AssetError, expected_got
+
+__all__ = ["JsonOption", "one_line", "one_line_errors", "write_json", "write_text"]
+
+STDOUT = "-"
+
+
+class JsonOption(TyperCommand):
+    """A command whose ``--json`` may stand without a value, meaning stdout."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a bare ``--json`` its value before the arguments are parsed."""
+        given: list[str] = []
+        for index, argument in enumerate(args):
+            given.append(argument)
+            following = args[index + 1] if index + 1 < len(args) else None
+            is_bare = following is None or (following != STDOUT and following.startswith("-"))
+            if argument == "--json" and is_bare:
+                given.append(STDOUT)
+        return super().parse_args(ctx, given)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the library's errors into one line and exit status 2, Ctrl-C into 130."""
+    try:
+        yield
+    except AdaAttnError as error:
+        typer.echo(f"error: {one_line(str(error))}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from error
+
+
+def one_line(message: str) -> str:
+    """Return a message of several lines as one, its reasons joined with semicolons.
+
+    Example:
+        >>> one_line("x cannot serve this call:\\n  - too large\\n  - too slow")
+        'x cannot serve this call: too large; too slow'
+    """
+    lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        lines[:2] = [f"{lines[0]} {lines[1]}"]
+    return "; ".join(lines)
+
+
+def write_json(target: str, value: Any) -> None:
+    """Write a value as JSON to stdout (``-``) or to a file.
+
+    Raises:
+        AssetError: the file cannot be written.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+    if target == STDOUT:
+        typer.echo(text, nl=False)
+    else:
+        write_text(Path(target), text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        AssetError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise AssetError(
+            expected_got(
+                f"output file {path}",
+                "a file that can be written",
+                error.strerror or repr(error),
+                "name another place",
+            )
+        ) from error

@@ -1,0 +1,136 @@
+"""``adaattn evaluate``: progress while it runs, tables and a verdict at the end."""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from adaattn.cli.console import STDOUT, write_json, write_text
+from adaattn.errors import AssetError, expected_got
+from adaattn.evaluation.html_report import html_report
+from adaattn.evaluation.perplexity import EvaluationRequest, evaluate
+from adaattn.evaluation.report import print_report
+
+__all__ = ["run_evaluate"]
+
+_STAGES = {
+    "download": "fetching the demo model",
+    "unpack": "unpacking it",
+    "convert": "converting it (once)",
+    "check": "checking its checksums",
+    "rates": "measuring this device (once)",
+    "load": "loading the model",
+    "warm up": "warming up",
+    "evaluate": "evaluating",
+}
+_LINE_EVERY_S = 10.0
+_MIN_WIDTH = 100
+
+
+def run_evaluate(
+    request: EvaluationRequest,
+    *,
+    json_path: str | None,
+    html_path: Path | None,
+    shows_progress: bool,
+) -> None:
+    """Evaluate, then print tables to stdout (to stderr when JSON goes to stdout).
+
+    Raises:
+        AdaAttnError: as `evaluate`; also when an output file cannot be written.
+    """
+    _check_outputs(json_path, html_path)
+    errors = Console(stderr=True)
+    if not shows_progress:
+        result = evaluate(request)
+    elif errors.is_terminal:
+        with _bar(errors) as progress:
+            result = evaluate(request, progress=_on_bar(progress))
+    else:
+        result = evaluate(request, progress=_as_lines())
+    if html_path is not None:
+        write_text(html_path, html_report(result))
+    if json_path is not None:
+        write_json(json_path, result.to_dict())
+    console = Console(stderr=json_path == STDOUT)
+    if not console.is_terminal:
+        console.width = max(console.width, _MIN_WIDTH)
+    print_report(result, console)
+
+
+def _check_outputs(json_path: str | None, html_path: Path | None) -> None:
+    """Refuse before minutes of work what could not be written after them."""
+    if html_path is not None and importlib.util.find_spec("plotly") is None:
+        raise AssetError(
+            expected_got("--html", "plotly", "no such package", "pip install 'adaattn[viz]'")
+        )
+    paths = [] if json_path in (None, STDOUT) else [Path(str(json_path))]
+    paths += [] if html_path is None else [html_path]
+    for path in paths:
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            found = "a folder" if path.is_dir() else "no such folder"
+            raise AssetError(
+                expected_got(f"output file {path}", "a file in an existing folder", found)
+            )
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _on_bar(progress: Progress) -> Callable[[str, int, int], None]:
+    """Return a callback that shows one bar for each stage."""
+    tasks: dict[str, TaskID] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            for task in tasks.values():
+                progress.remove_task(task)
+            tasks.clear()
+            tasks[stage] = progress.add_task(_STAGES.get(stage, stage), total=None)
+        progress.update(tasks[stage], completed=done, total=total or None)
+
+    return report
+
+
+def _as_lines() -> Callable[[str, int, int], None]:
+    """Return a callback that writes a line now and then, for logs."""
+    began: dict[str, float] = {}
+    last = 0.0
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        is_new = stage not in began
+        began.setdefault(stage, now)
+        if not is_new and now - last < _LINE_EVERY_S:
+            return
+        last = now
+        words = _STAGES.get(stage, stage)
+        if total and done:
+            left = (now - began[stage]) / done * (total - done)
+            words += f": {done / total:.0%}, about {left:.0f} s left"
+        print(words, file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,172 @@
+"""``adaattn info``: hardware, versions and executors, even where half of it is broken."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from adaattn.cli.console import STDOUT, write_json
+
+__all__ = ["collect", "run_info"]
+
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "plotly", "typer", "rich")
+
+
+def run_info(*, json_path: str | None, measures: bool) -> None:
+    """Print every section; one that fails prints its error instead.
+
+    Args:
+        json_path: where to write JSON instead; ``-`` is stdout, None prints text.
+        measures: run the micro-benchmark of each device first.
+    """
+    found = collect(measures=measures)
+    if json_path is not None:
+        write_json(json_path, found)
+    if json_path != STDOUT:
+        for name, section in found.items():
+            print(f"{name}:")
+            _print(section, indent=2)
+
+
+def collect(*, measures: bool = False) -> dict[str, Any]:
+    """Return every section by name; a failing one holds ``{"error": ...}``.
+
+    Args:
+        measures: run the micro-benchmark of each device first.
+    """
+    sections: dict[str, Callable[[], Any]] = {
+        "adaattn": _adaattn,
+        "versions": _versions,
+        "cuda": _cuda,
+        "devices": lambda: _devices(measures),
+        "executors": _executors,
+    }
+    return {name: _guarded(section) for name, section in sections.items()}
+
+
+def _guarded(section: Callable[[], Any]) -> Any:
+    try:
+        return section()
+    except Exception as error:  # noqa: BLE001 - a broken part is what this command reports
+        return {"error": _sentence(error)}
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _adaattn() -> dict[str, str]:
+    import adaattn
+    from adaattn._settings import cache_folder
+
+    return {
+        "version": adaattn.__version__,
+        "folder": os.path.dirname(str(adaattn.__file__)),
+        "cache": str(cache_folder()),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    cudnn = torch.backends.cudnn
+    return {
+        "built with CUDA": torch.version.cuda or "none",
+        "cuDNN": cudnn.version() if cudnn.is_available() else "none",
+        "CUDA devices": torch.cuda.device_count(),
+    }
+
+
+def _devices(measures: bool) -> dict[str, Any]:
+    import torch
+
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return {name: _guarded(lambda name=name: _device(name, measures)) for name in names}
+
+
+def _device(name: str, measures: bool) -> dict[str, Any]:
+    from adaattn.hardware import measure_rates, probe
+
+    if measures:
+        measure_rates(name)
+    facts = probe(name)
+    return {
+        "name": facts.name,
+        "compute capability": ".".join(map(str, facts.compute_capability)),
+        "memory GB": round(facts.memory_bytes / 1e9, 1),
+        "processors": facts.num_processors,
+        "last-level cache MB": round(facts.l2_bytes / 1e6, 1),
+        "native formats": [precision.label for precision in facts.instructions],
+        "TFLOP/s": {
+            precision.label: round(rate / 1e12, 3) for precision, rate in facts.rates.flops
+        },
+        "bandwidth GB/s": round(facts.rates.bandwidth / 1e9, 1),
+        "launch us": round(facts.rates.launch_s * 1e6, 1),
+        "rates": facts.rates.source,
+    }
+
+
+def _executors() -> dict[str, Any]:
+    import torch
+
+    from adaattn.backends import capabilities
+
+    devices = ["cpu", *(["cuda:0"] if torch.cuda.device_count() else [])]
+    return {
+        name: {
+            capability.name: _guarded(lambda c=capability, n=name: _available(c, n))
+            for capability in capabilities()
+        }
+        for name in devices
+    }
+
+
+def _available(capability: Any, device: str) -> str:
+    """Return "available", or why an executor cannot serve even the smallest fitting call."""
+    from adaattn.hardware import probe
+    from adaattn.planning import reasons
+    from adaattn.spec import AttentionProblem, Precision
+
+    facts = probe(device)
+    precision = next(p for p in reversed(Precision) if p in capability.precisions)
+    smallest = AttentionProblem(
+        batch=1,
+        num_heads=capability.min_group_size,
+        num_kv_heads=1,
+        len_q=1,
+        len_k=64,
+        head_dim=64,
+        value_dim=64,
+        precision=precision,
+        device_type=facts.device_type,
+        scale=64**-0.5,
+    )
+    return "; ".join(reasons(capability, smallest, facts)) or "available"
+
+
+def _print(value: Any, indent: int) -> None:
+    margin = " " * indent
+    width = max((len(str(key)) for key in value), default=0)
+    for key, item in value.items():
+        if isinstance(item, dict) and not all(isinstance(v, int | float) for v in item.values()):
+            print(f"{margin}{key}:")
+            _print(item, indent + 2)
+            continue
+        if isinstance(item, dict):
+            item = ", ".join(f"{name} {number}" for name, number in item.items())
+        elif isinstance(item, list):
+            item = ", ".join(map(str, item))
+        print(f"{margin}{key:<{width}}  {item}")

@@ -1,0 +1,1 @@
+"""Quality of approximations on real models and texts."""

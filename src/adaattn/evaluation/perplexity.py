@@ -1,0 +1,364 @@
+"""What each policy costs and what it loses, on a real model and a real text.
+
+Every window goes through Transformers' own sdpa, through exact attention, and through each
+policy, in an order that rotates so that a machine that slows down slows all alike. Losses
+are compared token by token: two perplexities alone say little, since small errors lower one
+as often as they raise it (KL over the vocabulary does not).
+
+Not covered: batches, padding, encoders, and models spread over several devices.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from adaattn._events import record_events
+from adaattn.errors import ArgumentError, UnsupportedError, expected_got
+from adaattn.evaluation.assets import Progress
+from adaattn.evaluation.attention_clock import AttentionClock, EntropyProbe, intercepted
+from adaattn.evaluation.conversion import versions
+from adaattn.evaluation.corpus import load_text
+from adaattn.evaluation.ledger import Ledger
+from adaattn.evaluation.metrics import compare_logits, paired_summary, token_losses
+from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
+from adaattn.evaluation.results import EvaluationResult, RunResult
+from adaattn.evaluation.windows import Window, sliding_windows
+from adaattn.functional import use_policy
+from adaattn.hardware import load_rates, measure_rates, peak_memory, probe
+from adaattn.integrations.transformers import register
+from adaattn.policies import resolve_policy
+from adaattn.spec import Policy
+
+__all__ = ["EvaluationRequest", "evaluate"]
+
+_NAME = "adaattn_evaluation"
+_BASELINE = "sdpa"
+_EXACT = "exact"
+# Logits alive at once: 16 MB in fp32, and about four times that while two runs are compared.
+_CHUNK_LOGITS = 1 << 22
+# Enough to fill caches and to measure the device's rates; a GPU's kernels depend on the length.
+_WARM_UP_TOKENS_CPU = 256
+_POSITION_BINS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """What to evaluate.
+
+    Args:
+        model: ``"demo"``, a Transformers name, or a folder.
+        text: a shipped text's name or a file.
+        tokens: most tokens of the text to use.
+        window: most tokens in a forward pass.
+        stride: tokens by which windows advance.
+        policies: preset names, policy files or policies.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+
+    Raises:
+        ArgumentError: a value does not fit.
+    """
+
+    model: str = "demo"
+    text: str = "opticks"
+    tokens: int = 8192
+    window: int = 2048
+    stride: int = 1024
+    policies: tuple[str | Policy, ...] = ("quality", "balanced", "speed")
+    device: str = "auto"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse what could only fail later."""
+        sliding_windows(self.tokens, self.window, self.stride)
+        if self.dtype not in DTYPES:
+            raise ArgumentError(expected_got("dtype", f"one of {', '.join(DTYPES)}", self.dtype))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One run while it goes on."""
+
+    name: str
+    implementation: str
+    policy: Policy | None = None
+    clock: AttentionClock
+    ledger: Ledger = field(default_factory=Ledger)
+    is_clocked: bool = False
+    attention_ms: float = 0.0
+    forward_ms: float = 0.0
+    peak_bytes: int | None = None
+    differences: list[torch.Tensor] = field(default_factory=list)
+    divergences: list[torch.Tensor] = field(default_factory=list)
+
+
+def evaluate(
+    request: EvaluationRequest | None = None, *, progress: Progress | None = None
+) -> EvaluationResult:
+    """Return what exact attention and each policy cost and lose on a text.
+
+    Args:
+        request: what to evaluate; None is the demo model on the shipped text.
+        progress: called with (stage, done, total): bytes while fetching, then forward passes
+            in stage ``"evaluate"``.
+
+    Raises:
+        AssetError: the model or the text cannot be had.
+        PolicyError: a policy's name is unknown or its file corrupt.
+        ArgumentError: the text is too short, the window too long, or a name doubled.
+        UnsupportedError: the model's attention does not go through Transformers' registry.
+
+    Example:
+        >>> from adaattn.evaluation.perplexity import EvaluationRequest, evaluate
+        >>> result = evaluate(EvaluationRequest(tokens=4096))  # doctest: +SKIP
+        >>> result.run("quality").divergence < 1e-6  # doctest: +SKIP
+        True
+    """
+    request = request or EvaluationRequest()
+    report = progress or (lambda stage, done, total: None)
+    policies = _resolve(request.policies)
+    text = load_text(request.text)
+    seconds: list[tuple[str, float]] = []
+    report("load", 0, 0)
+    with _stage("load", seconds), torch.inference_mode():
+        model = load_model(
+            request.model, device=request.device, dtype=request.dtype, progress=report
+        )
+        prefix, tokens = model.encode(text, request.tokens)
+    windows = list(sliding_windows(len(tokens), request.window, request.stride))
+    _check_length(model, min(request.window, len(tokens)) + len(prefix))
+    if load_rates(model.device) is None:
+        report("rates", 0, 0)
+        with _stage("measure rates", seconds):
+            measure_rates(model.device)
+    with torch.inference_mode(), register(_NAME):
+        baseline = _BASELINE if _accepts(model, _BASELINE) else "eager"
+        runs = _make_runs(baseline, policies, model.device)
+        report("warm up", 0, 0)
+        with _stage("warm up", seconds):
+            entropy = _warm_up(model, runs, prefix, tokens, windows[0])
+        with _stage("evaluate", seconds):
+            losses = _measure(model, runs, prefix, tokens, windows, report)
+    starts = [position for w in windows for position in range(w.first_scored, w.end)]
+    return EvaluationResult(
+        model=request.model,
+        text=request.text,
+        device=str(model.device),
+        device_name=probe(model.device).name,
+        dtype=request.dtype,
+        tokens=len(tokens),
+        scored=len(starts),
+        window=request.window,
+        stride=request.stride,
+        runs=tuple(_finish(run, losses, starts) for run in runs),
+        entropy_bits=entropy,
+        seconds=tuple(seconds),
+        versions=tuple(sorted(versions().items())),
+    )
+
+
+def _resolve(policies: Sequence[str | Policy]) -> list[Policy]:
+    """Return each policy as a value, the names all different."""
+    found = [resolve_policy(policy) for policy in policies]
+    names = [_BASELINE, _EXACT, *(policy.name for policy in found)]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ArgumentError(
+            expected_got("policies", "different names, none sdpa or exact", ", ".join(doubled))
+        )
+    return found
+
+
+def _check_length(model: LanguageModel, length: int) -> None:
+    longest = getattr(model.network.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ArgumentError(
+            expected_got("window", f"at most the model's {longest} positions", length)
+        )
+
+
+@contextlib.contextmanager
+def _stage(name: str, seconds: list[tuple[str, float]]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds.append((name, time.perf_counter() - start))
+
+
+def _accepts(model: LanguageModel, implementation: str) -> bool:
+    """Return whether a model runs with an implementation (sdpa knows neither softcap nor sinks)."""
+    try:
+        model.network.set_attn_implementation(implementation)
+        model.forward(torch.zeros(1, 2, dtype=torch.int64, device=model.device))
+    except ValueError:
+        return False
+    return True
+
+
+def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) -> list[_Run]:
+    runs = [_Run(name=_BASELINE, implementation=baseline, clock=AttentionClock(device))]
+    for policy in (Policy(name=_EXACT), *policies):
+        runs.append(
+            _Run(
+                name=policy.name,
+                implementation=_NAME,
+                policy=policy,
+                clock=AttentionClock(device),
+            )
+        )
+    runs[0].name = baseline
+    return runs
+
+
+def _warm_up(
+    model: LanguageModel,
+    runs: Sequence[_Run],
+    prefix: list[int],
+    tokens: list[int],
+    first: Window,
+) -> tuple[tuple[float, ...], ...]:
+    """Run every path once without counting it; return the entropy of the first window."""
+    length = first.end if model.device.type == "cuda" else min(first.end, _WARM_UP_TOKENS_CPU)
+    entropy_probe = EntropyProbe()
+    model.network.set_attn_implementation(runs[0].implementation)
+    with intercepted(runs[0].implementation, entropy_probe.wrap):
+        model.forward(_tensor(model, prefix, tokens[: first.end]))
+    short = _tensor(model, prefix, tokens[:length])
+    for run in runs:
+        _forward(model, run, short)
+        run.clock.read_ms()
+        if run.policy is not None and run.ledger.summary().calls == 0:
+            raise UnsupportedError(
+                "adaattn",
+                [f"model {model.name!r} does not use Transformers' attention registry"],
+                "choose a model whose attention can be set with attn_implementation",
+            )
+        run.ledger = Ledger()
+    return entropy_probe.layers
+
+
+def _measure(
+    model: LanguageModel,
+    runs: list[_Run],
+    prefix: list[int],
+    tokens: list[int],
+    windows: Sequence[Window],
+    report: Progress,
+) -> torch.Tensor:
+    """Return the exact run's losses, [N] float64; everything else goes into the runs."""
+    exact = next(run for run in runs if run.name == _EXACT)
+    losses = []
+    total = len(windows) * len(runs)
+    report("evaluate", 0, total)
+    for index, window in enumerate(windows):
+        inputs = _tensor(model, prefix, tokens[window.begin : window.end])
+        rows: dict[str, torch.Tensor] = {}
+        turn = index % len(runs)
+        for done, run in enumerate((*runs[turn:], *runs[:turn]), start=1):
+            hidden = _timed_forward(model, run, inputs)
+            rows[run.name] = hidden[-window.num_scored - 1 : -1].clone()
+            report("evaluate", index * len(runs) + done, total)
+        targets = inputs[0, -window.num_scored :]
+        losses.append(_score(model, exact, runs, rows, targets))
+    return torch.cat(losses)
+
+
+def _timed_forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Tensor:
+    """Return what one forward pass gives, and add its time and memory to the run."""
+    synchronise: Callable[[], object] = (
+        torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    )
+    with peak_memory(model.device) as peak:
+        synchronise()
+        start = time.perf_counter()
+        hidden = _forward(model, run, inputs)
+        synchronise()
+        run.forward_ms += (time.perf_counter() - start) * 1e3
+    run.attention_ms += run.clock.read_ms()
+    if peak.added_bytes is not None:
+        run.peak_bytes = max(run.peak_bytes or 0, peak.added_bytes)
+    return hidden
+
+
+def _forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Tensor:
+    model.network.set_attn_implementation(run.implementation)
+    with contextlib.ExitStack() as stack:
+        run.is_clocked = stack.enter_context(intercepted(run.implementation, run.clock.wrap))
+        if run.policy is not None:
+            stack.enter_context(use_policy(run.policy))
+            stack.enter_context(record_events(run.ledger.add))
+        return model.forward(inputs)
+
+
+def _score(
+    model: LanguageModel,
+    exact: _Run,
+    runs: Sequence[_Run],
+    rows: dict[str, torch.Tensor],
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    """Return the exact losses of a window's scored tokens, comparing the other runs to them."""
+    others = [run for run in runs if run is not exact]
+    num_rows = max(1, _CHUNK_LOGITS // model.network.config.get_text_config().vocab_size)
+    losses = []
+    for begin in range(0, targets.numel(), num_rows):
+        part = slice(begin, begin + num_rows)
+        truth = model.logits(rows[exact.name][part])
+        losses.append(token_losses(truth, targets[part]).cpu())
+        logits = (model.logits(rows[run.name][part]) for run in others)
+        for run, found in zip(others, compare_logits(truth, logits, targets[part]), strict=True):
+            run.differences.append(found.loss_difference.cpu())
+            run.divergences.append(found.divergence.cpu())
+    return torch.cat(losses)
+
+
+def _tensor(model: LanguageModel, prefix: list[int], tokens: list[int]) -> torch.Tensor:
+    return torch.tensor([prefix + tokens], device=model.device)
+
+
+def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> RunResult:
+    """Return the frozen result of one run."""
+    nothing = torch.zeros_like(exact_losses)
+    differences = torch.cat(run.differences) if run.differences else nothing
+    divergences = torch.cat(run.divergences) if run.divergences else nothing
+    mean, error, absolute = paired_summary(differences)
+    loss = float(exact_losses.mean()) + mean
+    told = run.ledger.summary()
+    return RunResult(
+        name=run.name,
+        implementation="adaattn" if run.policy is not None else run.implementation,
+        error_budget=None if run.policy is None else run.policy.error_budget,
+        loss=loss,
+        perplexity=math.exp(loss),
+        loss_difference=mean,
+        loss_difference_error=error,
+        mean_absolute_difference=absolute,
+        divergence=float(divergences.mean()),
+        max_divergence=float(divergences.max()),
+        attention_ms=run.attention_ms if run.is_clocked else None,
+        forward_ms=run.forward_ms,
+        peak_bytes=run.peak_bytes,
+        workspace_bytes=told.workspace_bytes,
+        methods=told.methods,
+        approximated=told.approximated,
+        mean_output_error=told.mean_error,
+        max_output_error=told.max_error,
+        fallbacks=told.fallbacks,
+        chosen=told.chosen,
+        decisions=told.decisions,
+        refusals=told.refusals,
+        difference_by_position=_bins(differences, positions),
+        token_differences=tuple(differences.tolist()),
+    )
+
+
+def _bins(differences: torch.Tensor, positions: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """Return the mean difference of equal stretches of the text."""
+    size = max(1, -(-differences.numel() // _POSITION_BINS))
+    return tuple(
+        (positions[begin], float(differences[begin : begin + size].mean()))
+        for begin in range(0, differences.numel(), size)
+    )

@@ -1,0 +1,183 @@
+"""An evaluation in words and tables, for a terminal."""
+
+from typing import TYPE_CHECKING
+
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.evaluation.results import EvaluationResult, RunResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["cost_rows", "headline", "method_lines", "print_report", "quality_rows", "verdict"]
+
+QUALITY_COLUMNS = (
+    "run",
+    "perplexity",
+    "loss difference (nat)",
+    "mean |diff|",
+    "KL to exact",
+    "output error",
+)
+COST_COLUMNS = ("run", "attention", "of exact", "all layers", "of exact", "peak", "workspace")
+
+_MAX_METHODS = 4
+_NOTICEABLE = 0.02
+"""Ratios of two times closer to 1 than this are within what repeated runs differ by."""
+
+_MEGABYTE = 1e6
+
+
+def print_report(result: EvaluationResult, console: "Console") -> None:
+    """Print tables, methods and verdict.
+
+    Args:
+        result: what `evaluate` returned.
+        console: where to print; its width decides how tables fold.
+    """
+    from rich.markup import escape
+
+    console.print(escape(headline(result)), highlight=False)
+    console.print(_table(QUALITY_COLUMNS, quality_rows(result)))
+    console.print(_table(COST_COLUMNS, cost_rows(result)))
+    for line in method_lines(result):
+        console.print(escape(line), highlight=False)
+    console.print()
+    console.print(escape(verdict(result)), highlight=False)
+
+
+def headline(result: EvaluationResult) -> str:
+    """Return one line that says what was evaluated."""
+    return (
+        f"{result.model} on {result.text}: {result.scored} tokens scored, "
+        f"window {result.window}, stride {result.stride}, {result.dtype} on "
+        f"{result.device} ({result.device_name or 'unknown device'})"
+    )
+
+
+def quality_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
+    """Return one row for each run: what it loses."""
+    return [
+        (
+            run.name,
+            f"{run.perplexity:.4f}",
+            "reference"
+            if run.name == "exact"
+            else f"{run.loss_difference:+.1e} ± {run.loss_difference_error:.0e}",
+            "" if run.name == "exact" else f"{run.mean_absolute_difference:.1e}",
+            "" if run.name == "exact" else f"{run.divergence:.1e}",
+            _error(run),
+        )
+        for run in result.runs
+    ]
+
+
+def cost_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
+    """Return one row for each run: what it costs."""
+    exact = _exact(result)
+    return [
+        (
+            run.name,
+            "unknown" if run.attention_ms is None else f"{run.attention_ms / 1e3:.2f} s",
+            _ratio(run.attention_ms, exact.attention_ms),
+            f"{run.forward_ms / 1e3:.2f} s",
+            _ratio(run.forward_ms, exact.forward_ms),
+            "unknown" if run.peak_bytes is None else f"{run.peak_bytes / _MEGABYTE:.0f} MB",
+            "unknown"
+            if run.error_budget is None
+            else f"{run.workspace_bytes / _MEGABYTE:.1f} MB",
+        )
+        for run in result.runs
+    ]
+
+
+def method_lines(result: EvaluationResult) -> list[str]:
+    """Return one line for each run: the share of heads that each method served."""
+    lines = []
+    for run in result.runs:
+        if not run.methods:
+            continue
+        told = [f"{share:.1%} {label}" for label, share in run.methods[:_MAX_METHODS]]
+        rest = sum(share for _, share in run.methods[_MAX_METHODS:])
+        told += [f"{rest:.1%} others"] if rest else []
+        lines.append(f"heads by method, {run.name}: {', '.join(told)}")
+    return lines
+
+
+def verdict(result: EvaluationResult) -> str:
+    """Return one paragraph in plain words: is exact exact, and what did each policy buy."""
+    exact = _exact(result)
+    baseline = result.runs[0]
+    sentences = [
+        f"Exact attention agrees with Transformers' {baseline.name} to "
+        f"{baseline.mean_absolute_difference:.1e} nat a token."
+    ]
+    for run in result.runs:
+        if run.error_budget is not None and run is not exact:
+            sentences += _judge(run, exact)
+    return " ".join(sentences)
+
+
+def _judge(run: RunResult, exact: RunResult) -> list[str]:
+    """Return what one policy lost and bought."""
+    change = run.perplexity / exact.perplexity - 1
+    if run.approximated == 0.0:
+        words = [
+            f"{run.name} kept every head exact (loss {run.loss_difference:+.1e} nat a token)."
+        ]
+        if run.error_budget and run.refusals:
+            refusal = run.refusals[0]
+            words.append(
+                f"The most frequent reason: {refusal.candidate} was refused because "
+                f"{refusal.reason.rstrip('.')}."
+            )
+        return words
+    words = [
+        f"{run.name} served {run.approximated:.0%} of the heads more cheaply; perplexity moved by "
+        f"{change:+.3%}, KL {run.divergence:.1e} nat, measured output error "
+        f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
+    ]
+    if run.attention_ms is not None and exact.attention_ms:
+        words.append(_time_words(run.attention_ms / exact.attention_ms))
+    return words
+
+
+def _time_words(ratio: float) -> str:
+    if ratio < 1 - _NOTICEABLE:
+        return f"Its attention took {1 - ratio:.0%} less time than exact attention."
+    if ratio > 1 + _NOTICEABLE:
+        return f"Its attention took {ratio - 1:.0%} more time than exact attention: it did not pay."
+    return "Its attention took as long as exact attention."
+
+
+def _exact(result: EvaluationResult) -> RunResult:
+    try:
+        return result.run("exact")
+    except KeyError:
+        names = ", ".join(run.name for run in result.runs)
+        raise ArgumentError(expected_got("runs", "one named exact", names)) from None
+
+
+def _error(run: RunResult) -> str:
+    if run.error_budget is None:
+        return ""
+    if run.approximated == 0.0:
+        return "exact"
+    return f"{run.mean_output_error:.1e} (max {run.max_output_error:.1e})"
+
+
+def _ratio(value: float | None, reference: float | None) -> str:
+    return "" if value is None or not reference else f"{value / reference:.2f}x"
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

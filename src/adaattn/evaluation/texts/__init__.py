@@ -1,0 +1,1 @@
+"""Texts shipped with the package, for evaluation without a network. See README.md."""

@@ -1,0 +1,390 @@
+"""The public call: attention as PyTorch defines it, by the cheapest way that keeps the policy.
+
+    from adaattn import scaled_dot_product_attention
+
+Shape legend in `adaattn.spec`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from adaattn._events import has_sinks
+from adaattn.backends import Tensors, load
+from adaattn.backends.interface import Executor
+from adaattn.backends.sdpa import goes_through_sdpa
+from adaattn.dispatch import (
+    DECODE_ROWS,
+    Outcome,
+    check_plan,
+    decide_call,
+    run_call,
+    run_plan,
+)
+from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.outputs import AuxOutput, AuxRequest
+from adaattn.policies import current_policy, resolve_policy
+from adaattn.spec import Align, AttentionProblem, Aux, Decision, HeadGroup, Plan, Policy
+from adaattn.validation import Arguments, Call, build_call
+
+__all__ = ["plan_attention", "scaled_dot_product_attention"]
+
+is_compiling = torch.compiler.is_compiling
+_flash_enabled = torch.backends.cuda.flash_sdp_enabled
+_efficient_enabled = torch.backends.cuda.mem_efficient_sdp_enabled
+_math_enabled = torch.backends.cuda.math_sdp_enabled
+_cudnn_enabled = torch.backends.cuda.cudnn_sdp_enabled
+
+_Direct = Callable[..., torch.Tensor]
+_NO_COMPANIONS: Final = (None, None, None)
+_KEPT_DIRECT: Final = 4096
+
+_DIRECT: Final[dict[tuple[object, ...], tuple[_Direct, object, object]]] = {}
+"""Shortcuts of exact calls. The policy beside each keeps its identity from being reused."""
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    align: str | Align = "top_left",
+    window: Sequence[int] = (-1, -1),
+    dilation: int = 1,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    policy: Policy | str | None = None,
+    plan: Plan | None = None,
+    backend: str = "auto",
+    return_aux: AuxRequest | bool | None = None,
+    tag: str = "",
+) -> Any:
+    """Return attention of the inputs, [..., Hq, Sq, Dv].
+
+    The positional part and the result are those of
+    ``torch.nn.functional.scaled_dot_product_attention`` (its math path), except that rows
+    which see no key are zeros. The order of things is: scale, softcap, ALiBi and additive
+    mask, hidden keys, sinks, softmax, dropout.
+
+    Args:
+        query: [..., Hq, Sq, D], 2-D to 5-D; float64, float32, bfloat16 or float16.
+        key: [..., Hkv, Sk, D].
+        value: [..., Hkv, Sk, Dv].
+        attn_mask: broadcastable to [..., Hq, Sq, Sk]; boolean (True = attend) or added to the
+            scores; a causal bias of ``torch.nn.attention.bias`` too.
+        dropout_p: probability of dropping a weight.
+        is_causal: key j is seen from position p only if j <= p.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        enable_gqa: Hq may be a multiple of Hkv.
+        align: query i stands at key position p = i (``"top_left"``) or p = i + Sk - Sq
+            (``"bottom_right"``); causal order, window, dilation and ALiBi count from p.
+        window: ``(left, right)``; key j is seen when p - left <= j <= p + right; -1 is unlimited.
+        dilation: only keys with p - j divisible by it are seen.
+        softcap: c in c * tanh(s / c), applied before masks; None or 0 is none.
+        sinks: [Hq] logits that join the softmax denominator.
+        alibi_slopes: [Hq] or [B, Hq]; adds -slope * abs(p - j).
+        cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; its
+            numbers are read on the host once for each tensor.
+        cu_seqlens_k: the same for key and value.
+        policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``) or a policy
+            file; None is the one set by `use_policy`, else ``"quality"``.
+        plan: run this and plan nothing; the form for ``torch.compile(fullgraph=True)``.
+        backend: ``"auto"``, or the name of an executor, which then never falls back.
+        return_aux: an `AuxRequest`, or True for the decision alone.
+        tag: a name for this call in events, such as a layer's.
+
+    Returns:
+        The output, or ``(output, AuxOutput)`` when ``return_aux`` is given.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError, ArgumentTypeError: bad input.
+        PolicyError: an unknown policy or a broken policy file.
+        NonFiniteError: NaN or infinity in q, k or v under an error budget.
+        UnsupportedError: an explicit backend or plan cannot serve; every reason is listed.
+        PlanError: nothing fits the memory budget.
+
+    Example:
+        >>> import torch, adaattn
+        >>> q, k, v = (torch.randn(1, 4, 128, 64) for _ in range(3))
+        >>> out, aux = adaattn.scaled_dot_product_attention(
+        ...     q, k, v, is_causal=True, window=(31, 0),
+        ...     return_aux=adaattn.AuxRequest(lse=True))
+        >>> tuple(out.shape), tuple(aux.lse.shape)
+        ((1, 4, 128, 64), (1, 4, 128))
+    """
+    fast_key: tuple[object, ...] | None = None
+    if plan is None and return_aux is None and cu_seqlens_q is None and not is_compiling():
+        fast_key = _fast_key(
+            query,
+            key,
+            value,
+            (attn_mask, sinks, alibi_slopes),
+            (dropout_p, is_causal, scale, enable_gqa, align, *window, dilation, softcap, backend),
+            policy,
+        )
+        known = _DIRECT.get(fast_key)
+        if known is not None and not has_sinks():
+            return known[0](query, key, value, attn_mask, sinks, alibi_slopes)
+    arguments = Arguments(
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        align=align,
+        window=window,
+        dilation=dilation,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    call = build_call(query, key, value, arguments, _aux_flags(return_aux))
+    if plan is not None:
+        return _with_plan(call, plan, return_aux)
+    return _planned(call, policy, backend, return_aux, tag, fast_key)
+
+
+def plan_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    backend: str = "auto",
+    layer: int = -1,
+    **semantics: Any,
+) -> Decision:
+    """Return the decision that a call with these arguments would follow, without running it.
+
+    Its ``plan`` can be passed to `scaled_dot_product_attention` for tensors of the same
+    shapes, and is the way to use it inside ``torch.compile(fullgraph=True)``.
+
+    Args:
+        query: as in `scaled_dot_product_attention`.
+        key: likewise.
+        value: likewise.
+        attn_mask: likewise.
+        dropout_p: likewise.
+        is_causal: likewise.
+        policy: likewise.
+        backend: likewise.
+        layer: which layer's budgets to take from a calibrated policy.
+        **semantics: the other keywords of `scaled_dot_product_attention` that say what is to
+            be computed; unknown ones are refused.
+
+    Raises:
+        ArgumentTypeError: an unknown keyword.
+        AdaAttnError: as `scaled_dot_product_attention`.
+
+    Example:
+        >>> import torch, adaattn
+        >>> q = k = v = torch.randn(1, 2, 64, 32)
+        >>> decision = adaattn.plan_attention(q, k, v, is_causal=True)
+        >>> decision.plan.is_exact
+        True
+    """
+    known = set(Arguments.__dataclass_fields__)
+    if unknown := sorted(set(semantics) - known):
+        raise ArgumentTypeError(
+            expected_got("keyword arguments", f"some of {sorted(known)}", unknown)
+        )
+    arguments = Arguments(
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
+    )
+    call = build_call(query, key, value, arguments)
+    return decide_call(call, resolve_policy(policy), backend, layer)
+
+
+def _planned(
+    call: Call,
+    policy: Policy | str | None,
+    backend: str,
+    return_aux: AuxRequest | bool | None,
+    tag: str,
+    fast_key: tuple[object, ...] | None,
+) -> Any:
+    """Return the result of a call that has to be decided."""
+    resolved = resolve_policy(policy)
+    outcome = run_call(call, resolved, backend, tag, _layer_of(tag))
+    output = call.restore(outcome.result.output)
+    if return_aux is None or return_aux is False:
+        if fast_key is not None and outcome.decision is not None and not outcome.fallbacks:
+            _remember(fast_key, call, outcome.decision, resolved, policy)
+        return output
+    return output, _aux_output(call, outcome)
+
+
+def _with_plan(call: Call, plan: Plan, return_aux: AuxRequest | bool | None) -> Any:
+    """Return the result of a given plan."""
+    if not torch.compiler.is_compiling():
+        check_plan(call, plan)
+    result = run_plan(call, plan)
+    output = call.restore(result.output)
+    if return_aux is None or return_aux is False:
+        return output
+    return output, _aux_output(call, Outcome(result=result, decision=None))
+
+
+def _layer_of(tag: str) -> int:
+    """Return the number in a tag such as ``"layer12"``; -1 if there is none."""
+    digits = tag.removeprefix("layer")
+    return int(digits) if digits != tag and digits.isdigit() else -1
+
+
+def _aux_flags(return_aux: AuxRequest | bool | None) -> Aux:
+    """Return the outputs that a request names."""
+    if isinstance(return_aux, AuxRequest):
+        return return_aux.flags
+    if return_aux is None or isinstance(return_aux, bool):
+        return Aux.NONE
+    raise ArgumentTypeError(
+        expected_got("return_aux", "None, True or an AuxRequest", type(return_aux).__name__)
+    )
+
+
+def _aux_output(call: Call, outcome: Outcome) -> AuxOutput:
+    """Return the auxiliary outputs in the caller's leading dimensions."""
+    result, problem = outcome.result, call.problem
+    errors = outcome.head_errors
+    if errors is None:
+        errors = torch.zeros(problem.batch, problem.num_heads, device=result.output.device)
+
+    def restore(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else call.restore(tensor)
+
+    return AuxOutput(
+        decision=outcome.decision,
+        lse=restore(result.lse if Aux.LSE in problem.aux else None),
+        row_max=restore(result.row_max),
+        entropy=restore(result.entropy),
+        weights=restore(result.weights),
+        error_estimate=call.restore(errors.float()),
+    )
+
+
+def _facts(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return what a decision depends on of an optional tensor."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+
+
+def _fast_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    companions: tuple[torch.Tensor | None, ...],
+    settings: tuple[object, ...],
+    policy: Policy | str | None,
+) -> tuple[object, ...] | None:
+    """Return everything that the decision of an exact call depends on; None if it has no hash."""
+    ambient = current_policy() if policy is None else policy
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad),
+        None if companions == _NO_COMPANIONS else tuple(_facts(item) for item in companions),
+        settings,
+        ambient if type(ambient) is str else id(ambient),
+        torch.is_autocast_enabled(query.device.type),
+        torch.are_deterministic_algorithms_enabled(),
+        _flash_enabled(),
+        _efficient_enabled(),
+        _math_enabled(),
+        _cudnn_enabled(),
+    )
+
+
+def _remember(
+    fast_key: tuple[object, ...],
+    call: Call,
+    decision: Decision,
+    policy: Policy,
+    named: Policy | str | None,
+) -> None:
+    """Keep a shortcut for calls whose decision cannot depend on the tensors' values."""
+    problem, plan = call.problem, decision.plan
+    small = problem.len_q <= DECODE_ROWS
+    if (policy.error_budget > 0 or policy.head_budgets) and not small:
+        return
+    group = plan.groups[0]
+    exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
+    plain = len(call.batch_shape) == 2 and not torch.is_autocast_enabled(problem.device_type)
+    if not exact or not plain:
+        return
+    if len(_DIRECT) >= _KEPT_DIRECT:
+        _DIRECT.clear()
+    _DIRECT[fast_key] = (_shortcut(problem, group), policy, named)
+
+
+def _shortcut(problem: AttentionProblem, group: HeadGroup) -> _Direct:
+    """Return a function of the caller's tensors that runs one decided executor."""
+    if goes_through_sdpa(problem, group):
+        return partial(
+            _sdpa_shortcut,
+            dropout_p=problem.dropout_p,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+        )
+    return partial(_executor_shortcut, load(group.capability), problem, group)
+
+
+def _sdpa_shortcut(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return PyTorch's own result."""
+    return F.scaled_dot_product_attention(query, key, value, mask, **settings)
+
+
+def _executor_shortcut(
+    executor: Executor,
+    problem: AttentionProblem,
+    group: HeadGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return an executor's output for tensors that are canonical already."""
+    tensors = Tensors(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        sinks=sinks,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+    )
+    return executor(tensors, problem, group).output

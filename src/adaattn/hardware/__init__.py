@@ -1,0 +1,15 @@
+"""What the machine is and what it can do: facts, measured rates, memory."""
+
+from adaattn.hardware.memory import PeakMemory, free_memory_bytes, peak_memory
+from adaattn.hardware.probe import clear_cache, probe
+from adaattn.hardware.rates import load_rates, measure_rates
+
+__all__ = [
+    "PeakMemory",
+    "clear_cache",
+    "free_memory_bytes",
+    "load_rates",
+    "measure_rates",
+    "peak_memory",
+    "probe",
+]

@@ -1,0 +1,277 @@
+"""The mask function that Transformers calls: structure where there is some, else its own mask.
+
+Transformers describes a mask by a function of index pairs. Plain causality, sliding windows
+and packed sequences need no B x Sq x Sk booleans: they are recognised here and travel as a
+`StructuredMask`, which the attention function reads and which turns into the ordinary boolean
+mask as soon as anybody else computes with it. Whatever is not recognised, and every mask with
+padding, is left to Transformers' ``sdpa_mask``.
+
+``None`` is returned only where it cannot be misread: all keys seen, or causal with as many
+keys as queries.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+__all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
+
+_UNLIMITED = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MaskStructure:
+    """Which keys are seen, said without a mask.
+
+    Args:
+        is_causal: key j is seen from position p only if j <= p.
+        window: ``(left, right)``: only p - left <= j <= p + right; -1 is unlimited.
+        num_keys: keys from here on are seen by nobody and can be cut off. The last query
+            stands at the last of the remaining keys.
+        starts: int32 [N + 1], starts of packed sequences and their end; None if not packed.
+    """
+
+    is_causal: bool
+    window: tuple[int, int]
+    num_keys: int
+    starts: torch.Tensor | None = None
+
+    def dense(self, len_q: int, len_k: int, device: torch.device) -> torch.Tensor:
+        """Return the same mask as booleans [Sq, Sk], True where a key is seen."""
+        key = torch.arange(len_k, device=device)
+        position = torch.arange(len_q, device=device)[:, None] + (self.num_keys - len_q)
+        seen = (key < self.num_keys).expand(len_q, len_k)
+        left, right = self.window
+        if self.is_causal:
+            seen = seen & (key <= position)
+        if left != _UNLIMITED:
+            seen = seen & (key >= position - left)
+        if right != _UNLIMITED:
+            seen = seen & (key <= position + right)
+        if self.starts is not None:
+            segments = segments_of(self.starts, len_q)
+            seen = seen & (segments[:, None] == segments[None, :])
+        return seen
+
+
+def segments_of(starts: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the number of the packed sequence that each token belongs to, [length].
+
+    Args:
+        starts: [N + 1], starts of the sequences and their end.
+        length: tokens of all sequences together.
+    """
+    tokens = torch.arange(length, device=starts.device, dtype=starts.dtype)
+    return torch.bucketize(tokens, starts[1:-1].contiguous(), right=True)
+
+
+class StructuredMask(torch.Tensor):
+    """A boolean mask [B, 1, Sq, Sk], stored as its structure until somebody computes with it.
+
+    Any operation on it works on the ordinary tensor, which is made once. From then on that
+    tensor is the truth, since views of it may have been written to.
+    """
+
+    structure: MaskStructure
+    _dense: torch.Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, structure: MaskStructure, shape: tuple[int, int, int, int], device: torch.device | str
+    ) -> "StructuredMask":
+        """Return the mask of a structure; nothing of its size is allocated."""
+        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=torch.device(device)
+        )
+        mask.structure = structure
+        mask._dense = None
+        return mask
+
+    def __init__(self, *args: object) -> None:
+        """Do nothing: ``__new__`` has set everything."""
+
+    @property
+    def is_dense(self) -> bool:
+        """True once the ordinary tensor exists."""
+        return self._dense is not None
+
+    def materialise(self) -> torch.Tensor:
+        """Return the ordinary boolean tensor [B, 1, Sq, Sk]."""
+        if self._dense is None:
+            batch, _, len_q, len_k = self.shape
+            seen = self.structure.dense(len_q, len_k, self.device)
+            self._dense = seen.expand(batch, 1, len_q, len_k).clone()
+        return self._dense
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return the structure as text."""
+        return f"StructuredMask({self.structure}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run any operation on the ordinary tensor."""
+
+        def plain(value: object) -> object:
+            return value.materialise() if isinstance(value, cls) else value
+
+        return func(*tree_map(plain, args), **tree_map(plain, dict(kwargs or {})))
+
+
+def make_mask(**request: Any) -> torch.Tensor | None:
+    """Return the mask of one kind of layer, as Transformers' mask interface asks for it.
+
+    Args:
+        **request: what Transformers passes: batch_size, q_length, kv_length, q_offset,
+            kv_offset, mask_function, attention_mask (2-D padding, True = a real token),
+            allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap, device, config and more.
+
+    Returns:
+        ``None``, a `StructuredMask`, or booleans [B, 1, Sq, Sk] (True = attend).
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    pattern = _recognise(request)
+    if pattern is None:
+        return sdpa_mask(**request)  # type: ignore[no-any-return]
+    structure = _structure(pattern, request)
+    if structure is None or _is_padded(structure, request):
+        return sdpa_mask(**request)  # type: ignore[no-any-return]
+    if _may_skip(structure, request):
+        return None
+    if request["q_length"] == 1:  # a row of booleans is cheap, and it may enter a compiled graph
+        return sdpa_mask(**request)  # type: ignore[no-any-return]
+    shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
+    return StructuredMask(structure, shape, request.get("device", "cpu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Pattern:
+    """The intersection of the mask functions that were recognised."""
+
+    is_causal: bool = False
+    left: int = _UNLIMITED
+    right: int = _UNLIMITED
+    segments: torch.Tensor | None = None
+
+
+def _recognise(request: Mapping[str, Any]) -> _Pattern | None:
+    """Return the pattern behind a mask function, or None where it is more than a pattern."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return None
+    # Releases of Transformers that pass positions as a tensor are left to their own mask.
+    if request.get("use_vmap") or not {"q_length", "kv_length", "mask_function"} <= set(request):
+        return None
+    leaves = _leaves(request["mask_function"])
+    if leaves is None:
+        return None
+    is_causal, left, right, segments = False, _UNLIMITED, _UNLIMITED, None
+    for name, cells in leaves:
+        if name == "causal_mask_function":
+            is_causal = True
+        elif name == "sliding_window_overlay" and cells["sliding_window"] > 0:
+            left = _narrower(left, cells["sliding_window"] - 1)
+        elif name == "sliding_window_bidirectional_overlay" and cells["sliding_window"] >= 0:
+            left = _narrower(left, cells["sliding_window"])
+            right = _narrower(right, cells["sliding_window"])
+        elif name == "packed_sequence_mask_function":
+            segments = cells["packed_sequence_mask"]
+        elif name != "bidirectional_mask_function":
+            return None
+    return _Pattern(is_causal=is_causal, left=left, right=right, segments=segments)
+
+
+def _leaves(function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return the (maker, captured values) of each function in an intersection; None if unknown."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return None
+    name = function.__qualname__.split(".", 1)[0]
+    names = function.__code__.co_freevars
+    cells = dict(
+        zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True)
+    )
+    if name == "and_masks":
+        nested = [_leaves(inner) for inner in cells["mask_functions"]]
+    elif name == "remap_positions_for_packed_sequence":
+        # Positions count from each sequence's start: within a sequence differences are the same.
+        nested = [_leaves(cells["mask_function"])]
+    else:
+        return [(name, cells)]
+    if any(part is None for part in nested):
+        return None
+    return [leaf for part in nested if part is not None for leaf in part]
+
+
+def _narrower(one: int, other: int) -> int:
+    """Return the smaller of two reaches, -1 being unlimited."""
+    return other if one == _UNLIMITED else min(one, other)
+
+
+def _structure(pattern: _Pattern, request: Mapping[str, Any]) -> MaskStructure | None:
+    """Return the pattern in terms of rows and columns, or None where it does not fit them."""
+    len_q, len_k = request["q_length"], request["kv_length"]
+    offset = request.get("q_offset", 0)
+    if isinstance(offset, torch.Tensor):
+        if len_q == 1:  # reading it would stop the device once a token
+            return None
+        offset = int(offset)
+    # Key position of the first query, counted from the first key that there is.
+    first = offset - request.get("kv_offset", 0)
+    num_keys = first + len_q if pattern.is_causal else len_k
+    if first < 0 or num_keys > len_k:
+        return None
+    if not pattern.is_causal and first + len_q != len_k:
+        is_limited = pattern.left != _UNLIMITED or pattern.right != _UNLIMITED
+        if is_limited or pattern.segments is not None:
+            return None
+    starts = None
+    if pattern.segments is not None:
+        if pattern.segments.shape != (1, len_q) or num_keys != len_q:
+            return None
+        starts = _starts_of(pattern.segments[0])
+    left = pattern.left if pattern.left < num_keys - 1 else _UNLIMITED
+    right = pattern.right if pattern.right < num_keys - 1 else _UNLIMITED
+    return MaskStructure(
+        is_causal=pattern.is_causal, window=(left, right), num_keys=num_keys, starts=starts
+    )
+
+
+def _starts_of(segments: torch.Tensor) -> torch.Tensor:
+    """Return where the numbers of packed sequences change, and both ends: int32 [N + 1]."""
+    starts = torch.nonzero(torch.diff(segments)).flatten() + 1
+    ends = (starts.new_zeros(1), starts, starts.new_full((1,), segments.shape[0]))
+    return torch.cat(ends).to(torch.int32)
+
+
+def _is_padded(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
+    """Return whether a key that the structure shows is padding. Reads the device once."""
+    padding = request.get("attention_mask")
+    if padding is None:
+        return False
+    start = request.get("kv_offset", 0)
+    visible = padding[:, start : start + structure.num_keys]
+    return visible.shape[-1] < structure.num_keys or not bool(visible.all())
+
+
+def _may_skip(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
+    """Return whether ``None`` says the same to every attention function."""
+    if structure.window != (_UNLIMITED, _UNLIMITED) or structure.starts is not None:
+        return False
+    if structure.num_keys != request["kv_length"]:
+        return False
+    if not structure.is_causal:
+        # A decoder used as an encoder may still call its layers causal.
+        is_decoder_as_encoder = getattr(request.get("config"), "is_causal", None) is False
+        return bool(request.get("allow_is_bidirectional_skip")) and not is_decoder_as_encoder
+    skips = bool(request.get("allow_is_causal_skip", True))
+    return skips and request["q_length"] in (1, request["kv_length"])

@@ -1,0 +1,149 @@
+"""What a call of a Transformers layer shows to its queries, as arguments of the public call.
+
+Transformers says it in four ways: a mask, no mask (causality and a window are then meant),
+FlashAttention's packed sequences, and a bias by position. Shape legend in `adaattn.spec`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from adaattn.errors import ArgumentTypeError, ShapeError, expected_got
+from adaattn.integrations._transformers_masks import StructuredMask, segments_of
+
+__all__ = ["Visibility", "masked", "packed", "unmasked", "with_bias"]
+
+_UNLIMITED = (-1, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visibility:
+    """Which keys are seen, as arguments of the public call.
+
+    Args:
+        mask: boolean or additive [B or 1, Hq or 1, Sq, Sk], or None.
+        is_causal: as in the public call.
+        align: as in the public call.
+        window: as in the public call.
+        num_keys: keys from here on are cut off.
+        cu_seqlens_q: starts of packed sequences and their end, or None.
+        cu_seqlens_k: the same for keys.
+    """
+
+    num_keys: int
+    mask: torch.Tensor | None = None
+    is_causal: bool = False
+    align: str = "bottom_right"
+    window: tuple[int, int] = _UNLIMITED
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+
+def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
+    """Return what a mask says; keys beyond a narrower mask (a static cache) are cut off."""
+    if isinstance(mask, StructuredMask):
+        if not mask.is_dense:
+            return _structured(mask)
+        mask = mask.materialise()
+    if mask.dim() != 4:
+        raise ShapeError(
+            expected_got(
+                "attention_mask",
+                "[B, 1 or Hq, Sq, Sk]",
+                tuple(mask.shape),
+                "pass padding [B, S] to the model, not to the layer",
+            )
+        )
+    if mask.is_floating_point():  # under autocast it comes in another dtype than the queries
+        mask = mask.to(dtype)
+    width = mask.shape[-1]
+    if width > len_k:
+        return Visibility(num_keys=len_k, mask=mask[..., :len_k])
+    return Visibility(num_keys=len_k if width == 1 else width, mask=mask)
+
+
+def _structured(mask: StructuredMask) -> Visibility:
+    """Return the structure that stands for a mask."""
+    structure = mask.structure
+    return Visibility(
+        num_keys=structure.num_keys,
+        is_causal=structure.is_causal,
+        window=structure.window,
+        cu_seqlens_q=structure.starts,
+        cu_seqlens_k=structure.starts,
+    )
+
+
+def unmasked(is_causal: bool, sliding_window: int | None, len_q: int, len_k: int) -> Visibility:
+    """Return what a call without a mask means in Transformers.
+
+    One query is the newest token and sees every key. Several queries with more keys than
+    queries start at the first key: the cache is static and was empty.
+    """
+    is_causal = is_causal and len_q > 1
+    num_keys = min(len_q, len_k) if is_causal else len_k
+    return Visibility(
+        num_keys=num_keys,
+        is_causal=is_causal,
+        align="top_left" if len_q > num_keys else "bottom_right",
+        window=_window(sliding_window, is_causal or len_q == 1, max(len_q, num_keys)),
+    )
+
+
+def _window(sliding_window: int | None, is_causal: bool, length: int) -> tuple[int, int]:
+    """Return the window of Transformers' ``sliding_window``, which counts the query itself."""
+    if sliding_window is None or sliding_window >= length:
+        return _UNLIMITED
+    return (sliding_window - 1, -1 if is_causal else sliding_window - 1)
+
+
+def packed(
+    mask: torch.Tensor | None,
+    starts: tuple[torch.Tensor | None, torch.Tensor | None],
+    is_causal: bool,
+    sliding_window: int | None,
+    query: torch.Tensor,
+    len_k: int,
+) -> Visibility:
+    """Return packed sequences as FlashAttention's keywords describe them."""
+    starts_q, starts_k = starts
+    if starts_q is None or starts_k is None:
+        raise ArgumentTypeError(
+            expected_got("packed sequences", "both cu_seq_lens_q and cu_seq_lens_k", "one of them")
+        )
+    if mask is None or (isinstance(mask, StructuredMask) and not mask.is_dense):
+        if isinstance(mask, StructuredMask):
+            is_causal, window = mask.structure.is_causal, mask.structure.window
+        else:
+            window = _window(sliding_window, is_causal, len_k)
+        return Visibility(
+            num_keys=len_k,
+            is_causal=is_causal,
+            window=window,
+            cu_seqlens_q=starts_q.to(torch.int32),
+            cu_seqlens_k=starts_k.to(torch.int32),
+        )
+    seen = masked(mask, len_k, query.dtype)
+    assert seen.mask is not None
+    rows = segments_of(starts_q, query.shape[2])[:, None]
+    inside = rows == segments_of(starts_k, len_k)[None, : seen.num_keys]
+    if seen.mask.dtype == torch.bool:
+        combined = seen.mask & inside
+    else:
+        combined = seen.mask.masked_fill(~inside, float("-inf"))
+    return Visibility(num_keys=seen.num_keys, mask=combined)
+
+
+def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visibility:
+    """Return the same visibility with a bias added to the scores."""
+    bias = bias[..., : seen.num_keys].to(dtype)
+    window = seen.window
+    if seen.mask is None:
+        # A mask excludes is_causal; a window with nothing to the right says the same.
+        window = (window[0], 0) if seen.is_causal else window
+        mask = bias
+    elif seen.mask.dtype == torch.bool:
+        mask = bias.masked_fill(~seen.mask, float("-inf"))
+    else:
+        mask = bias + seen.mask
+    return replace(seen, mask=mask, is_causal=False, window=window)

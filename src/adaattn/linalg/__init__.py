@@ -1,0 +1,1 @@
+"""Pure mathematics on tensors: entropy, low rank, quantisation. No decisions are made here."""

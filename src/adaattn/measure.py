@@ -1,0 +1,278 @@
+"""From tensors to numbers: what a few exact rows of the very call say about each approximation.
+
+Query rows are sampled from blocks spread over the sequence. Their exact outputs are kept:
+the same rows audit the result after the plan has run, at no further cost.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends import Tensors
+from adaattn.backends.block_sparse import STRIDE, blocks_needed
+from adaattn.backends.common import (
+    accumulation_dtype,
+    grouped_product,
+    softmax_rows,
+    tile_scores,
+    visible_tile,
+)
+from adaattn.backends.low_rank import project
+from adaattn.errors import NonFiniteError, expected_got
+from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
+from adaattn.planning.rank import candidate_ranks
+from adaattn.spec import AttentionProblem, Aux, Method, Precision, TensorStats
+
+__all__ = ["Sample", "audit", "check_finite", "measure"]
+
+_BLOCKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Exact outputs of some rows.
+
+    Args:
+        rows: [R] their numbers.
+        exact: [B, Hq, R, Dv] their outputs in fp32 (fp64 for fp64).
+    """
+
+    rows: torch.Tensor
+    exact: torch.Tensor
+
+
+def check_finite(tensors: Tensors) -> float:
+    """Return the largest magnitude in q, k and v; one pass over each, one host read.
+
+    Raises:
+        NonFiniteError: one of them holds NaN or infinity.
+    """
+    names = ("query", "key", "value")
+    items = [tensors.query.detach(), tensors.key.detach(), tensors.value.detach()]
+    largest = torch.stack(
+        [
+            torch.linalg.vector_norm(item, float("inf")).double()
+            if item.numel()
+            else item.new_zeros((), dtype=torch.float64)
+            for item in items
+        ]
+    )
+    values = largest.tolist()
+    for name, value in zip(names, values, strict=True):
+        if not value < float("inf"):
+            raise NonFiniteError(
+                expected_got(
+                    name,
+                    "finite numbers under an error budget",
+                    f"a magnitude of {value}",
+                    'use policy="quality", which needs no measurement, or clean the input',
+                )
+            )
+    return float(max(values))
+
+
+@torch.no_grad()
+def measure(
+    tensors: Tensors,
+    problem: AttentionProblem,
+    wanted: Sequence[tuple[Method, Precision]],
+    rows: int,
+    *,
+    max_magnitude: float = 0.0,
+    seed: int = 0,
+) -> tuple[TensorStats, Sample]:
+    """Return the statistics that planning needs, and the exact rows they rest on.
+
+    Args:
+        tensors: canonical, not packed.
+        problem: simplified.
+        wanted: which approximations are worth their measurement.
+        rows: how many query rows to sample.
+        max_magnitude: largest element of q, k and v, from `check_finite`.
+        seed: of the choice of rows; equal seeds choose equal rows.
+    """
+    start = time.perf_counter()
+    blocks, numbers = _choose_rows(problem.len_q, rows, seed)
+    chosen = torch.tensor(numbers, device=tensors.query.device)
+    weights, exact, entropy = _exact_rows(tensors, problem, chosen)
+    precisions = sorted({p for _, p in wanted if p is not problem.precision})
+    methods = {method for method, _ in wanted}
+    found: list[tuple[object, torch.Tensor]] = []
+    for precision in precisions:
+        approximate = _cast_rows(tensors, problem, chosen, precision)
+        found.append((precision, _head_errors(approximate, exact)))
+    if Method.LOW_RANK in methods:
+        found += _low_rank_errors(tensors, problem, chosen, exact)
+    if Method.BLOCK_SPARSE in methods:
+        found += _sparse_errors(tensors, problem, (blocks, numbers), weights, exact)
+    host = torch.stack([entropy, *(tensor for _, tensor in found)]).tolist()
+    by_key = {key: tuple(values) for (key, _), values in zip(found, host[1:], strict=True)}
+    stats = TensorStats(
+        sampled_rows=len(numbers),
+        max_magnitude=max_magnitude,
+        precision_errors=tuple((p, by_key[p]) for p in precisions),
+        entropy_bits=tuple(host[0]),
+        low_rank_errors=tuple(
+            (ranks, by_key[ranks]) for ranks in candidate_ranks(problem) if ranks in by_key
+        ),
+        block_sparse=tuple(
+            (mass, by_key["density", mass], by_key["error", mass])
+            for mass in KEPT_MASSES
+            if ("error", mass) in by_key
+        ),
+        measure_ms=1e3 * (time.perf_counter() - start),
+    )
+    return stats, Sample(rows=chosen, exact=exact)
+
+
+@torch.no_grad()
+def audit(output: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """Return the relative Frobenius error [B, Hq] of an output [B, Hq, Sq, Dv] on the sample."""
+    return _relative(output.index_select(2, sample.rows), sample.exact)
+
+
+def _choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return (sampled blocks of queries, sampled rows in them), spread over the sequence.
+
+    The rows lie between those that block selection scores, which would flatter it.
+    """
+    generator = random.Random(seed * 1_000_003 + len_q)
+    num_blocks = max(len_q // BLOCK_SIZE, 1)
+    count = min(_BLOCKS, num_blocks)
+    edges = [num_blocks * i // count for i in range(count + 1)]
+    blocks = [generator.randrange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    each = max(rows // count, 1)
+    numbers: list[int] = []
+    for block in blocks:
+        inside = range(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len_q))
+        between = [row for row in inside if row % STRIDE] or list(inside)
+        numbers += sorted(generator.sample(between, min(each, len(between))))
+    return blocks, numbers
+
+
+def _exact_rows(
+    tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (weights [B, Hq, R, Sk], outputs [B, Hq, R, Dv], mean entropy in bits [Hq])."""
+    scores = tile_scores(tensors, problem, rows, range(problem.len_k))
+    found = softmax_rows(scores, tensors.sinks, Aux.ENTROPY)
+    exact = grouped_product(found.weights, tensors.value.to(found.weights.dtype))
+    assert found.entropy is not None
+    return found.weights, exact, found.entropy.mean(dim=(0, 2))
+
+
+def _cast_rows(
+    tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor, precision: Precision
+) -> torch.Tensor:
+    """Return the sampled outputs with inputs and weights rounded to ``precision``."""
+    dtype = torch_dtype(precision)
+    wide = accumulation_dtype(tensors.query.dtype)
+    rounded = replace(
+        tensors,
+        query=tensors.query.to(dtype),
+        key=tensors.key.to(dtype),
+        value=tensors.value.to(dtype),
+    )
+    scores = tile_scores(rounded, problem, rows, range(problem.len_k))
+    weights = softmax_rows(scores, tensors.sinks).weights.to(dtype).to(wide)
+    return grouped_product(weights, rounded.value.to(wide))
+
+
+def _low_rank_errors(
+    tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor, exact: torch.Tensor
+) -> list[tuple[object, torch.Tensor]]:
+    """Return ((rank, value_rank), errors [Hq]) of each candidate; the factors are nested."""
+    ranks = candidate_ranks(problem)
+    if not ranks:
+        return []
+    projected, basis = project(tensors, problem, *ranks[-1])
+    found: list[tuple[object, torch.Tensor]] = []
+    for rank, value_rank in ranks:
+        part = replace(
+            projected,
+            query=projected.query[..., :rank],
+            key=projected.key[..., :rank],
+            value=projected.value[..., :value_rank],
+        )
+        weights = softmax_rows(tile_scores(part, problem, rows, range(problem.len_k)), None).weights
+        output = grouped_product(weights, part.value.to(weights.dtype))
+        if basis is not None:
+            output = grouped_product(output, basis[..., :value_rank].mT.to(weights.dtype))
+        found.append(((rank, value_rank), _head_errors(output, exact)))
+    return found
+
+
+def _sparse_errors(
+    tensors: Tensors,
+    problem: AttentionProblem,
+    sampled: tuple[list[int], list[int]],
+    weights: torch.Tensor,
+    exact: torch.Tensor,
+) -> list[tuple[object, torch.Tensor]]:
+    """Return densities and errors of each kept mass, by the selection that the executor makes."""
+    blocks, numbers = sampled
+    device = weights.device
+    scored = [
+        row
+        for block in blocks
+        for row in range(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, problem.len_q), STRIDE)
+    ]
+    owner = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in scored], device=device)
+    member = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in numbers], device=device)
+    rows = torch.tensor(scored, device=device)
+    scores = tile_scores(tensors, problem, rows, range(problem.len_k))
+    scored_weights = softmax_rows(scores, None).weights
+    diagonal = _diagonal_blocks(problem, blocks, device)
+    visible = _visible_blocks(problem, torch.tensor(numbers, device=device), device)
+    value = tensors.value.to(weights.dtype)
+    found: list[tuple[object, torch.Tensor]] = []
+    for mass in KEPT_MASSES:
+        needed = blocks_needed(scored_weights, BLOCK_SIZE, mass)
+        shape = (*needed.shape[:2], len(blocks), needed.shape[-1])
+        votes = torch.zeros(shape, device=device).index_add_(2, owner, needed.float())
+        keep = ((votes > 0) | diagonal).index_select(2, member)
+        tokens = keep.repeat_interleave(BLOCK_SIZE, dim=-1)[..., : problem.len_k]
+        kept = weights * tokens
+        output = grouped_product(kept, value) / kept.sum(-1, keepdim=True).clamp_min(1e-30)
+        seen = keep & visible
+        density = seen.sum(dim=(0, 2, 3)) / (visible.sum() * problem.batch)
+        found.append((("density", mass), density.to(weights.dtype)))
+        found.append((("error", mass), _head_errors(output, exact)))
+    return found
+
+
+def _diagonal_blocks(
+    problem: AttentionProblem, blocks: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """Return the blocks of keys that hold a query block's own positions: [N, Nk]."""
+    queries = torch.tensor(blocks, device=device) * BLOCK_SIZE + problem.offset
+    keys = torch.arange(0, problem.len_k, BLOCK_SIZE, device=device)
+    distance = queries.unsqueeze(-1) - keys
+    return (distance > -BLOCK_SIZE) & (distance < BLOCK_SIZE)
+
+
+def _visible_blocks(
+    problem: AttentionProblem, rows: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return the blocks of which each row sees a key by position: [R, Nk]."""
+    keys = torch.arange(problem.len_k, device=device)
+    visible = visible_tile(problem, rows, keys)
+    if visible is None:
+        visible = torch.ones(len(rows), problem.len_k, dtype=torch.bool, device=device)
+    return blocks_needed(visible.float(), BLOCK_SIZE, 1.0)
+
+
+def _head_errors(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of each head, the worst over the batch: [Hq]."""
+    return _relative(approximate, exact).amax(0)
+
+
+def _relative(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return ||approximate - exact|| / ||exact|| over rows and columns: [B, Hq]."""
+    difference = (approximate.to(exact.dtype) - exact).flatten(2).norm(dim=-1)
+    size = exact.flatten(2).norm(dim=-1)
+    return difference / size.clamp_min(torch.finfo(exact.dtype).tiny)

@@ -1,0 +1,64 @@
+"""What a caller may ask for beside the attention result, and what it gets."""
+
+from dataclasses import dataclass
+
+import torch
+
+from adaattn.spec import Aux, Decision
+
+__all__ = ["AuxOutput", "AuxRequest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxRequest:
+    """Which auxiliary outputs are wanted.
+
+    Args:
+        lse: the log-sum-exp of each row.
+        row_max: the largest score of each row.
+        entropy: the entropy of each row's weights, in bits.
+        weights: the softmax weights themselves; needs Sq x Sk memory.
+    """
+
+    lse: bool = False
+    row_max: bool = False
+    entropy: bool = False
+    weights: bool = False
+
+    @property
+    def flags(self) -> Aux:
+        """The request as `Aux` flags."""
+        flags = Aux.NONE
+        for wanted, flag in (
+            (self.lse, Aux.LSE),
+            (self.row_max, Aux.ROW_MAX),
+            (self.entropy, Aux.ENTROPY),
+            (self.weights, Aux.WEIGHTS),
+        ):
+            if wanted:
+                flags |= flag
+        return flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxOutput:
+    """The auxiliary outputs of one call; those not asked for are None.
+
+    Args:
+        decision: plan and reasons; None when a plan was given.
+        lse: [B, Hq, Sq] fp32 (fp64 for fp64 input), natural logarithm, sinks included.
+        row_max: [B, Hq, Sq] after softcap, bias and masks.
+        entropy: [B, Hq, Sq] in bits.
+        weights: [B, Hq, Sq, Sk] before dropout.
+        error_estimate: [B, Hq] fp32 relative Frobenius error found on sampled rows; zeros
+            where the call was exact.
+
+    B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
+    """
+
+    decision: Decision | None
+    lse: torch.Tensor | None = None
+    row_max: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    error_estimate: torch.Tensor | None = None

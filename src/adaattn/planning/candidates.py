@@ -1,0 +1,296 @@
+"""Every way of computing a problem that the capabilities and the policy give rise to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+from adaattn.planning.cost import estimate
+from adaattn.planning.launch import choose_chunk_rows
+from adaattn.planning.precision import (
+    PrecisionChoice,
+    choose_precisions,
+    lower_precisions,
+)
+from adaattn.planning.rank import candidate_ranks, rank_errors
+from adaattn.planning.support import reasons
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Cost,
+    HardwareFacts,
+    HeadGroup,
+    Method,
+    Policy,
+    Precision,
+    TensorStats,
+)
+
+__all__ = ["BLOCK_SIZE", "KEPT_MASSES", "Candidate", "enumerate_candidates", "with_stats"]
+
+KEPT_MASSES: Final = (0.9, 0.97, 0.99)
+"""Shares of each sampled row's probability that the kept blocks must hold."""
+
+BLOCK_SIZE: Final = 64
+"""Side of a sparse block: small blocks keep less, and gathering hides below this size."""
+
+_BEST_DENSITY: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """One way of computing all heads, and what stands against it.
+
+    Args:
+        group: what would run.
+        capability: which executor.
+        cost: for all heads; None when refused before that mattered.
+        head_costs_ms: time of each head when heads differ (sparse densities), else ().
+        errors: estimated error of each head; () when it is exact.
+        budgets: what each head may lose; () when it is exact.
+        densities: kept share of blocks of each head, else ().
+        refusal: why it cannot be used at all; "" if it can.
+    """
+
+    group: HeadGroup
+    capability: Capability
+    cost: Cost | None = None
+    head_costs_ms: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+    budgets: tuple[float, ...] = ()
+    densities: tuple[float, ...] = ()
+    refusal: str = ""
+    own_precision: Precision = Precision.FP32
+    num_heads: int = 1
+
+    @property
+    def name(self) -> str:
+        """The label shown in traces."""
+        return self.group.label
+
+    @property
+    def is_exact(self) -> bool:
+        """True when neither the method nor the precision loses anything."""
+        return (
+            self.group.method is Method.EXACT and self.group.precision is self.own_precision
+        )
+
+    @property
+    def time_ms(self) -> float:
+        """Predicted time of all heads; infinite when it was not estimated."""
+        return self.cost.time_ms if self.cost else float("inf")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Predicted workspace of all heads."""
+        return self.cost.workspace_bytes if self.cost else 0
+
+    def head_ms(self, head: int) -> float:
+        """Return the predicted time of one head."""
+        if self.head_costs_ms:
+            return self.head_costs_ms[head]
+        return self.time_ms / max(self.num_heads, 1)
+
+    def density(self, head: int) -> float:
+        """Return the kept share of blocks of one head."""
+        return self.densities[head] if self.densities else 1.0
+
+    def allows(self, head: int) -> bool:
+        """Return whether a head's estimated error is within its budget."""
+        return not self.errors or self.errors[head] <= self.budgets[head]
+
+
+@lru_cache(maxsize=512)
+def enumerate_candidates(
+    problem: AttentionProblem,
+    hardware: HardwareFacts,
+    policy: Policy,
+    capabilities: tuple[Capability, ...],
+) -> tuple[Candidate, ...]:
+    """Return every candidate once, costed at its best, refused where facts forbid it.
+
+    A capability that cannot serve the problem at all appears once, with all its reasons,
+    whatever its precisions and parameters.
+    """
+    found: list[Candidate] = []
+    lower = lower_precisions(problem, hardware, policy)
+    for capability in capabilities:
+        own = _own_group(capability, problem, policy)
+        refusal = "; ".join(reasons(capability, problem, hardware))
+        if capability.method not in policy.methods:
+            refusal = refusal or f"policy {policy.name!r} does not use this method"
+        if refusal:
+            found.append(_candidate(own, capability, problem, refusal=refusal))
+            continue
+        precisions = [own.precision, *_precisions_below(capability, lower)]
+        for group in _variants(own, capability, problem):
+            for precision in precisions:
+                variant = replace(group, precision=precision)
+                found.append(_costed(variant, capability, problem, hardware, policy))
+    found += [_refused_precision(choice, problem) for choice in lower if choice.refusal]
+    return tuple(found)
+
+
+def _precisions_below(
+    capability: Capability, lower: Sequence[PrecisionChoice]
+) -> list[Precision]:
+    """Return the lower formats to try with a capability, the most accurate first.
+
+    An executor that materialises scores is not tried in them: it is the slow way already.
+    """
+    if capability.materialises_scores:
+        return []
+    usable = [item.precision for item in lower if not item.refusal]
+    known = [item for item in usable if item in capability.precisions]
+    return sorted(known, key=lambda precision: precision.unit_roundoff)
+
+
+def _refused_precision(choice: PrecisionChoice, problem: AttentionProblem) -> Candidate:
+    """Return one entry for a format that no executor may use here."""
+    return Candidate(
+        group=HeadGroup(capability="any executor", precision=choice.precision),
+        capability=Capability(name="any executor", backend=""),
+        refusal=choice.refusal,
+        own_precision=problem.precision,
+        num_heads=problem.num_heads,
+    )
+
+
+def with_stats(
+    candidates: Sequence[Candidate],
+    problem: AttentionProblem,
+    stats: TensorStats,
+    hardware: HardwareFacts,
+    policy: Policy,
+    budgets: tuple[float, ...],
+) -> list[Candidate]:
+    """Return the candidates judged by measured numbers: errors, densities, head costs."""
+    choices = {item.precision: item for item in choose_precisions(problem, stats, hardware, policy)}
+    judged = []
+    for item in candidates:
+        if item.refusal or item.is_exact:
+            judged.append(item)
+            continue
+        choice = choices[item.group.precision]
+        if choice.refusal:
+            judged.append(replace(item, refusal=choice.refusal))
+            continue
+        judged.append(_judge(item, problem, stats, hardware, choice.errors, budgets))
+    return judged
+
+
+def _judge(
+    item: Candidate,
+    problem: AttentionProblem,
+    stats: TensorStats,
+    hardware: HardwareFacts,
+    precision_errors: tuple[float, ...],
+    budgets: tuple[float, ...],
+) -> Candidate:
+    """Return an approximate candidate with its measured errors, refused if no head may use it."""
+    group = item.group
+    errors, densities = (0.0,) * problem.num_heads, ()
+    if group.method is Method.LOW_RANK:
+        errors = rank_errors(stats, (group.rank, group.value_rank))
+    elif group.method is Method.BLOCK_SPARSE:
+        densities, errors = _sparse_stats(stats, group.kept_mass)
+    if not errors:
+        return replace(item, refusal="measuring could not have paid for itself")
+    if precision_errors:
+        errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
+    head_costs: tuple[float, ...] = ()
+    if densities:
+        head_costs = tuple(
+            estimate(problem, item.capability, group, hardware, density=density).time_ms
+            / problem.num_heads
+            for density in densities
+        )
+    judged = replace(
+        item, errors=errors, budgets=budgets, densities=densities, head_costs_ms=head_costs
+    )
+    if any(judged.allows(head) for head in range(problem.num_heads)):
+        return judged
+    low, high = min(errors), max(errors)
+    span = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g} over heads"
+    return replace(judged, refusal=f"expected an error of at most {max(budgets):g}, got {span}")
+
+
+def _sparse_stats(
+    stats: TensorStats, kept_mass: float
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return (densities, errors) measured for one kept mass."""
+    for mass, densities, errors in stats.block_sparse:
+        if mass == kept_mass:
+            return densities, errors
+    return (), ()
+
+
+def _own_group(
+    capability: Capability, problem: AttentionProblem, policy: Policy
+) -> HeadGroup:
+    """Return the group that computes in the input's own precision."""
+    chunk = 0
+    if capability.backend == "chunked":
+        chunk = choose_chunk_rows(problem, policy.memory_budget_bytes)
+    return HeadGroup(
+        capability=capability.name,
+        method=capability.method,
+        precision=problem.precision,
+        chunk_rows=chunk,
+    )
+
+
+def _variants(
+    own: HeadGroup, capability: Capability, problem: AttentionProblem
+) -> tuple[HeadGroup, ...]:
+    """Return the parameters to try for one method."""
+    if capability.method is Method.LOW_RANK:
+        return tuple(
+            replace(own, rank=rank, value_rank=value_rank)
+            for rank, value_rank in candidate_ranks(problem)
+        )
+    if capability.method is Method.BLOCK_SPARSE:
+        return tuple(
+            replace(own, block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES
+        )
+    return (own,)
+
+
+def _candidate(
+    group: HeadGroup, capability: Capability, problem: AttentionProblem, *, refusal: str
+) -> Candidate:
+    """Return a candidate that was never costed."""
+    return Candidate(
+        group=group,
+        capability=capability,
+        refusal=refusal,
+        own_precision=problem.precision,
+        num_heads=problem.num_heads,
+    )
+
+
+def _costed(
+    group: HeadGroup,
+    capability: Capability,
+    problem: AttentionProblem,
+    hardware: HardwareFacts,
+    policy: Policy,
+) -> Candidate:
+    """Return a candidate with its cost at best, refused if it needs too much memory."""
+    density = _BEST_DENSITY if group.method is Method.BLOCK_SPARSE else 1.0
+    cost = estimate(problem, capability, group, hardware, density=density)
+    item = replace(_candidate(group, capability, problem, refusal=""), cost=cost)
+    limit = hardware.memory_bytes if policy.memory_budget_bytes is None else (
+        policy.memory_budget_bytes
+    )
+    if limit and cost.workspace_bytes > limit:
+        return replace(
+            item,
+            refusal=f"expected at most {_mib(limit)} of workspace, needs {_mib(cost.workspace_bytes)}",
+        )
+    return item
+
+
+def _mib(count: int) -> str:
+    """Return bytes as MiB."""
+    return f"{count / 2**20:.3g} MiB"

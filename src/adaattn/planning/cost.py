@@ -1,0 +1,261 @@
+"""Roofline estimates: FLOPs, bytes, workspace and time of one way of computing attention.
+
+Formulas, with P the (query, key) pairs that are computed, per batch and query head:
+
+- products: 2 * P * (D + Dv) FLOPs forward, 2.5 times that again backward;
+- traffic: q, k, v and the output once; materialised scores six times in fp32;
+- time: the larger of FLOPs over the achievable rate and bytes over the bandwidth (their
+  sum where scores are materialised, since the passes do not overlap), plus launches.
+
+They rank candidates; they do not predict a stopwatch.
+"""
+
+from functools import lru_cache
+from typing import Final
+
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Cost,
+    HardwareFacts,
+    HeadGroup,
+    MaskKind,
+    Method,
+    Precision,
+)
+
+__all__ = ["SELECTION_STRIDE", "computed_pairs", "estimate", "measuring_ms", "visible_pairs"]
+
+SELECTION_STRIDE: Final = 16
+"""Block selection scores every 16th query row exactly."""
+
+_BACKWARD_FACTOR: Final = 3.5
+_SCORE_PASSES: Final = 6
+_DECODE_ROWS: Final = 8
+_MEASURED_GROUP: Final = 8
+"""Query heads per key head at which the decode efficiencies are measured."""
+
+
+@lru_cache(maxsize=4096)
+def visible_pairs(problem: AttentionProblem) -> float:
+    """Return how many (query, key) pairs causality and windows leave, per head and batch."""
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    if problem.num_sequences:
+        pairs = float(problem.attended_pairs)
+        pairs *= 0.5 if problem.is_causal else 1.0
+        if left >= 0:
+            width = left + 1 + (max(right, 0) if not problem.is_causal else 0)
+            pairs = min(pairs, float(problem.len_q * width))
+    else:
+        low, high, count = problem.offset, problem.len_k, problem.len_q
+        upper = _clamped_sum(count, low + right + 1, high) if right >= 0 else count * high
+        lower = _clamped_sum(count, low - left, high) if left >= 0 else 0
+        pairs = float(max(upper - lower, 0))
+    return pairs / problem.dilation
+
+
+def computed_pairs(problem: AttentionProblem, capability: Capability) -> float:
+    """Return how many pairs an executor works through, hidden ones included if it does."""
+    if capability.skips_hidden:
+        return visible_pairs(problem)
+    if problem.num_sequences:
+        return float(problem.attended_pairs)
+    return float(problem.len_q * problem.len_k)
+
+
+def estimate(
+    problem: AttentionProblem,
+    capability: Capability,
+    group: HeadGroup,
+    hardware: HardwareFacts,
+    *,
+    density: float = 1.0,
+) -> Cost:
+    """Return what computing all heads of ``problem`` in this way needs.
+
+    Args:
+        problem: simplified.
+        capability: the executor.
+        group: its parameters; ``group.heads`` is ignored, give a problem of those heads.
+        hardware: the device and its rates.
+        density: share of the blocks kept, for the block-sparse method.
+    """
+    heads = problem.batch * problem.num_heads
+    dim, value_dim = _dims(problem, group)
+    pairs = computed_pairs(problem, capability)
+    training = _BACKWARD_FACTOR if problem.requires_grad else 1.0
+    flops = 2.0 * pairs * (dim + value_dim) * heads * training * density
+    moved = float(_tensor_bytes(problem, group)) * (2.0 if problem.requires_grad else 1.0)
+    if capability.expands_kv and problem.group_size > 1:
+        moved += 2.0 * _expanded_bytes(problem, group)
+    score_bytes = 0.0
+    if capability.materialises_scores:
+        score_bytes = 4.0 * pairs * heads * _SCORE_PASSES * training
+    extra_flops, extra_bytes, extra_launches = _approximation_work(problem, group, density)
+    launches = capability.num_launches * _num_chunks(problem, group) + extra_launches
+    rates = hardware.rates
+    compute_s = flops / _flops_rate(problem, capability, group, hardware)
+    compute_s += extra_flops / max(rates.flops_of(Precision.FP32), 1.0)
+    memory_s = (moved + extra_bytes) / _bandwidth(problem, capability, group, hardware)
+    if problem.len_q <= _DECODE_ROWS and not capability.materialises_scores:
+        compute_s = min(compute_s, memory_s)
+    time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0)
+    return Cost(
+        flops=flops + extra_flops,
+        bytes_moved=moved + extra_bytes + score_bytes,
+        workspace_bytes=_workspace(problem, capability, group, density),
+        time_ms=1e3 * (time_s + launches * rates.launch_s),
+    )
+
+
+def measuring_ms(
+    problem: AttentionProblem, hardware: HardwareFacts, rows: int, variants: int
+) -> float:
+    """Return the time of computing ``rows`` sampled rows exactly, and ``variants`` times again."""
+    heads = problem.batch * problem.num_heads
+    flops = 2.0 * rows * problem.len_k * (problem.head_dim + problem.value_dim) * heads
+    moved = 4.0 * rows * problem.len_k * heads * _SCORE_PASSES
+    rates = hardware.rates
+    once = flops / max(0.5 * rates.flops_of(Precision.FP32), 1.0) + moved / max(rates.bandwidth, 1.0)
+    return 1e3 * ((1 + variants) * (once + 15 * rates.launch_s))
+
+
+def _clamped_sum(count: int, start: int, high: int) -> int:
+    """Return the sum of clamp(start + i, 0, high) over i in range(count)."""
+    first = min(max(-start, 0), count)
+    last = min(max(high - start, first), count)
+    rising = (last - first) * (2 * start + first + last - 1) // 2
+    return rising + (count - last) * high
+
+
+def _dims(problem: AttentionProblem, group: HeadGroup) -> tuple[int, int]:
+    """Return the columns of the score product and of the value product."""
+    if group.method is not Method.LOW_RANK:
+        return problem.head_dim, problem.value_dim
+    return group.rank or problem.head_dim, group.value_rank or problem.value_dim
+
+
+def _element_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
+    """Return the bytes of one element as the products read it."""
+    return min(problem.precision.bits, group.precision.bits) / 8
+
+
+def _tensor_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
+    """Return the bytes of q, k, v, the output and the mask, each once, casts included."""
+    elements = problem.batch * (
+        problem.num_heads * problem.len_q * (problem.head_dim + problem.value_dim)
+        + problem.num_kv_heads * problem.len_k * (problem.head_dim + problem.value_dim)
+    )
+    total = elements * _element_bytes(problem, group)
+    if group.precision is not problem.precision:
+        total += elements * (problem.precision.bits / 8 + _element_bytes(problem, group))
+    if problem.mask is not MaskKind.NONE:
+        size = 1 if problem.mask is MaskKind.BOOLEAN else problem.precision.bits // 8
+        for extent in problem.mask_shape:
+            size *= extent
+        total += size
+    return total
+
+
+def _expanded_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
+    """Return the bytes of k and v repeated for every query head."""
+    columns = problem.head_dim + problem.value_dim
+    count = problem.batch * problem.num_heads * problem.len_k * columns
+    return count * _element_bytes(problem, group)
+
+
+def _num_chunks(problem: AttentionProblem, group: HeadGroup) -> int:
+    """Return how many times the executor's operations are launched."""
+    sequences = max(problem.num_sequences, 1)
+    if not group.chunk_rows:
+        return sequences
+    rows = max(problem.len_q // sequences, 1)
+    return sequences * -(-rows // group.chunk_rows)
+
+
+def _approximation_work(
+    problem: AttentionProblem, group: HeadGroup, density: float
+) -> tuple[float, float, int]:
+    """Return (FLOPs, bytes, launches) that an approximation adds before attention itself."""
+    heads, kv_heads = problem.batch * problem.num_heads, problem.batch * problem.num_kv_heads
+    tokens = problem.len_q * heads + problem.len_k * kv_heads
+    if group.method is Method.LOW_RANK:
+        dim = max(problem.head_dim, problem.value_dim)
+        gram = 2.0 * tokens * dim * dim + 2.0 * problem.len_k * kv_heads * dim * dim
+        projections = 2.0 * tokens * dim * (group.rank + group.value_rank)
+        eigen = 3.0 * kv_heads * 50.0 * dim**3 * 4
+        return gram + projections + eigen, 4.0 * tokens * dim * 4, 60
+    if group.method is Method.BLOCK_SPARSE:
+        pairs = visible_pairs(problem)
+        selection = 2.0 * pairs * problem.head_dim * heads / SELECTION_STRIDE
+        score_bytes = 4.0 * pairs * heads / SELECTION_STRIDE * _SCORE_PASSES
+        blocks = -(-problem.len_q // max(group.block_size, 1))
+        columns = problem.head_dim + problem.value_dim
+        gathered = 2.0 * density * pairs / max(group.block_size, 1) * columns * heads
+        return selection, score_bytes + gathered * _element_bytes(problem, group), 12 * blocks + 20
+    return 0.0, 0.0, 0
+
+
+def _flops_rate(
+    problem: AttentionProblem, capability: Capability, group: HeadGroup, hardware: HardwareFacts
+) -> float:
+    """Return the FLOP/s that the executor reaches when compute-bound."""
+    rates = hardware.rates
+    rate = rates.flops_of(group.precision)
+    if not rate:
+        rate = 0.25 * rates.flops_of(Precision.FP32)
+    dim, _ = _dims(problem, group)
+    if group.method is Method.EXACT and capability.is_fused:
+        share = rates.efficiency_of(
+            capability.name, group.precision, dim, capability.efficiency
+        )
+    else:
+        known = rates.efficiency_of(capability.name, group.precision, dim, 0.0)
+        inner = rates.efficiency_of("sdpa.flash", group.precision, dim, 0.5)
+        share = known or capability.efficiency * inner
+    return max(rate * share, 1.0)
+
+
+def _bandwidth(
+    problem: AttentionProblem, capability: Capability, group: HeadGroup, hardware: HardwareFacts
+) -> float:
+    """Return the bytes per second that the executor reaches when memory-bound."""
+    rates = hardware.rates
+    share = 1.0
+    if problem.len_q <= _DECODE_ROWS:
+        grouped = capability.min_group_size > 1
+        key = "decode.grouped" if grouped else "decode.sdpa"
+        fallback = 0.6 if grouped or problem.device_type == "cuda" else 0.12
+        share = rates.efficiency_of(key, group.precision, problem.head_dim, fallback)
+        if not grouped and problem.device_type == "cpu":
+            share = min(share * _MEASURED_GROUP / problem.group_size, 0.8)
+    return max(rates.bandwidth * share, 1.0)
+
+
+def _workspace(
+    problem: AttentionProblem, capability: Capability, group: HeadGroup, density: float
+) -> int:
+    """Return the bytes allocated beside inputs and output."""
+    heads, kv_heads = problem.batch * problem.num_heads, problem.batch * problem.num_kv_heads
+    total = 4.0 * heads * problem.len_q
+    if capability.materialises_scores:
+        total += 2 * 4.0 * heads * problem.len_q * problem.len_k
+    if group.chunk_rows:
+        rows = min(group.chunk_rows, problem.len_q)
+        total += 3 * 4.0 * heads * rows * problem.len_k
+    if capability.expands_kv and problem.group_size > 1:
+        total += _expanded_bytes(problem, group)
+    columns = problem.head_dim + problem.value_dim
+    tokens = problem.len_q * heads + problem.len_k * kv_heads
+    if group.precision is not problem.precision:
+        total += tokens * columns * _element_bytes(problem, group)
+    if group.method is Method.LOW_RANK:
+        total += tokens * (group.rank + (group.value_rank or problem.value_dim)) * (
+            problem.precision.bits / 8
+        )
+    if group.method is Method.BLOCK_SPARSE:
+        sampled = -(-problem.len_q // SELECTION_STRIDE)
+        total += 2 * 4.0 * heads * sampled * problem.len_k
+        total += 2 * density * heads * problem.len_k * columns * _element_bytes(problem, group)
+    return int(total)

@@ -1,0 +1,37 @@
+"""How many query rows an executor that works in chunks takes at once."""
+
+from typing import Final
+
+from adaattn.spec import AttentionProblem
+
+__all__ = ["choose_chunk_rows"]
+
+_DEFAULT_BYTES: Final = 256 << 20
+"""Score workspace when the policy sets no limit; large enough to amortise launches."""
+
+_BYTES_PER_SCORE: Final = 12
+"""fp32 scores, weights and one temporary."""
+
+_MAX_ROWS: Final = 1024
+_MIN_ROWS: Final = 16
+
+
+def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
+    """Return the rows of a chunk: a power of two whose scores fit the memory budget.
+
+    Under a window a chunk of w rows reads window + w keys, so chunks near the window's
+    width waste little and stay few.
+
+    Args:
+        problem: simplified.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB.
+    """
+    available = _DEFAULT_BYTES if memory_budget_bytes is None else memory_budget_bytes
+    row_bytes = _BYTES_PER_SCORE * problem.batch * problem.num_heads * max(problem.len_k, 1)
+    rows = max(available // max(row_bytes, 1), 1)
+    left = problem.window[0]
+    if left >= 0:
+        rows = min(rows, max(left, 128))
+    rows = min(rows, _MAX_ROWS)
+    power = 1 << (int(rows).bit_length() - 1)
+    return max(power, _MIN_ROWS)

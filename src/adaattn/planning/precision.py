@@ -1,0 +1,90 @@
+"""Which number formats the products may use, with the error of each."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from adaattn.spec import AttentionProblem, HardwareFacts, Policy, Precision, TensorStats
+
+__all__ = ["PrecisionChoice", "choose_precisions", "lower_precisions"]
+
+_FP16_SAFE: Final = 32752.0
+"""Half of fp16's largest number: leaves room for the rounding of products' inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionChoice:
+    """One number format for the products.
+
+    Args:
+        precision: the format.
+        errors: estimated relative error per query head; () for the input's own format.
+        refusal: why it may not be used; "" if it may.
+    """
+
+    precision: Precision
+    errors: tuple[float, ...] = ()
+    refusal: str = ""
+
+
+def lower_precisions(
+    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy
+) -> tuple[PrecisionChoice, ...]:
+    """Return each format below the input's own that the policy lists, refused or not.
+
+    The executors of this version compute in fp64, fp32, bf16 and fp16; formats of eight
+    bits become candidates with the executors that can use them.
+    """
+    choices = []
+    for precision in policy.precisions:
+        if precision.bits >= problem.precision.bits:
+            continue
+        refusal = ""
+        if policy.error_budget == 0.0 and not policy.head_budgets:
+            refusal = f"lower than the input's {problem.precision.label}, and the error budget is 0"
+        elif precision not in hardware.instructions:
+            native = ", ".join(item.label for item in hardware.instructions)
+            refusal = f"{hardware.name or hardware.device_type} computes {native} natively, not it"
+        elif problem.deterministic and problem.requires_grad:
+            refusal = "deterministic gradients were asked for; the input's own format is kept"
+        choices.append(PrecisionChoice(precision=precision, refusal=refusal))
+    return tuple(choices)
+
+
+def choose_precisions(
+    problem: AttentionProblem,
+    stats: TensorStats | None,
+    hardware: HardwareFacts,
+    policy: Policy,
+) -> tuple[PrecisionChoice, ...]:
+    """Return the input's own format, then each lower one with its measured error.
+
+    Args:
+        problem: simplified.
+        stats: None leaves the lower formats unmeasured: allowed, with no errors known.
+        hardware: what the device computes natively.
+        policy: what may be used.
+    """
+    own = PrecisionChoice(precision=problem.precision)
+    lower = lower_precisions(problem, hardware, policy)
+    if stats is None:
+        return (own, *lower)
+    measured = dict(stats.precision_errors)
+    return (own, *(_with_errors(choice, measured, stats) for choice in lower))
+
+
+def _with_errors(
+    choice: PrecisionChoice, measured: dict[Precision, tuple[float, ...]], stats: TensorStats
+) -> PrecisionChoice:
+    """Return the choice with its measured errors, or refused for what was measured."""
+    if choice.refusal:
+        return choice
+    refusal = ""
+    if choice.precision is Precision.FP16 and stats.max_magnitude > _FP16_SAFE:
+        refusal = f"elements reach {stats.max_magnitude:.3g}; fp16 is safe up to {_FP16_SAFE:g}"
+    elif choice.precision not in measured:
+        refusal = "its error was not measured for this call"
+    return PrecisionChoice(
+        precision=choice.precision,
+        errors=measured.get(choice.precision, ()),
+        refusal=refusal,
+    )

@@ -1,0 +1,48 @@
+"""The same problem in its plainest words, so that each backend need know fewer cases."""
+
+from dataclasses import replace
+
+from adaattn.spec import Align, AttentionProblem
+
+__all__ = ["simplify"]
+
+
+def simplify(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem that attends to exactly the same keys, with fewer features in use.
+
+    A window that no pair reaches is dropped, a right edge of 0 becomes causality, and
+    alignment is reset where both corners are the same one. A single bottom-right row is
+    at the last key, so causality hides nothing from it.
+
+    Args:
+        problem: any problem; packed lengths are judged by their maxima.
+    """
+    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
+    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
+    left, right = problem.window
+    is_causal = problem.is_causal or right == 0
+    dilation = problem.dilation
+    align = problem.align
+    if problem.packed_square if problem.num_sequences else len_q == len_k:
+        align = Align.TOP_LEFT
+    single_last = len_q == 1 and align is Align.BOTTOM_RIGHT and problem.num_sequences == 0
+    if single_last and is_causal:
+        is_causal, right = False, -1
+    if is_causal:
+        right = -1
+    reach = max(len_q, len_k)
+    if left >= reach:
+        left = -1
+    if right >= reach:
+        right = -1
+    if reach <= 1:
+        dilation = 1
+    positional = is_causal or (left, right) != (-1, -1) or dilation > 1 or problem.has_alibi
+    if not positional:
+        align = Align.TOP_LEFT
+    changed = (is_causal, (left, right), dilation, align)
+    if changed == (problem.is_causal, problem.window, problem.dilation, problem.align):
+        return problem
+    return replace(
+        problem, is_causal=is_causal, window=(left, right), dilation=dilation, align=align
+    )

@@ -1,0 +1,137 @@
+"""Why a capability cannot serve a problem, as sentences. An empty tuple means that it can."""
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Final
+
+from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HardwareFacts, MaskKind
+
+__all__ = ["needed_features", "reasons"]
+
+_Rule = tuple[Feature, Callable[[AttentionProblem], bool], str]
+
+_RULES: Final[tuple[_Rule, ...]] = (
+    (
+        Feature.CAUSAL_TOP_LEFT,
+        lambda p: p.is_causal and p.align is Align.TOP_LEFT and not _is_square(p),
+        "causal order aligned to the top left with Sq != Sk",
+    ),
+    (
+        Feature.CAUSAL_BOTTOM_RIGHT,
+        lambda p: p.is_causal and p.align is Align.BOTTOM_RIGHT and not _is_square(p),
+        "causal order aligned to the bottom right with Sq != Sk",
+    ),
+    (Feature.BOOLEAN_MASK, lambda p: p.mask is MaskKind.BOOLEAN, "a boolean mask"),
+    (Feature.ADDITIVE_MASK, lambda p: p.mask is MaskKind.ADDITIVE, "an additive mask"),
+    (Feature.MASK_GRADIENT, lambda p: p.mask_requires_grad, "a gradient for the mask"),
+    (
+        Feature.MASKED_POSITIONS,
+        lambda p: p.mask is not MaskKind.NONE and (p.is_positional or p.has_alibi),
+        "a mask together with causal order, a window or ALiBi",
+    ),
+    (Feature.WINDOW, lambda p: p.window != (-1, -1), "a sliding window"),
+    (Feature.DILATION, lambda p: p.dilation > 1, "a dilated pattern"),
+    (Feature.SOFTCAP, lambda p: p.softcap > 0, "softcap"),
+    (Feature.SINKS, lambda p: p.has_sinks, "attention sinks"),
+    (
+        Feature.SINKS_GRADIENT,
+        lambda p: p.has_sinks and (p.requires_grad or p.sinks_require_grad),
+        "gradients with attention sinks",
+    ),
+    (Feature.ALIBI, lambda p: p.has_alibi, "ALiBi slopes"),
+    (Feature.ALIBI_GRADIENT, lambda p: p.alibi_requires_grad, "a gradient for ALiBi slopes"),
+    (Feature.DROPOUT, lambda p: p.dropout_p > 0, "dropout"),
+    (Feature.PACKED, lambda p: p.num_sequences > 0, "packed sequences"),
+    (Feature.VALUE_DIM, lambda p: p.value_dim != p.head_dim, "Dv different from D"),
+    (Feature.BACKWARD, lambda p: p.requires_grad, "gradients"),
+    (
+        Feature.DETERMINISTIC_BACKWARD,
+        lambda p: p.requires_grad and p.deterministic,
+        "a deterministic backward pass",
+    ),
+    (Feature.LSE, lambda p: Aux.LSE in p.aux, "the log-sum-exp as an output"),
+    (Feature.ROW_MAX, lambda p: Aux.ROW_MAX in p.aux, "the row maximum as an output"),
+    (Feature.ENTROPY, lambda p: Aux.ENTROPY in p.aux, "the row entropy as an output"),
+    (Feature.WEIGHTS, lambda p: Aux.WEIGHTS in p.aux, "the weights as an output"),
+)
+
+_CAUSAL = Feature.CAUSAL_TOP_LEFT | Feature.CAUSAL_BOTTOM_RIGHT
+
+
+def reasons(
+    capability: Capability, problem: AttentionProblem, hardware: HardwareFacts
+) -> tuple[str, ...]:
+    """Return every reason why ``capability`` cannot compute ``problem``, as sentences.
+
+    Example:
+        >>> from adaattn.spec import AttentionProblem, Capability, HardwareFacts
+        >>> problem = AttentionProblem(batch=1, num_heads=1, num_kv_heads=1, len_q=4, len_k=4,
+        ...                            head_dim=8, value_dim=8, softcap=30.0)
+        >>> reasons(Capability(name="x", backend="x"), problem, HardwareFacts(device_type="cpu"))
+        ('it does not support softcap',)
+    """
+    found = [f"this installation cannot run it: {text}" for text in [capability.unavailable] if text]
+    if problem.device_type not in capability.device_types:
+        expected = " or ".join(capability.device_types)
+        found.append(f"it runs on {expected}, the tensors are on {problem.device_type}")
+    if problem.precision not in capability.precisions:
+        labels = ", ".join(precision.label for precision in capability.precisions)
+        found.append(f"it takes {labels}, got {problem.precision.label}")
+    found += [f"it does not support {text}" for text in _missing(capability.features, problem)]
+    found += _size_reasons(capability, problem)
+    if problem.device_type == "cuda" and (
+        hardware.compute_capability < capability.min_compute_capability
+    ):
+        found.append(
+            f"it needs compute capability {_dotted(capability.min_compute_capability)}, "
+            f"the device has {_dotted(hardware.compute_capability)}"
+        )
+    found += _ambient_reasons(capability, problem)
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def needed_features(problem: AttentionProblem) -> tuple[tuple[Feature, str], ...]:
+    """Return each feature that the problem uses, with the words for it."""
+    used = [(feature, text) for feature, applies, text in _RULES if applies(problem)]
+    if problem.is_causal and _is_square(problem):
+        used.append((_CAUSAL, "causal order"))
+    return tuple(used)
+
+
+def _missing(features: Feature, problem: AttentionProblem) -> Iterable[str]:
+    """Yield the words of each needed feature that is absent."""
+    for feature, text in needed_features(problem):
+        if not features & feature:
+            yield text
+
+
+def _size_reasons(capability: Capability, problem: AttentionProblem) -> Iterable[str]:
+    """Yield the reasons that concern sizes."""
+    largest = max(problem.head_dim, problem.value_dim)
+    if capability.max_head_dim and largest > capability.max_head_dim:
+        yield f"it takes head dimensions up to {capability.max_head_dim}, got {largest}"
+    if problem.group_size < capability.min_group_size:
+        yield (
+            f"it needs at least {capability.min_group_size} query heads per key head, "
+            f"got {problem.group_size}"
+        )
+    if capability.max_len_q and problem.len_q > capability.max_len_q:
+        yield f"it is for at most {capability.max_len_q} query rows, got {problem.len_q}"
+
+
+def _ambient_reasons(capability: Capability, problem: AttentionProblem) -> Iterable[str]:
+    """Yield the reason that an ambient ``sdpa_kernel`` gives against one of SDPA's kernels."""
+    allowed = problem.allowed_sdpa
+    if allowed is not None and capability.backend == "sdpa" and capability.name not in allowed:
+        yield f"the ambient sdpa_kernel allows {', '.join(allowed) or 'none'}"
+
+
+def _is_square(problem: AttentionProblem) -> bool:
+    """Return whether both alignments are the same."""
+    return problem.packed_square if problem.num_sequences else problem.len_q == problem.len_k
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    """Return ``"9.0"`` for (9, 0)."""
+    return f"{version[0]}.{version[1]}"

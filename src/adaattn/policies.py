@@ -1,0 +1,151 @@
+"""The policies by name, the ambient one, and policy files.
+
+``quality`` is exact up to the rounding of the input's dtype. ``balanced`` allows an
+estimated relative error of 0.01 of each head's output and ``speed`` 0.05, both checked on
+sampled rows of the very call.
+"""
+
+import contextlib
+import contextvars
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from adaattn.errors import PolicyError, expected_got
+from adaattn.spec import Policy
+
+__all__ = ["PRESETS", "current_policy", "load_policy", "resolve_policy", "save_policy", "use_policy"]
+
+PRESETS: Final[dict[str, Policy]] = {
+    "quality": Policy(name="quality", error_budget=0.0),
+    "balanced": Policy(name="balanced", error_budget=0.01),
+    "speed": Policy(name="speed", error_budget=0.05),
+}
+
+_FORMAT: Final = "adaattn-policy"
+_VERSION: Final = 1
+
+_AMBIENT: contextvars.ContextVar[Policy] = contextvars.ContextVar(
+    "adaattn_policy", default=PRESETS["quality"]
+)
+
+
+def current_policy() -> Policy:
+    """Return the policy that calls without one follow."""
+    return _AMBIENT.get()
+
+
+@contextlib.contextmanager
+def use_policy(policy: Policy | str | os.PathLike[str]) -> Iterator[Policy]:
+    """Make ``policy`` the one that calls inside the ``with`` block follow.
+
+    Args:
+        policy: a `Policy`, the name of a preset, or the path of a policy file.
+
+    Raises:
+        PolicyError: no preset has that name, or the file is not a policy file.
+
+    Example:
+        >>> import adaattn
+        >>> with adaattn.use_policy("balanced") as policy:
+        ...     policy.error_budget
+        0.01
+    """
+    resolved = resolve_policy(policy)
+    token = _AMBIENT.set(resolved)
+    try:
+        yield resolved
+    finally:
+        _AMBIENT.reset(token)
+
+
+def resolve_policy(policy: Policy | str | os.PathLike[str] | None) -> Policy:
+    """Return the policy meant by an argument: itself, a preset's name, a file, or the ambient one.
+
+    Raises:
+        PolicyError: no preset has that name and no such file exists.
+    """
+    if policy is None:
+        return current_policy()
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str) and policy in PRESETS:
+        return PRESETS[policy]
+    if isinstance(policy, (str, os.PathLike)):
+        path = Path(policy)
+        if path.suffix == ".json" or path.exists():
+            return load_policy(path)
+    names = ", ".join(repr(name) for name in PRESETS)
+    raise PolicyError(
+        expected_got("policy", f"{names}, a Policy or the path of a policy file", repr(policy))
+    )
+
+
+def load_policy(path: str | os.PathLike[str]) -> Policy:
+    """Return the policy in a file that `save_policy` wrote.
+
+    Raises:
+        PolicyError: the file is missing, corrupt, of another kind or of a later version.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = json.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(
+            expected_got(f"policy file {path}", "a readable file", repr(error))
+        ) from error
+    except json.JSONDecodeError as error:
+        raise PolicyError(
+            expected_got(
+                f"policy file {path}",
+                "JSON",
+                f"text that breaks off at line {error.lineno}",
+                "write it again with adaattn.save_policy",
+            )
+        ) from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise PolicyError(
+            expected_got(
+                f"policy file {path}", f"an object with \"format\": \"{_FORMAT}\"", "another file"
+            )
+        )
+    if data.get("version") != _VERSION:
+        raise PolicyError(
+            expected_got(
+                f"version of policy file {path}",
+                _VERSION,
+                data.get("version"),
+                "use the version of AdaAttn that wrote it",
+            )
+        )
+    policy = data.get("policy")
+    if not isinstance(policy, dict):
+        raise PolicyError(expected_got(f"policy file {path}", 'an object under "policy"', policy))
+    return Policy.from_dict(policy)
+
+
+def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
+    """Write a policy as human-readable JSON; an existing file is replaced whole or not at all.
+
+    Raises:
+        PolicyError: the file cannot be written.
+    """
+    target = Path(path)
+    document = {"format": _FORMAT, "version": _VERSION, "policy": policy.to_dict()}
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=2)
+                file.write("\n")
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise PolicyError(
+            expected_got(f"policy file {path}", "a place that can be written", repr(error))
+        ) from error

@@ -1,0 +1,46 @@
+"""What the tests and benchmarks of attention code need, shipped and documented.
+
+Random inputs for any problem, the oracle, the one rule that compares numbers, poisoned
+memory, wrong results that every comparison must catch, and invented hardware.
+"""
+
+from adaattn.backends.reference import attention, visible_keys
+from adaattn.testing.compare import (
+    Comparison,
+    assert_matches,
+    assert_results_match,
+    assert_within_budget,
+    compare,
+    head_errors,
+)
+from adaattn.testing.fake_hardware import fake_facts
+from adaattn.testing.inputs import (
+    Layout,
+    cast_tensors,
+    differentiable,
+    gradients_of,
+    make_problem,
+    make_tensors,
+)
+from adaattn.testing.mutate import mutations
+from adaattn.testing.poison import poisoned_memory
+
+__all__ = [
+    "Comparison",
+    "Layout",
+    "assert_matches",
+    "assert_results_match",
+    "assert_within_budget",
+    "attention",
+    "cast_tensors",
+    "compare",
+    "differentiable",
+    "fake_facts",
+    "gradients_of",
+    "head_errors",
+    "make_problem",
+    "make_tensors",
+    "mutations",
+    "poisoned_memory",
+    "visible_keys",
+]

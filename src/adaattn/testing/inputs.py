@@ -1,0 +1,232 @@
+"""Seeded random tensors for a problem: masks, slopes, sinks, packed lengths, layouts.
+
+Numbers are drawn in float64 on the CPU and then rounded, so that one seed gives the same
+tensors, up to rounding, for every dtype and device.
+"""
+
+import enum
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends.interface import Result, Tensors
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.spec import AttentionProblem, MaskKind, Precision
+
+__all__ = [
+    "Layout",
+    "cast_tensors",
+    "differentiable",
+    "gradients_of",
+    "make_problem",
+    "make_tensors",
+]
+
+_HIDDEN_SHARE = 0.3
+
+
+class Layout(enum.Enum):
+    """How q, k and v lie in memory."""
+
+    CONTIGUOUS = enum.auto()
+    TRANSPOSED = enum.auto()
+    STRIDED = enum.auto()
+
+
+def make_problem(
+    *, lengths_q: Sequence[int] = (), lengths_k: Sequence[int] = (), **values: Any
+) -> AttentionProblem:
+    """Return a small problem, with every value that follows from the others filled in.
+
+    Args:
+        lengths_q: tokens of each packed query sequence; empty when not packed.
+        lengths_k: the same for keys; empty means those of the queries.
+        **values: fields of `AttentionProblem`; an unknown one raises TypeError.
+
+    Example:
+        >>> problem = make_problem(len_q=3, len_k=5, num_heads=4, num_kv_heads=2)
+        >>> problem.scale, problem.group_size
+        (0.25, 2)
+    """
+    filled: dict[str, Any] = {"batch": 1, "num_heads": 2, "len_q": 8, "head_dim": 16} | values
+    if lengths_q:
+        lengths_k = lengths_k or lengths_q
+        filled |= {
+            "num_sequences": len(lengths_q),
+            "len_q": sum(lengths_q),
+            "len_k": sum(lengths_k),
+            "max_len_q": max(lengths_q),
+            "max_len_k": max(lengths_k),
+            "packed_square": tuple(lengths_q) == tuple(lengths_k),
+            "attended_pairs": sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True)),
+        }
+    filled.setdefault("num_kv_heads", filled["num_heads"])
+    filled.setdefault("len_k", filled["len_q"])
+    filled.setdefault("value_dim", filled["head_dim"])
+    filled.setdefault("scale", 1.0 / math.sqrt(max(filled["head_dim"], 1)))
+    if filled.get("mask", MaskKind.NONE) is not MaskKind.NONE:
+        names = ("batch", "num_heads", "len_q", "len_k")
+        filled.setdefault("mask_shape", tuple(filled[name] for name in names))
+    return AttentionProblem(**filled)
+
+
+def make_tensors(
+    problem: AttentionProblem,
+    *,
+    seed: int = 0,
+    lengths_q: Sequence[int] = (),
+    lengths_k: Sequence[int] = (),
+    layout: Layout = Layout.CONTIGUOUS,
+    num_hidden_rows: int = 0,
+) -> Tensors:
+    """Return random tensors that fit the problem, on its device, with gradients where it says.
+
+    Args:
+        problem: what they are for.
+        seed: equal seeds give equal tensors.
+        lengths_q: tokens of each packed query sequence; empty when not packed.
+        lengths_k: the same for keys; empty means those of the queries.
+        layout: how q, k and v lie in memory.
+        num_hidden_rows: leading query rows that the mask hides every key from.
+
+    Raises:
+        ArgumentError: the lengths do not fit the problem.
+    """
+    draw = _Draw(problem, seed)
+    heads_q, heads_k = problem.num_heads, problem.num_kv_heads
+    bounds_q, bounds_k = _bounds(problem, lengths_q, lengths_k)
+    wide = torch.float64 if problem.precision is Precision.FP64 else torch.float32
+    device = problem.device_type
+    return Tensors(
+        query=draw.heads(heads_q, problem.len_q, problem.head_dim, layout),
+        key=draw.heads(heads_k, problem.len_k, problem.head_dim, layout),
+        value=draw.heads(heads_k, problem.len_k, problem.value_dim, layout),
+        mask=draw.mask(num_hidden_rows),
+        sinks=draw.leaf(torch.randn, heads_q, grad=problem.sinks_require_grad)
+        if problem.has_sinks
+        else None,
+        alibi_slopes=draw.leaf(torch.rand, 1, heads_q, grad=problem.alibi_requires_grad, dtype=wide)
+        if problem.has_alibi
+        else None,
+        cu_seqlens_q=_int32(bounds_q, device),
+        cu_seqlens_k=_int32(bounds_k, device),
+        bounds_q=bounds_q,
+        bounds_k=bounds_k,
+    )
+
+
+class _Draw:
+    """One seeded source of tensors for a problem."""
+
+    def __init__(self, problem: AttentionProblem, seed: int) -> None:
+        self.problem = problem
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = torch_dtype(problem.precision)
+
+    def leaf(
+        self, source: Any, *shape: int, grad: bool, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return random numbers of a shape from ``torch.randn`` or ``torch.rand``."""
+        numbers = source(*shape, generator=self.generator, dtype=torch.float64)
+        placed: torch.Tensor = numbers.to(self.problem.device_type, dtype or self.dtype)
+        return placed.requires_grad_(grad)
+
+    def heads(self, num_heads: int, length: int, dim: int, layout: Layout) -> torch.Tensor:
+        """Return [B, H, S, D] in a memory layout."""
+        shape = (self.problem.batch, num_heads, length, dim)
+        dense = self.leaf(torch.randn, *shape, grad=False)
+        if layout is Layout.TRANSPOSED:
+            dense = dense.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout is Layout.STRIDED:
+            wide = dense.new_zeros(*shape[:-1], 2 * dim)
+            wide[..., ::2] = dense
+            dense = wide[..., ::2]
+        return dense.requires_grad_(self.problem.requires_grad)
+
+    def mask(self, num_hidden_rows: int) -> torch.Tensor | None:
+        """Return a random mask whose first rows hide every key; None without one."""
+        problem = self.problem
+        if problem.mask is MaskKind.NONE:
+            return None
+        shape = (1,) * (4 - len(problem.mask_shape)) + problem.mask_shape
+        if problem.mask is MaskKind.BOOLEAN:
+            numbers = torch.rand(shape, generator=self.generator)
+            mask = (numbers > _HIDDEN_SHARE).to(problem.device_type)
+        else:
+            mask = self.leaf(torch.randn, *shape, grad=False)
+        if num_hidden_rows:
+            hidden = False if problem.mask is MaskKind.BOOLEAN else float("-inf")
+            mask[:, :, :num_hidden_rows] = hidden
+        return mask.requires_grad_(problem.mask_requires_grad)
+
+
+def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return detached copies in another dtype that want the same gradients; for the oracle.
+
+    Args:
+        tensors: the tensors of a call; integers and booleans stay as they are.
+        dtype: floating-point dtype of the copies.
+    """
+    copies: dict[str, Any] = {}
+    for field in fields(tensors):
+        tensor = getattr(tensors, field.name)
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            copy = tensor.detach().to(dtype, copy=True)
+            copies[field.name] = copy.requires_grad_(tensor.requires_grad)
+    return replace(tensors, **copies)
+
+
+def differentiable(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Return the tensors that want a gradient, by field name."""
+    named = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    return {
+        name: tensor
+        for name, tensor in named.items()
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    }
+
+
+def gradients_of(result: Result, tensors: Tensors, *, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Return the gradient for each tensor that wants one, from a random output gradient.
+
+    Args:
+        result: what an executor made of ``tensors``.
+        tensors: the inputs.
+        seed: equal seeds give equal output gradients, up to rounding.
+    """
+    leaves = differentiable(tensors)
+    if not leaves:
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(result.output.shape, generator=generator, dtype=torch.float64)
+    # Rounded first to the narrowest dtype, so that the oracle receives the same numbers.
+    upstream = numbers.bfloat16().to(result.output)
+    found = torch.autograd.grad(result.output, list(leaves.values()), upstream)
+    return dict(zip(leaves, found, strict=True))
+
+
+def _bounds(
+    problem: AttentionProblem, lengths_q: Sequence[int], lengths_k: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the starts of packed sequences and their end; two empty tuples if not packed."""
+    if not problem.num_sequences and not lengths_q:
+        return (), ()
+    bounds_q = (0, *itertools.accumulate(lengths_q))
+    bounds_k = (0, *itertools.accumulate(lengths_k or lengths_q))
+    got = (len(bounds_q) - 1, bounds_q[-1], len(bounds_k) - 1, bounds_k[-1])
+    wanted = (problem.num_sequences, problem.len_q, problem.num_sequences, problem.len_k)
+    if got != wanted:
+        raise ArgumentError(
+            expected_got("packed lengths (N, Sq, N, Sk)", wanted, got, "use make_problem")
+        )
+    return bounds_q, bounds_k
+
+
+def _int32(bounds: tuple[int, ...], device: str) -> torch.Tensor | None:
+    """Return bounds as a tensor; None when not packed."""
+    return torch.tensor(bounds, dtype=torch.int32, device=device) if bounds else None

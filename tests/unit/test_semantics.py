@@ -1,0 +1,400 @@
+"""Every executor of this device, on every problem that it says it can serve, against the oracle.
+
+The matrix is computed at collection: a capability and a problem meet where
+`adaattn.planning.support.reasons` finds nothing against it. Approximating methods run with
+nothing left out (full rank, every block), where they must be exact.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends import capabilities, execute
+from adaattn.backends.interface import Result, Tensors
+from adaattn.hardware.probe import describe
+from adaattn.planning.simplify import simplify
+from adaattn.planning.support import needed_features, reasons
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    Capability,
+    Feature,
+    HeadGroup,
+    MaskKind,
+    Method,
+    Plan,
+    Precision,
+)
+from adaattn.testing import (
+    Layout,
+    assert_matches,
+    assert_results_match,
+    attention,
+    cast_tensors,
+    gradients_of,
+    make_problem,
+    make_tensors,
+)
+
+DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+HARDWARE = {device: describe(device) for device in DEVICES}
+PRECISIONS = (Precision.FP32, Precision.FP64, Precision.BF16, Precision.FP16)
+ALL_AUX = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY | Aux.WEIGHTS
+
+SEMANTICS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "causal": {"is_causal": True},
+    "causal wide": {"is_causal": True, "len_k": 47},
+    "causal tall": {"is_causal": True, "len_k": 21},
+    "bottom right wide": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_k": 47},
+    "bottom right tall": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_k": 21},
+    "window": {"window": (5, 3)},
+    "left window": {"window": (5, -1)},
+    "right window": {"window": (-1, 4)},
+    "dilation": {"dilation": 3},
+    "boolean mask": {"mask": MaskKind.BOOLEAN},
+    "boolean mask with hidden rows": {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
+    "additive mask": {"mask": MaskKind.ADDITIVE},
+    "additive mask with hidden rows": {"mask": MaskKind.ADDITIVE, "num_hidden_rows": 2},
+    "mask over keys": {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 33), "len_k": 33},
+    "mask over heads": {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 4, 1, 1), "num_heads": 4},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"has_sinks": True},
+    "alibi": {"has_alibi": True},
+    "grouped heads": {"num_heads": 4, "num_kv_heads": 2},
+    "one kv head": {"num_heads": 4, "num_kv_heads": 1},
+    "wide values": {"value_dim": 40},
+    "narrow values": {"value_dim": 5},
+    "packed": {"lengths_q": (9, 0, 17, 1)},
+    "packed wide": {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 0)},
+    "lse": {"aux": Aux.LSE},
+    "row maximum": {"aux": Aux.ROW_MAX},
+    "entropy": {"aux": Aux.ENTROPY},
+    "weights": {"aux": Aux.WEIGHTS},
+    "all outputs": {"aux": ALL_AUX},
+    "deterministic": {"deterministic": True},
+    "default door": {"sdpa_default": "sdpa.flash"},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    **{
+        f"{q} by {k}": {"len_q": q, "len_k": k}
+        for q, k in itertools.product((1, 3, 63, 100), repeat=2)
+    },
+    **{f"dim {dim}": {"head_dim": dim} for dim in (1, 3, 20, 64, 96, 128, 256, 300)},
+    "transposed": {"layout": Layout.TRANSPOSED},
+    "strided": {"layout": Layout.STRIDED},
+    "scale": {"scale": 0.7},
+    "no queries": {"len_q": 0, "len_k": 5},
+    "no keys": {"len_q": 5, "len_k": 0},
+    "nothing at all": {"len_q": 0, "len_k": 0},
+    "empty batch": {"batch": 0},
+}
+DECODE: dict[str, Any] = {"len_q": 1, "len_k": 100, "align": Align.BOTTOM_RIGHT, "is_causal": True}
+GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
+DECODING: dict[str, dict[str, Any]] = {
+    "decode": DECODE,
+    "grouped decode": DECODE | GROUPS,
+    "grouped decode of few rows": GROUPS | {"len_q": 3, "len_k": 100},
+    "grouped decode with values of another size": DECODE | GROUPS | {"value_dim": 40},
+    "grouped decode, deterministic": DECODE | GROUPS | {"deterministic": True},
+    "decode in a window": DECODE | GROUPS | {"window": (20, -1)},
+    "decode with sinks": DECODE | GROUPS | {"has_sinks": True},
+    "decode over a masked cache": DECODE
+    | {"is_causal": False, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 100)},
+    "decode with statistics": DECODE | {"aux": ALL_AUX},
+}
+DROPOUT: dict[str, dict[str, Any]] = {
+    "dropout": {"len_q": 32},
+    "dropout, causal": {"len_q": 32, "is_causal": True},
+    "dropout, softcap and sinks": {"len_q": 32, "softcap": 2.0, "has_sinks": True},
+    "dropout, grouped decode": {"len_q": 4, "num_heads": 16, "num_kv_heads": 4},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem of the matrix, and what its tensors are like."""
+
+    name: str
+    problem: AttentionProblem
+    lengths_q: tuple[int, ...] = ()
+    lengths_k: tuple[int, ...] = ()
+    layout: Layout = Layout.CONTIGUOUS
+    num_hidden_rows: int = 0
+
+    def tensors(self) -> Tensors:
+        """Return fresh tensors, equal each time."""
+        return make_tensors(
+            self.problem,
+            lengths_q=self.lengths_q,
+            lengths_k=self.lengths_k,
+            layout=self.layout,
+            num_hidden_rows=self.num_hidden_rows,
+        )
+
+
+def make_cases(name: str, options: dict[str, Any], precision: Precision) -> list[Case]:
+    """Return the case forward only, with gradients for q, k and v, and with all gradients."""
+    values = {"batch": 2, "num_heads": 2, "len_q": 33, "head_dim": 16} | options
+    about = {
+        key: values.pop(key)
+        for key in ("lengths_q", "lengths_k", "layout", "num_hidden_rows")
+        if key in values
+    }
+    lengths = {key: about[key] for key in ("lengths_q", "lengths_k") if key in about}
+    if lengths:
+        values["batch"] = 1
+    inputs = {"requires_grad": True}
+    every = inputs | {
+        "mask_requires_grad": values.get("mask") is MaskKind.ADDITIVE,
+        "sinks_require_grad": values.get("has_sinks", False),
+        "alibi_requires_grad": values.get("has_alibi", False),
+    }
+    levels = {"forward": {}, "gradients": inputs, "every gradient": every}
+    found = {}
+    for (level, wanted), device in itertools.product(levels.items(), DEVICES):
+        problem = make_problem(
+            **values, **lengths, **wanted, precision=precision, device_type=device
+        )
+        label = f"{name}, {precision.label}, {level}, {device}"
+        found.setdefault(problem, Case(name=label, problem=problem, **about))
+    return list(found.values())
+
+
+def all_cases() -> list[Case]:
+    """Return every case: semantics alone in each dtype, then pairs, shapes, decoding."""
+    cases = []
+    for (name, options), precision in itertools.product(SEMANTICS.items(), PRECISIONS):
+        cases += make_cases(name, options, precision)
+    for (first, one), (second, other) in itertools.combinations(SEMANTICS.items(), 2):
+        sized = {"len_q", "len_k", "mask_shape"} & {*one, *other} and {"lengths_q"} & {*one, *other}
+        if one and other and not set(one) & set(other) and not sized:
+            cases += make_cases(f"{first} + {second}", one | other, Precision.FP32)[-1:]
+    for (name, options), is_causal in itertools.product(SHAPES.items(), (False, True)):
+        kind = f"{name}{', causal' * is_causal}"
+        cases += make_cases(kind, options | {"is_causal": is_causal}, Precision.FP32)
+        cases += make_cases(kind, options | {"is_causal": is_causal}, Precision.BF16)[:1]
+    for (name, options), precision in itertools.product(DECODING.items(), PRECISIONS):
+        cases += make_cases(name, options, precision)
+    return cases
+
+
+def dropout_cases() -> list[Case]:
+    """Return the cases with dropout; keys, columns of k and columns of v are equally many."""
+    cases = []
+    for name, options in DROPOUT.items():
+        dims = {"head_dim": 32, "len_k": 32, "num_heads": 8, "dropout_p": 0.25}
+        cases += make_cases(name, dims | options, Precision.FP32)[-len(DEVICES) :]
+    return cases
+
+
+def groups_for(capability: Capability, problem: AttentionProblem) -> list[HeadGroup]:
+    """Return the ways to run a capability with nothing left out."""
+    group = HeadGroup(
+        capability=capability.name, method=capability.method, precision=problem.precision
+    )
+    if capability.method is Method.LOW_RANK:
+        return [replace(group, rank=problem.head_dim, value_rank=problem.value_dim)]
+    if capability.method is Method.BLOCK_SPARSE:
+        return [replace(group, block_size=16, kept_mass=1.0)]
+    if capability.backend == "chunked":
+        return [group, replace(group, chunk_rows=7)]
+    return [group]
+
+
+def serves(capability: Capability, problem: AttentionProblem) -> bool:
+    """Return whether a capability has nothing against a problem."""
+    hardware = HARDWARE[problem.device_type]
+    return not reasons(capability, simplify(problem), hardware)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A case and one executor that serves it."""
+
+    case: Case
+    group: HeadGroup
+
+    def __str__(self) -> str:
+        """Return the test's id."""
+        rows = f"/{self.group.chunk_rows} rows" if self.group.chunk_rows else ""
+        return f"{self.group.capability}{rows}: {self.case.name}"
+
+
+def meetings(cases: list[Case]) -> list[Meeting]:
+    """Return every pair of a case and a way to run it."""
+    return [
+        Meeting(case, group)
+        for capability in capabilities()
+        for case in cases
+        if serves(capability, case.problem)
+        for group in groups_for(capability, case.problem)
+    ]
+
+
+CASES = all_cases()
+DROPOUT_CASES = dropout_cases()
+MATRIX = meetings(CASES)
+DROPOUT_MATRIX = meetings(DROPOUT_CASES)
+RUNNABLE = [
+    capability
+    for capability in capabilities()
+    if not capability.unavailable and set(capability.device_types) & set(DEVICES)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the oracle and eager PyTorch make of a case."""
+
+    exact: Result
+    eager: Result
+    exact_gradients: dict[str, torch.Tensor]
+    eager_gradients: dict[str, torch.Tensor]
+
+
+@lru_cache(maxsize=None)
+def expected(case: Case) -> Expected:
+    """Return the oracle's numbers, and the yardstick's."""
+    inputs = case.tensors()
+    wide = cast_tensors(inputs, torch.float64)
+    exact = attention(wide, case.problem)
+    dtype = torch_dtype(case.problem.precision)
+    eager = attention(inputs, case.problem, compute_dtype=dtype)
+    return Expected(exact, eager, gradients_of(exact, wide), gradients_of(eager, inputs))
+
+
+def run(meeting: Meeting, tensors: Tensors) -> Result:
+    """Return what the executor makes of the tensors."""
+    problem = meeting.case.problem
+    plan = Plan(groups=(meeting.group,), num_heads=problem.num_heads)
+    return execute(tensors, simplify(problem), plan)
+
+
+def num_summands(problem: AttentionProblem, tensor: torch.Tensor, *, is_score: bool) -> int:
+    """Return the terms of the longest sum behind one element of a result or gradient."""
+    if is_score:
+        scores = problem.batch * problem.num_heads * problem.len_q * problem.len_k
+        return scores // max(tensor.numel(), 1)
+    return max(problem.len_q * problem.group_size, problem.len_k, problem.head_dim)
+
+
+@pytest.mark.parametrize("meeting", MATRIX, ids=str)
+def test_the_executor_computes_what_the_oracle_defines(meeting: Meeting) -> None:
+    problem = meeting.case.problem
+    wanted = expected(meeting.case)
+    tensors = meeting.case.tensors()
+    result = run(meeting, tensors)
+    summands = num_summands(problem, result.output, is_score=False)
+    assert_results_match(result, wanted.exact, wanted.eager, summands=summands)
+    gradients = gradients_of(result, tensors)
+    for name, gradient in gradients.items():
+        assert_matches(
+            gradient,
+            wanted.exact_gradients[name],
+            wanted.eager_gradients[name],
+            name=f"gradient of {name}",
+            summands=num_summands(
+                problem, gradient, is_score=name not in ("query", "key", "value")
+            ),
+        )
+    if problem.deterministic and gradients:
+        again = gradients_of(run(meeting, tensors), tensors)
+        assert all(torch.equal(gradients[name], again[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("meeting", DROPOUT_MATRIX, ids=str)
+def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> None:
+    """With v the identity the output shows which weights were dropped."""
+    problem = meeting.case.problem
+    kept_share = 1 - problem.dropout_p
+    tensors = meeting.case.tensors()
+    identity = torch.eye(problem.len_k, device=problem.device_type)
+    value = identity.expand(tensors.value.shape).contiguous().requires_grad_()
+    tensors = replace(tensors, value=value)
+    output = run(meeting, tensors).output
+    kept = (output != 0).detach()
+
+    def without_dropout(inputs: Tensors, dtype: torch.dtype) -> Result:
+        asked = replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)
+        weights = attention(inputs, asked, compute_dtype=dtype).weights
+        assert weights is not None
+        group_value = inputs.value.repeat_interleave(problem.group_size, dim=1)
+        return Result(output=(weights * kept / kept_share) @ group_value)
+
+    wide = cast_tensors(tensors, torch.float64)
+    exact, eager = (
+        without_dropout(wide, torch.float64),
+        without_dropout(tensors, torch_dtype(problem.precision)),
+    )
+    assert_matches(output, exact.output, eager.output, name="output", summands=problem.len_k)
+    gradients = gradients_of(Result(output=output), tensors)
+    exact_gradients, eager_gradients = gradients_of(exact, wide), gradients_of(eager, tensors)
+    for name, gradient in gradients.items():
+        is_score = name not in ("query", "key", "value")
+        assert_matches(
+            gradient, exact_gradients[name], eager_gradients[name], name=f"gradient of {name}",
+            summands=num_summands(problem, gradient, is_score=is_score),
+        )  # fmt: skip
+
+    asked = replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)
+    could_drop = attention(tensors, asked).weights
+    assert could_drop is not None
+    candidates = could_drop > 0
+    dropped = (candidates & ~kept).sum() / candidates.sum()
+    six_sigma = 6 * (problem.dropout_p * kept_share / int(candidates.sum())) ** 0.5
+    assert abs(float(dropped) - problem.dropout_p) < six_sigma
+
+
+@pytest.mark.parametrize("capability", RUNNABLE, ids=lambda capability: capability.name)
+def test_each_feature_that_a_capability_claims_is_exercised(capability: Capability) -> None:
+    used = Feature(0)
+    for meeting in MATRIX + DROPOUT_MATRIX:
+        if meeting.group.capability == capability.name:
+            for feature, _ in needed_features(simplify(meeting.case.problem)):
+                used |= feature
+    assert not capability.features & ~used, f"never exercised: {capability.features & ~used!r}"
+
+
+@pytest.mark.parametrize("capability", RUNNABLE, ids=lambda capability: capability.name)
+def test_each_dtype_that_a_capability_claims_is_exercised(capability: Capability) -> None:
+    used = {
+        meeting.group.precision
+        for meeting in MATRIX
+        if meeting.group.capability == capability.name
+    }
+    assert used == set(capability.precisions)
+
+
+def test_every_case_is_served_by_an_executor_other_than_the_oracle() -> None:
+    served = {m.case for m in MATRIX + DROPOUT_MATRIX if m.group.capability != "reference"}
+    assert [case.name for case in CASES + DROPOUT_CASES if case not in served] == []
+
+
+def test_heads_shared_out_among_executors_give_the_same_result() -> None:
+    options = {
+        "num_heads": 4, "num_kv_heads": 2, "has_sinks": True, "has_alibi": True,
+        "is_causal": True, "mask": MaskKind.ADDITIVE, "aux": ALL_AUX,
+    }  # fmt: skip
+    case = make_cases("shared heads", options, Precision.FP32)[-1]
+    groups = (
+        HeadGroup(capability="reference", heads=(3, 0)),
+        HeadGroup(capability="chunked", heads=(1, 2), chunk_rows=7),
+    )
+    tensors = case.tensors()
+    result = execute(tensors, simplify(case.problem), Plan(groups=groups, num_heads=4))
+    wanted = expected(case)
+    assert_results_match(result, wanted.exact, wanted.eager, summands=case.problem.len_k)
+    for name, gradient in gradients_of(result, tensors).items():
+        is_score = name not in ("query", "key", "value")
+        assert_matches(
+            gradient, wanted.exact_gradients[name], wanted.eager_gradients[name],
+            name=f"gradient of {name}",
+            summands=num_summands(case.problem, gradient, is_score=is_score),
+        )  # fmt: skip
