@@ -1,10 +1,10 @@
 """Sphinx settings: `make docs` builds this folder into build/docs."""
 
-from importlib.metadata import version
+from importlib import metadata
 
 project = "AdaAttn"
 author = "The AdaAttn developers"
-release = version("adaattn")
+release = metadata.version("adaattn")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 autodoc_member_order = "bysource"

@@ -28,7 +28,15 @@ from adaattn.spec import (
 )
 from adaattn.validation import Call
 
-__all__ = ["DECODE_ROWS", "FALLBACKS", "Outcome", "check_plan", "decide_call", "run_call", "run_plan"]
+__all__ = [
+    "DECODE_ROWS",
+    "FALLBACKS",
+    "Outcome",
+    "check_plan",
+    "decide_call",
+    "run_call",
+    "run_plan",
+]
 
 _LOGGER = logging.getLogger("adaattn")
 DECODE_ROWS: Final = 8

@@ -33,12 +33,14 @@ from adaattn.validation import Arguments, Call, build_call
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
-_flash_enabled = torch.backends.cuda.flash_sdp_enabled
-_efficient_enabled = torch.backends.cuda.mem_efficient_sdp_enabled
-_math_enabled = torch.backends.cuda.math_sdp_enabled
-_cudnn_enabled = torch.backends.cuda.cudnn_sdp_enabled
+_Flag = Callable[[], bool]
+_flash_enabled: _Flag = torch.backends.cuda.flash_sdp_enabled
+_efficient_enabled: _Flag = torch.backends.cuda.mem_efficient_sdp_enabled
+_math_enabled: _Flag = torch.backends.cuda.math_sdp_enabled
+_cudnn_enabled: _Flag = torch.backends.cuda.cudnn_sdp_enabled
 
 _Direct = Callable[..., torch.Tensor]
+_Key = tuple[object, ...]
 _NO_COMPANIONS: Final = (None, None, None)
 _KEPT_DIRECT: Final = 4096
 
@@ -123,7 +125,7 @@ def scaled_dot_product_attention(
         >>> tuple(out.shape), tuple(aux.lse.shape)
         ((1, 4, 128, 64), (1, 4, 128))
     """
-    fast_key: tuple[object, ...] | None = None
+    fast_key: _Key | None = None
     if plan is None and return_aux is None and cu_seqlens_q is None and not is_compiling():
         fast_key = _fast_key(
             query,
@@ -292,8 +294,8 @@ def _fast_key(
     companions: tuple[torch.Tensor | None, ...],
     settings: tuple[object, ...],
     policy: Policy | str | None,
-) -> tuple[object, ...] | None:
-    """Return everything that the decision of an exact call depends on; None if it has no hash."""
+) -> _Key:
+    """Return everything that the decision of an exact call depends on."""
     ambient = current_policy() if policy is None else policy
     return (
         query.shape,

@@ -17,7 +17,14 @@ from typing import Final
 from adaattn.errors import PolicyError, expected_got
 from adaattn.spec import Policy
 
-__all__ = ["PRESETS", "current_policy", "load_policy", "resolve_policy", "save_policy", "use_policy"]
+__all__ = [
+    "PRESETS",
+    "current_policy",
+    "load_policy",
+    "resolve_policy",
+    "save_policy",
+    "use_policy",
+]
 
 PRESETS: Final[dict[str, Policy]] = {
     "quality": Policy(name="quality", error_budget=0.0),
@@ -109,7 +116,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PolicyError(
             expected_got(
-                f"policy file {path}", f"an object with \"format\": \"{_FORMAT}\"", "another file"
+                f"policy file {path}", f'an object with "format": "{_FORMAT}"', "another file"
             )
         )
     if data.get("version") != _VERSION:

@@ -5,8 +5,6 @@ agree and numbers are in range.
 """
 
 import math
-import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +13,7 @@ import torch
 
 from adaattn._dtypes import precision_of
 from adaattn.backends import Tensors
+from adaattn.canonical import canonical_mask, canonical_tensors, described
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -24,6 +23,7 @@ from adaattn.errors import (
     UnsupportedError,
     expected_got,
 )
+from adaattn.packing import packed_bounds, sequence_lengths
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
@@ -103,14 +103,14 @@ def build_call(
     _check_tensors(query, key, value)
     query, key, value = _autocast(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
-    query, key, value, batch_shape = _canonical(query, key, value, arguments.enable_gqa)
+    query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
     batch, heads, len_q, head_dim = query.shape
     len_k = key.shape[2]
-    mask = _canonical_mask(mask, query, batch_shape, len_k)
+    mask = canonical_mask(mask, query, batch_shape, len_k)
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
     window, dilation, softcap, scale, dropout_p = _check_numbers(arguments, head_dim)
-    bounds_q, bounds_k = _check_packed(arguments, query, key)
+    bounds_q, bounds_k = packed_bounds(arguments.cu_seqlens_q, arguments.cu_seqlens_k, query, key)
     tensors = Tensors(
         query=query,
         key=key,
@@ -123,7 +123,7 @@ def build_call(
         bounds_q=bounds_q,
         bounds_k=bounds_k,
     )
-    lengths_q, lengths_k = _lengths(bounds_q), _lengths(bounds_k)
+    lengths_q, lengths_k = sequence_lengths(bounds_q), sequence_lengths(bounds_k)
     grad = torch.is_grad_enabled()
     involved = [item for item in (query, key, value, mask, sinks, slopes) if item is not None]
     problem = AttentionProblem(
@@ -200,7 +200,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 expected_got(
                     f"rank of {name}",
                     "2 to 5 dimensions, [..., heads, length, dim]",
-                    f"{item.dim()} ({_shape(item)})",
+                    f"{item.dim()} ({described(item)})",
                 )
             )
     if not query.device == key.device == value.device:
@@ -269,115 +269,6 @@ def _align(align: str | Align) -> Align:
     raise ArgumentError(expected_got("align", "'top_left' or 'bottom_right'", repr(align)))
 
 
-def _canonical(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Return q, k and v as [B, H, S, D], and the leading dimensions of the result."""
-    rank = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (_with_rank(item, max(rank, 4)) for item in (query, key, value))
-    _check_sizes(query, key, value)
-    heads, kv_heads = query.shape[-3], key.shape[-3]
-    if value.shape[-3] != kv_heads:
-        if enable_gqa or 1 not in (kv_heads, value.shape[-3]):
-            raise ShapeError(
-                expected_got("heads of key and value", "the same", f"{kv_heads}, {value.shape[-3]}")
-            )
-        kv_heads = max(kv_heads, value.shape[-3])
-    if heads != kv_heads:
-        heads = _check_heads(heads, kv_heads, enable_gqa)
-    try:
-        batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    except RuntimeError as error:
-        shapes = f"{_shape(query)}, {_shape(key)}, {_shape(value)}"
-        raise ShapeError(
-            expected_got("leading dimensions", "sizes that broadcast", shapes)
-        ) from error
-    query = _flat(query, batch, heads)
-    key, value = _flat(key, batch, kv_heads), _flat(value, batch, kv_heads)
-    leading = (*batch, heads)
-    return query, key, value, leading[len(leading) - (rank - 2) :]
-
-
-def _with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the tensor with leading dimensions of size 1 up to ``rank``."""
-    missing = rank - tensor.dim()
-    return tensor[(None,) * missing] if missing else tensor
-
-
-def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse different head dimensions of q and k, and different lengths of k and v."""
-    if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(
-            expected_got(
-                "head dimension of key", f"{query.shape[-1]} as in query", key.shape[-1]
-            )
-        )
-    if query.shape[-1] == 0:
-        raise ShapeError(expected_got("head dimension", "at least 1", 0))
-    if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(
-            expected_got("length of value", f"{key.shape[-2]} as in key", value.shape[-2])
-        )
-
-
-def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> int:
-    """Return the heads of the result when q and k differ in theirs."""
-    if enable_gqa:
-        if kv_heads == 0 or heads % kv_heads:
-            raise ShapeError(
-                expected_got(
-                    "query heads with enable_gqa=True", f"a multiple of {kv_heads}", heads
-                )
-            )
-        return heads
-    if kv_heads == 1:
-        return heads
-    if heads == 1:
-        return kv_heads
-    hint = "pass enable_gqa=True" if kv_heads and heads % kv_heads == 0 else "use equal heads"
-    raise ShapeError(expected_got("heads of query and key", "the same", f"{heads}, {kv_heads}", hint))
-
-
-def _flat(tensor: torch.Tensor, batch: torch.Size, heads: int) -> torch.Tensor:
-    """Return [B, H, S, X] with the leading dimensions broadcast and flattened."""
-    shape = (*batch, heads, *tensor.shape[-2:])
-    if tensor.shape != shape:
-        tensor = tensor.expand(shape)
-    return tensor if len(batch) == 1 else tensor.reshape(math.prod(batch), *shape[-3:])
-
-
-def _canonical_mask(
-    mask: torch.Tensor | None, query: torch.Tensor, leading: tuple[int, ...], len_k: int
-) -> torch.Tensor | None:
-    """Return the mask as 4-D, each size 1 or full."""
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeError(
-            expected_got("dtype of attn_mask", "bool or floating point", mask.dtype, "cast it")
-        )
-    if mask.device != query.device:
-        raise DeviceError(expected_got("attn_mask", f"device {query.device}", mask.device))
-    batch, heads, len_q, _ = query.shape
-    full = (*leading, len_q, len_k)
-    try:
-        fits = mask.dim() >= 1 and torch.broadcast_shapes(mask.shape, full) == torch.Size(full)
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ShapeError(
-            expected_got(
-                "attn_mask", f"a shape that broadcasts to {list(full)}", _shape(mask)
-            )
-        )
-    mask = _with_rank(mask, max(len(full), 4))
-    if mask.dim() == 4:
-        return mask
-    if math.prod(mask.shape[:-3]) == 1:
-        return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*leading[:-1], *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
-
-
 def _mask_kind(mask: torch.Tensor | None) -> MaskKind:
     """Return the kind of a mask."""
     if mask is None:
@@ -390,9 +281,7 @@ def _check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> torch.Tenso
     if sinks is None:
         return None
     if not isinstance(sinks, torch.Tensor) or tuple(sinks.shape) != (query.shape[1],):
-        raise ShapeError(
-            expected_got("sinks", f"a tensor [{query.shape[1]}]", _shape(sinks))
-        )
+        raise ShapeError(expected_got("sinks", f"a tensor [{query.shape[1]}]", described(sinks)))
     _check_companion("sinks", sinks, query)
     return sinks
 
@@ -405,7 +294,9 @@ def _check_slopes(slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Ten
     shapes = ((heads,), (batch, heads))
     if not isinstance(slopes, torch.Tensor) or tuple(slopes.shape) not in shapes:
         raise ShapeError(
-            expected_got("alibi_slopes", f"a tensor [{heads}] or [{batch}, {heads}]", _shape(slopes))
+            expected_got(
+                "alibi_slopes", f"a tensor [{heads}] or [{batch}, {heads}]", described(slopes)
+            )
         )
     _check_companion("alibi_slopes", slopes, query)
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
@@ -429,7 +320,9 @@ def _check_numbers(
             expected_got("window", "(left, right), each at least -1", arguments.window)
         )
     if not _is_int(arguments.dilation) or arguments.dilation < 1:
-        raise ArgumentError(expected_got("dilation", "an integer of at least 1", arguments.dilation))
+        raise ArgumentError(
+            expected_got("dilation", "an integer of at least 1", arguments.dilation)
+        )
     softcap = 0.0 if arguments.softcap is None else float(arguments.softcap)
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ArgumentError(
@@ -454,75 +347,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_packed(
-    arguments: Arguments, query: torch.Tensor, key: torch.Tensor
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the packed bounds of queries and keys on the host; empty when not packed."""
-    starts_q, starts_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
-    if starts_q is None and starts_k is None:
-        return (), ()
-    if starts_q is None or starts_k is None:
-        raise ArgumentError(
-            expected_got("cu_seqlens_q and cu_seqlens_k", "both or neither", "one of them")
-        )
-    if query.shape[0] != 1:
-        raise ShapeError(
-            expected_got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}")
-        )
-    bounds_q = _bounds("cu_seqlens_q", starts_q, query.shape[2], query.device)
-    bounds_k = _bounds("cu_seqlens_k", starts_k, key.shape[2], query.device)
-    if len(bounds_q) != len(bounds_k):
-        raise ShapeError(
-            expected_got(
-                "cu_seqlens_k", f"{len(bounds_q)} entries as cu_seqlens_q", len(bounds_k)
-            )
-        )
-    return bounds_q, bounds_k
-
-
-_HOST_BOUNDS: OrderedDict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = (
-    OrderedDict()
-)
-_KEPT_BOUNDS: Final = 16
-
-
-def _host_values(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's numbers on the host; read once while the tensor lives unchanged."""
-    known = _HOST_BOUNDS.get(id(starts))
-    if known is not None and known[0]() is starts and known[1] == starts._version:
-        return known[2]
-    values = tuple(starts.tolist())
-    _HOST_BOUNDS[id(starts)] = (weakref.ref(starts), starts._version, values)
-    while len(_HOST_BOUNDS) > _KEPT_BOUNDS:
-        _HOST_BOUNDS.popitem(last=False)
-    return values
-
-
-def _bounds(
-    name: str, starts: torch.Tensor, length: int, device: torch.device
-) -> tuple[int, ...]:
-    """Return the bounds on the host, checked."""
-    if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
-        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", _shape(starts)))
-    if starts.device != device:
-        raise DeviceError(expected_got(name, f"device {device}", starts.device))
-    bounds = _host_values(starts)
-    rising = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not rising:
-        raise ArgumentError(
-            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8])
-        )
-    return bounds
-
-
-def _lengths(bounds: tuple[int, ...]) -> list[int]:
-    """Return the length of each packed sequence."""
-    return [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def _sdpa_default(
-    tensors: Tensors, is_causal: bool, scale: float, dropout_p: float
-) -> str:
+def _sdpa_default(tensors: Tensors, is_causal: bool, scale: float, dropout_p: float) -> str:
     """Return the kernel that SDPA would choose for the plain part of the call; "" if unknown."""
     if torch.compiler.is_compiling() or tensors.query.device.type not in _SDPA_NAMES:
         return ""
@@ -540,10 +365,3 @@ def _sdpa_default(
     except (RuntimeError, NotImplementedError):
         return ""
     return _SDPA_NAMES[tensors.query.device.type].get(int(number), "")
-
-
-def _shape(value: object) -> str:
-    """Return a tensor's dtype and shape, or the type of anything else."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__

@@ -215,6 +215,15 @@ def offline() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: waiting for a second one costs more than these tensors do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def tiny() -> Callable[..., Any]:
     """Return a maker of tiny random models whose attention is far from uniform."""

@@ -33,6 +33,7 @@ from adaattn.spec import (
 )
 from adaattn.testing import (
     Layout,
+    assert_gradients_match,
     assert_matches,
     assert_results_match,
     attention,
@@ -40,6 +41,8 @@ from adaattn.testing import (
     gradients_of,
     make_problem,
     make_tensors,
+    num_summands,
+    term_sizes,
 )
 
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
@@ -257,6 +260,7 @@ class Expected:
     eager: Result
     exact_gradients: dict[str, torch.Tensor]
     eager_gradients: dict[str, torch.Tensor]
+    sizes: dict[str, torch.Tensor]
 
 
 @lru_cache(maxsize=None)
@@ -267,7 +271,13 @@ def expected(case: Case) -> Expected:
     exact = attention(wide, case.problem)
     dtype = torch_dtype(case.problem.precision)
     eager = attention(inputs, case.problem, compute_dtype=dtype)
-    return Expected(exact, eager, gradients_of(exact, wide), gradients_of(eager, inputs))
+    return Expected(
+        exact=exact,
+        eager=eager,
+        exact_gradients=gradients_of(exact, wide),
+        eager_gradients=gradients_of(eager, inputs),
+        sizes=term_sizes(inputs, case.problem),
+    )
 
 
 def run(meeting: Meeting, tensors: Tensors) -> Result:
@@ -277,33 +287,22 @@ def run(meeting: Meeting, tensors: Tensors) -> Result:
     return execute(tensors, simplify(problem), plan)
 
 
-def num_summands(problem: AttentionProblem, tensor: torch.Tensor, *, is_score: bool) -> int:
-    """Return the terms of the longest sum behind one element of a result or gradient."""
-    if is_score:
-        scores = problem.batch * problem.num_heads * problem.len_q * problem.len_k
-        return scores // max(tensor.numel(), 1)
-    return max(problem.len_q * problem.group_size, problem.len_k, problem.head_dim)
-
-
 @pytest.mark.parametrize("meeting", MATRIX, ids=str)
 def test_the_executor_computes_what_the_oracle_defines(meeting: Meeting) -> None:
     problem = meeting.case.problem
     wanted = expected(meeting.case)
     tensors = meeting.case.tensors()
     result = run(meeting, tensors)
-    summands = num_summands(problem, result.output, is_score=False)
+    summands = num_summands(problem, result.output)
     assert_results_match(result, wanted.exact, wanted.eager, summands=summands)
     gradients = gradients_of(result, tensors)
-    for name, gradient in gradients.items():
-        assert_matches(
-            gradient,
-            wanted.exact_gradients[name],
-            wanted.eager_gradients[name],
-            name=f"gradient of {name}",
-            summands=num_summands(
-                problem, gradient, is_score=name not in ("query", "key", "value")
-            ),
-        )
+    assert_gradients_match(
+        gradients,
+        wanted.exact_gradients,
+        wanted.eager_gradients,
+        sizes=wanted.sizes,
+        problem=problem,
+    )
     if problem.deterministic and gradients:
         again = gradients_of(run(meeting, tensors), tensors)
         assert all(torch.equal(gradients[name], again[name]) for name in gradients)
@@ -329,19 +328,17 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> N
         return Result(output=(weights * kept / kept_share) @ group_value)
 
     wide = cast_tensors(tensors, torch.float64)
-    exact, eager = (
-        without_dropout(wide, torch.float64),
-        without_dropout(tensors, torch_dtype(problem.precision)),
+    exact = without_dropout(wide, torch.float64)
+    eager = without_dropout(tensors, torch_dtype(problem.precision))
+    summands = num_summands(problem, output)
+    assert_matches(output, exact.output, eager.output, name="output", summands=summands)
+    assert_gradients_match(
+        gradients_of(Result(output=output), tensors),
+        gradients_of(exact, wide),
+        gradients_of(eager, tensors),
+        sizes=term_sizes(tensors, problem),
+        problem=problem,
     )
-    assert_matches(output, exact.output, eager.output, name="output", summands=problem.len_k)
-    gradients = gradients_of(Result(output=output), tensors)
-    exact_gradients, eager_gradients = gradients_of(exact, wide), gradients_of(eager, tensors)
-    for name, gradient in gradients.items():
-        is_score = name not in ("query", "key", "value")
-        assert_matches(
-            gradient, exact_gradients[name], eager_gradients[name], name=f"gradient of {name}",
-            summands=num_summands(problem, gradient, is_score=is_score),
-        )  # fmt: skip
 
     asked = replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)
     could_drop = attention(tensors, asked).weights
@@ -390,11 +387,12 @@ def test_heads_shared_out_among_executors_give_the_same_result() -> None:
     tensors = case.tensors()
     result = execute(tensors, simplify(case.problem), Plan(groups=groups, num_heads=4))
     wanted = expected(case)
-    assert_results_match(result, wanted.exact, wanted.eager, summands=case.problem.len_k)
-    for name, gradient in gradients_of(result, tensors).items():
-        is_score = name not in ("query", "key", "value")
-        assert_matches(
-            gradient, wanted.exact_gradients[name], wanted.eager_gradients[name],
-            name=f"gradient of {name}",
-            summands=num_summands(case.problem, gradient, is_score=is_score),
-        )  # fmt: skip
+    summands = num_summands(case.problem, result.output)
+    assert_results_match(result, wanted.exact, wanted.eager, summands=summands)
+    assert_gradients_match(
+        gradients_of(result, tensors),
+        wanted.exact_gradients,
+        wanted.eager_gradients,
+        sizes=wanted.sizes,
+        problem=case.problem,
+    )

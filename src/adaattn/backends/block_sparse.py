@@ -67,8 +67,12 @@ def select_blocks(
         tensors: [B, H, S, D] tensors, no mask.
         problem: not packed.
         size: side of a block in tokens.
-        kept_mass: share of each scored row's probability to reach, in (0, 1].
+        kept_mass: share of each scored row's probability to reach, in (0, 1]; 1 keeps every
+            block of which some row sees a key.
     """
+    if kept_mass >= 1.0:
+        visible = _visible_blocks(problem, size, tensors.query.device)
+        return visible.expand(problem.batch, problem.num_heads, -1, -1)
     num_query_blocks = -(-problem.len_q // size)
     num_key_blocks = -(-problem.len_k // size)
     shape = (problem.batch, problem.num_heads, num_query_blocks, num_key_blocks)
@@ -99,7 +103,7 @@ def blocks_needed(weights: torch.Tensor, size: int, kept_mass: float) -> torch.T
         kept_mass: share to reach; 1 keeps every block that holds anything.
     """
     missing = -weights.shape[-1] % size
-    mass = F.pad(weights, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
+    mass: torch.Tensor = F.pad(weights, (0, missing)).unflatten(-1, (-1, size)).sum(-1)
     if kept_mass >= 1.0:
         return mass > 0
     ordered, order = mass.sort(dim=-1, descending=True)
@@ -108,22 +112,35 @@ def blocks_needed(weights: torch.Tensor, size: int, kept_mass: float) -> torch.T
     return torch.zeros_like(needed).scatter_(-1, order, needed)
 
 
-def _diagonal(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
-    """Return the blocks that hold the positions of a block's own rows: boolean [Nq, Nk].
-
-    At a kept mass of 1 these and the scored rows' blocks would still miss keys that only
-    rows between the scored ones see, so whatever position allows near the diagonal stays.
-    """
+def _block_distances(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
+    """Return p - j between the first row and the first key of each pair of blocks: [Nq, Nk]."""
     queries = torch.arange(0, problem.len_q, size, device=device) + problem.offset
-    keys = torch.arange(0, problem.len_k, size, device=device)
-    distance = queries.unsqueeze(-1) - keys
-    return (distance > -size) & (distance < size)
+    return queries.unsqueeze(-1) - torch.arange(0, problem.len_k, size, device=device)
+
+
+def _visible_blocks(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
+    """Return the pairs of blocks in which some row sees some key: boolean [Nq, Nk]."""
+    distance = _block_distances(problem, size, device)
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if right >= 0:
+        visible &= distance + size - 1 >= -right
+    if left >= 0:
+        visible &= distance - size + 1 <= left
+    return visible
+
+
+def _diagonal(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
+    """Return the blocks that hold the positions of a block's own rows: boolean [Nq, Nk]."""
+    return _block_distances(problem, size, device).abs() < size
 
 
 def _blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
     """Return [B, H, N, size, X], the last block padded with zeros."""
     missing = -tokens.shape[2] % size
-    return F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
+    blocks: torch.Tensor = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
+    return blocks
 
 
 def _attend(

@@ -88,7 +88,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         share = torch.sigmoid(lse - sinks)
         output = (output.float() * share.unsqueeze(-1)).to(output.dtype)
         lse = torch.logaddexp(lse, sinks)
-    return Result(output=output, lse=lse)
+    return Result(output=output, lse=lse if Aux.LSE in problem.aux else None)
 
 
 @cache
@@ -130,7 +130,9 @@ def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
 
 def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
     """Return which keys are seen, by position, boolean mask and packed sequence; None for all."""
-    boolean = tensors.mask if tensors.mask is not None and tensors.mask.dtype == torch.bool else None
+    boolean = (
+        tensors.mask if tensors.mask is not None and tensors.mask.dtype == torch.bool else None
+    )
     if not problem.is_positional and boolean is None and problem.num_sequences == 0:
         return None
     if boolean is not None:

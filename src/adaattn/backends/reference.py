@@ -18,7 +18,7 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup
 
-__all__ = ["CAPABILITIES", "attention", "run", "visible_keys"]
+__all__ = ["CAPABILITIES", "attention", "positions", "run", "visible_keys"]
 
 CAPABILITIES = (
     Capability(
@@ -113,8 +113,8 @@ def visible_keys(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
     Boolean mask, causality, window, dilation and packed sequences; an additive mask hides
     nothing here (its -inf entries do, once added).
     """
-    positions, keys, same_sequence = _positions(tensors, problem)
-    ahead = keys - positions[:, None]
+    rows, keys, same_sequence = positions(tensors, problem)
+    ahead = keys - rows[:, None]
     left, right = problem.window
     visible = same_sequence
     if problem.is_causal:
@@ -131,22 +131,7 @@ def visible_keys(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
     return visible
 
 
-def _scores(tensors: Tensors, problem: AttentionProblem, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scores [B, Hq, Sq, Sk] with softcap, ALiBi and additive mask."""
-    query = tensors.query.to(dtype)
-    scores = problem.scale * (query @ _per_query_head(tensors.key, query).mT)
-    if problem.softcap > 0:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    if tensors.alibi_slopes is not None:
-        positions, keys, _ = _positions(tensors, problem)
-        distance = (positions[:, None] - keys).abs().to(dtype)
-        scores = scores - tensors.alibi_slopes.to(dtype)[..., None, None] * distance
-    if tensors.mask is not None and tensors.mask.dtype is not torch.bool:
-        scores = scores + tensors.mask.to(dtype)
-    return scores
-
-
-def _positions(
+def positions(
     tensors: Tensors, problem: AttentionProblem
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return positions p [Sq], key indices j [Sk], and whether each pair shares a sequence."""
@@ -162,8 +147,23 @@ def _positions(
     row_sequence = torch.bucketize(rows, ends_q.contiguous(), right=True)
     key_sequence = torch.bucketize(keys, ends_k.contiguous(), right=True)
     offset = to_end * (ends_k - starts_k - ends_q + starts_q)
-    positions = rows - (starts_q - offset)[row_sequence]
-    return positions, keys - starts_k[key_sequence], row_sequence[:, None] == key_sequence
+    rows = rows - (starts_q - offset)[row_sequence]
+    return rows, keys - starts_k[key_sequence], row_sequence[:, None] == key_sequence
+
+
+def _scores(tensors: Tensors, problem: AttentionProblem, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scores [B, Hq, Sq, Sk] with softcap, ALiBi and additive mask."""
+    query = tensors.query.to(dtype)
+    scores = problem.scale * (query @ _per_query_head(tensors.key, query).mT)
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if tensors.alibi_slopes is not None:
+        rows, keys, _ = positions(tensors, problem)
+        distance = (rows[:, None] - keys).abs().to(dtype)
+        scores = scores - tensors.alibi_slopes.to(dtype)[..., None, None] * distance
+    if tensors.mask is not None and tensors.mask.dtype is not torch.bool:
+        scores = scores + tensors.mask.to(dtype)
+    return scores
 
 
 def _per_query_head(heads: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

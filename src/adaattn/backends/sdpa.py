@@ -19,7 +19,6 @@ from adaattn.spec import (
     Capability,
     Feature,
     HeadGroup,
-    MaskKind,
     Precision,
 )
 
@@ -117,7 +116,8 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     """Return attention by the kernel that ``group.capability`` names."""
     if goes_through_sdpa(problem, group):
         return Result(output=_through_sdpa(tensors, problem))
-    return _KERNELS[group.capability](tensors, problem)
+    result = _KERNELS[group.capability](tensors, problem)
+    return result if Aux.LSE in problem.aux else Result(output=result.output)
 
 
 def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
@@ -146,15 +146,15 @@ def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
 def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the CPU's flash kernel's output and log-sum-exp."""
     output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu.default(
-        tensors.query,
-        tensors.key,
-        tensors.value,
+        _with_dense_columns(tensors.query),
+        _with_dense_columns(tensors.key),
+        _with_dense_columns(tensors.value),
         0.0,
         problem.is_causal,
         attn_mask=_additive(tensors),
         scale=problem.scale,
     )
-    return Result(output=output, lse=_masked_lse(lse, problem))
+    return Result(output=output, lse=_masked_lse(lse, tensors, problem))
 
 
 def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -209,7 +209,7 @@ def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
         scale=problem.scale,
     )
     lse = lse[..., : problem.len_q] if lse.numel() else None
-    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, problem))
+    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, tensors, problem))
 
 
 def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -226,7 +226,7 @@ def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
         scale=problem.scale,
     )
     lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q) if lse.numel() else None
-    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, problem))
+    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, tensors, problem))
 
 
 def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -235,7 +235,7 @@ def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
         tensors.query,
         tensors.key,
         tensors.value,
-        tensors.mask,
+        _additive(tensors),
         problem.dropout_p,
         problem.is_causal,
         None,
@@ -265,11 +265,14 @@ def _additive(tensors: Tensors) -> torch.Tensor | None:
     return mask.to(tensors.query.dtype)
 
 
-def _masked_lse(lse: torch.Tensor | None, problem: AttentionProblem) -> torch.Tensor | None:
-    """Return the log-sum-exp with -inf where a mask hides every key."""
-    if lse is None or problem.mask is MaskKind.NONE:
+def _masked_lse(
+    lse: torch.Tensor | None, tensors: Tensors, problem: AttentionProblem
+) -> torch.Tensor | None:
+    """Return the log-sum-exp with -inf where a mask hides every key; kernels differ there."""
+    if lse is None or tensors.mask is None or Aux.LSE not in problem.aux:
         return lse
-    return torch.where(torch.isfinite(lse), lse, float("-inf"))
+    seen = tensors.mask if tensors.mask.dtype == torch.bool else tensors.mask > float("-inf")
+    return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,6 +280,11 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     missing = -tensor.shape[-1] % _ALIGNMENT
     if missing:
         return F.pad(tensor, (0, missing))
+    return _with_dense_columns(tensor)
+
+
+def _with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with adjacent columns; kernels misread any other and say nothing."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

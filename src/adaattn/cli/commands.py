@@ -100,9 +100,7 @@ def info(
 
 @app.command(cls=JsonOption)
 def plan(
-    shape: Annotated[
-        str, typer.Option(metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of the call.")
-    ],
+    shape: Annotated[str, typer.Option(metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of the call.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="Keys after the query are hidden.")] = (
         False

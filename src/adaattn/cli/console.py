@@ -46,10 +46,10 @@ def one_line_errors() -> Iterator[None]:
 
 
 def one_line(message: str) -> str:
-    """Return a message of several lines as one, its reasons joined with semicolons.
+    r"""Return a message of several lines as one, its reasons joined with semicolons.
 
     Example:
-        >>> one_line("x cannot serve this call:\\n  - too large\\n  - too slow")
+        >>> one_line("x cannot serve this call:\n  - too large\n  - too slow")
         'x cannot serve this call: too large; too slow'
     """
     lines = [line.strip().removeprefix("- ") for line in message.splitlines() if line.strip()]

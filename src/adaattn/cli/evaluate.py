@@ -32,7 +32,6 @@ _STAGES = {
     "check": "checking its checksums",
     "rates": "measuring this device (once)",
     "load": "loading the model",
-    "warm up": "warming up",
     "evaluate": "evaluating",
 }
 _LINE_EVERY_S = 10.0
@@ -128,7 +127,7 @@ def _as_lines() -> Callable[[str, int, int], None]:
             return
         last = now
         words = _STAGES.get(stage, stage)
-        if total and done:
+        if total and done and not is_new:
             left = (now - began[stage]) / done * (total - done)
             words += f": {done / total:.0%}, about {left:.0f} s left"
         print(words, file=sys.stderr, flush=True)

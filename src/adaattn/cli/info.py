@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -40,7 +41,7 @@ def collect(*, measures: bool = False) -> dict[str, Any]:
         "adaattn": _adaattn,
         "versions": _versions,
         "cuda": _cuda,
-        "devices": lambda: _devices(measures),
+        "devices": partial(_devices, measures),
         "executors": _executors,
     }
     return {name: _guarded(section) for name, section in sections.items()}
@@ -94,7 +95,7 @@ def _devices(measures: bool) -> dict[str, Any]:
     import torch
 
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    return {name: _guarded(lambda name=name: _device(name, measures)) for name in names}
+    return {name: _guarded(partial(_device, name, measures)) for name in names}
 
 
 def _device(name: str, measures: bool) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def _executors() -> dict[str, Any]:
     devices = ["cpu", *(["cuda:0"] if torch.cuda.device_count() else [])]
     return {
         name: {
-            capability.name: _guarded(lambda c=capability, n=name: _available(c, n))
+            capability.name: _guarded(partial(_available, capability, name))
             for capability in capabilities()
         }
         for name in devices

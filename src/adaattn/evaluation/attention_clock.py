@@ -29,8 +29,9 @@ def intercepted(name: str, wrap: Callable[[_Attention], _Attention]) -> Iterator
         name: as in ``attn_implementation``. Transformers does not register ``"eager"``.
         wrap: takes the registered function and returns the one to call instead.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as registry
+    from transformers import modeling_utils
 
+    registry = modeling_utils.ALL_ATTENTION_FUNCTIONS
     if name not in registry:
         yield False
         return
@@ -68,7 +69,8 @@ class AttentionClock:
 
     def read_ms(self) -> float:
         """Return the milliseconds since the last reading; on CUDA after a synchronisation."""
-        total = self._seconds * 1e3 + sum(a.elapsed_time(b) for a, b in self._spans)
+        on_device = [float(start.elapsed_time(end)) for start, end in self._spans]
+        total = self._seconds * 1e3 + sum(on_device)
         self._seconds = 0.0
         self._spans = []
         return total
@@ -77,9 +79,9 @@ class AttentionClock:
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
-            start.record()  # type: ignore[no-untyped-call]
+            start.record()
             result = attention(*args, **kwargs)
-            end.record()  # type: ignore[no-untyped-call]
+            end.record()
             self._spans.append((start, end))
             return result
 

@@ -94,9 +94,7 @@ def _explain(requirement: str, errors: str) -> str:
             subject, "pip in this Python", "none", f"run: {sys.executable} -m ensurepip; {other}"
         )
     if "No space left on device" in errors:
-        return expected_got(
-            subject, "free space", "a full disk", "free some, or set ADAATTN_CACHE"
-        )
+        return expected_got(subject, "free space", "a full disk", "free some, or set ADAATTN_CACHE")
     told = [line.strip() for line in errors.splitlines() if line.startswith("ERROR")]
     said = told[-1].removeprefix("ERROR:").strip() if told else (errors.strip() or "no message")
     return expected_got(

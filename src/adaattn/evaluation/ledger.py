@@ -58,9 +58,14 @@ class LedgerSummary:
 
 
 class Ledger:
-    """A sink for the events of one run; sums, and keeps the first window's choices."""
+    """A sink for the events of one run; sums, and keeps the first window's choices.
+
+    An event arrives while its attention call is being timed, so that it is only kept then;
+    `settle` does the sums.
+    """
 
     def __init__(self) -> None:
+        self._pending: list[AttentionEvent] = []
         self._calls = 0
         self._heads: Counter[str] = Counter()
         self._approximated = 0
@@ -74,7 +79,36 @@ class Ledger:
         self._examples: dict[tuple[str, str], tuple[str, str]] = {}
 
     def add(self, event: AttentionEvent) -> None:
-        """Take in one call."""
+        """Keep one call for `settle`."""
+        self._pending.append(event)
+
+    def settle(self) -> None:
+        """Add up what was kept."""
+        for event in self._pending:
+            self._settle(event)
+        self._pending.clear()
+
+    def summary(self) -> LedgerSummary:
+        """Return the sums so far."""
+        self.settle()
+        heads = max(self._heads.total(), 1)
+        return LedgerSummary(
+            calls=self._calls,
+            methods=tuple((label, n / heads) for label, n in self._heads.most_common()),
+            approximated=self._approximated / heads,
+            mean_error=self._error_sum / heads,
+            max_error=self._error_max,
+            workspace_bytes=self._workspace,
+            fallbacks=self._fallbacks,
+            chosen=tuple(self._chosen[layer] for layer in sorted(self._chosen)),
+            decisions=tuple(self._decisions[layer] for layer in sorted(self._decisions)),
+            refusals=tuple(
+                Refusal(candidate=self._examples[key][0], reason=self._examples[key][1], calls=n)
+                for key, n in self._refusals.most_common(_MAX_REFUSALS)
+            ),
+        )
+
+    def _settle(self, event: AttentionEvent) -> None:
         num_heads = event.problem.num_heads
         own = event.problem.precision
         labels = [""] * num_heads
@@ -94,25 +128,6 @@ class Ledger:
         if layer not in self._decisions:
             self._decisions[layer] = str(event.decision)
         self._calls += 1
-
-    def summary(self) -> LedgerSummary:
-        """Return the sums so far."""
-        heads = max(self._heads.total(), 1)
-        return LedgerSummary(
-            calls=self._calls,
-            methods=tuple((label, n / heads) for label, n in self._heads.most_common()),
-            approximated=self._approximated / heads,
-            mean_error=self._error_sum / heads,
-            max_error=self._error_max,
-            workspace_bytes=self._workspace,
-            fallbacks=self._fallbacks,
-            chosen=tuple(self._chosen[layer] for layer in sorted(self._chosen)),
-            decisions=tuple(self._decisions[layer] for layer in sorted(self._decisions)),
-            refusals=tuple(
-                Refusal(candidate=self._examples[key][0], reason=self._examples[key][1], calls=n)
-                for key, n in self._refusals.most_common(_MAX_REFUSALS)
-            ),
-        )
 
     def _note_refusals(self, event: AttentionEvent) -> None:
         for entry in event.decision.trace:

@@ -108,9 +108,7 @@ def load_model(
         raise AssetError(expected_got(f"model {name!r}", "a folder", "none there", _MODEL_HINT))
     with _quiet_transformers(), _model_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        network = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype]
-        )
+        network = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
         network = network.to(chosen).eval()
     layers, head = _split(network, chosen)
     return LanguageModel(

@@ -9,7 +9,11 @@ Not covered: batches, padding, encoders, and models spread over several devices.
 """
 
 import contextlib
+import ctypes
+import gc
+import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +31,9 @@ from adaattn.evaluation.metrics import compare_logits, paired_summary, token_los
 from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
 from adaattn.evaluation.results import EvaluationResult, RunResult
 from adaattn.evaluation.windows import Window, sliding_windows
-from adaattn.functional import use_policy
 from adaattn.hardware import load_rates, measure_rates, peak_memory, probe
 from adaattn.integrations.transformers import register
-from adaattn.policies import resolve_policy
+from adaattn.policies import resolve_policy, use_policy
 from adaattn.spec import Policy
 
 __all__ = ["EvaluationRequest", "evaluate"]
@@ -40,8 +43,7 @@ _BASELINE = "sdpa"
 _EXACT = "exact"
 # Logits alive at once: 16 MB in fp32, and about four times that while two runs are compared.
 _CHUNK_LOGITS = 1 << 22
-# Enough to fill caches and to measure the device's rates; a GPU's kernels depend on the length.
-_WARM_UP_TOKENS_CPU = 256
+# Points of the plot by position.
 _POSITION_BINS = 128
 
 
@@ -138,11 +140,12 @@ def evaluate(
     with torch.inference_mode(), register(_NAME):
         baseline = _BASELINE if _accepts(model, _BASELINE) else "eager"
         runs = _make_runs(baseline, policies, model.device)
-        report("warm up", 0, 0)
+        step = _counter(report, (len(windows) + 1) * len(runs) + 1)
         with _stage("warm up", seconds):
-            entropy = _warm_up(model, runs, prefix, tokens, windows[0])
+            first = _tensor(model, prefix, tokens[: windows[0].end])
+            entropy = _warm_up(model, runs, first, step)
         with _stage("evaluate", seconds):
-            losses = _measure(model, runs, prefix, tokens, windows, report)
+            losses = _measure(model, runs, prefix, tokens, windows, step)
     starts = [position for w in windows for position in range(w.first_scored, w.end)]
     return EvaluationResult(
         model=request.model,
@@ -181,6 +184,13 @@ def _check_length(model: LanguageModel, length: int) -> None:
         )
 
 
+def _counter(report: Progress, total: int) -> Callable[[], None]:
+    """Return a function that reports one more forward pass done."""
+    passes = itertools.count(1)
+    report("evaluate", 0, total)
+    return lambda: report("evaluate", next(passes), total)
+
+
 @contextlib.contextmanager
 def _stage(name: str, seconds: list[tuple[str, float]]) -> Iterator[None]:
     start = time.perf_counter()
@@ -216,19 +226,20 @@ def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) 
 def _warm_up(
     model: LanguageModel,
     runs: Sequence[_Run],
-    prefix: list[int],
-    tokens: list[int],
-    first: Window,
+    inputs: torch.Tensor,
+    step: Callable[[], None],
 ) -> tuple[tuple[float, ...], ...]:
-    """Run every path once without counting it; return the entropy of the first window."""
-    length = first.end if model.device.type == "cuda" else min(first.end, _WARM_UP_TOKENS_CPU)
+    """Run every path once, for its peak memory; return the entropy of the rows."""
     entropy_probe = EntropyProbe()
     model.network.set_attn_implementation(runs[0].implementation)
     with intercepted(runs[0].implementation, entropy_probe.wrap):
-        model.forward(_tensor(model, prefix, tokens[: first.end]))
-    short = _tensor(model, prefix, tokens[:length])
+        model.forward(inputs)
+    step()
     for run in runs:
-        _forward(model, run, short)
+        _return_freed_memory()
+        with peak_memory(model.device) as peak:
+            _forward(model, run, inputs)
+        run.peak_bytes = peak.added_bytes
         run.clock.read_ms()
         if run.policy is not None and run.ledger.summary().calls == 0:
             raise UnsupportedError(
@@ -237,7 +248,17 @@ def _warm_up(
                 "choose a model whose attention can be set with attn_implementation",
             )
         run.ledger = Ledger()
+        step()
     return entropy_probe.layers
+
+
+def _return_freed_memory() -> None:
+    """Give freed memory back to the system, where glibc would keep it and hide the next peak."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _measure(
@@ -246,40 +267,36 @@ def _measure(
     prefix: list[int],
     tokens: list[int],
     windows: Sequence[Window],
-    report: Progress,
+    step: Callable[[], None],
 ) -> torch.Tensor:
     """Return the exact run's losses, [N] float64; everything else goes into the runs."""
     exact = next(run for run in runs if run.name == _EXACT)
     losses = []
-    total = len(windows) * len(runs)
-    report("evaluate", 0, total)
     for index, window in enumerate(windows):
         inputs = _tensor(model, prefix, tokens[window.begin : window.end])
         rows: dict[str, torch.Tensor] = {}
         turn = index % len(runs)
-        for done, run in enumerate((*runs[turn:], *runs[:turn]), start=1):
+        for run in (*runs[turn:], *runs[:turn]):
             hidden = _timed_forward(model, run, inputs)
             rows[run.name] = hidden[-window.num_scored - 1 : -1].clone()
-            report("evaluate", index * len(runs) + done, total)
+            step()
         targets = inputs[0, -window.num_scored :]
         losses.append(_score(model, exact, runs, rows, targets))
     return torch.cat(losses)
 
 
 def _timed_forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Tensor:
-    """Return what one forward pass gives, and add its time and memory to the run."""
+    """Return what one forward pass gives, and add its time to the run."""
     synchronise: Callable[[], object] = (
         torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     )
-    with peak_memory(model.device) as peak:
-        synchronise()
-        start = time.perf_counter()
-        hidden = _forward(model, run, inputs)
-        synchronise()
-        run.forward_ms += (time.perf_counter() - start) * 1e3
+    synchronise()
+    start = time.perf_counter()
+    hidden = _forward(model, run, inputs)
+    synchronise()
+    run.forward_ms += (time.perf_counter() - start) * 1e3
     run.attention_ms += run.clock.read_ms()
-    if peak.added_bytes is not None:
-        run.peak_bytes = max(run.peak_bytes or 0, peak.added_bytes)
+    run.ledger.settle()
     return hidden
 
 

@@ -61,9 +61,7 @@ def quality_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
         (
             run.name,
             f"{run.perplexity:.4f}",
-            "reference"
-            if run.name == "exact"
-            else f"{run.loss_difference:+.1e} ± {run.loss_difference_error:.0e}",
+            _difference(run),
             "" if run.name == "exact" else f"{run.mean_absolute_difference:.1e}",
             "" if run.name == "exact" else f"{run.divergence:.1e}",
             _error(run),
@@ -83,9 +81,7 @@ def cost_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
             f"{run.forward_ms / 1e3:.2f} s",
             _ratio(run.forward_ms, exact.forward_ms),
             "unknown" if run.peak_bytes is None else f"{run.peak_bytes / _MEGABYTE:.0f} MB",
-            "unknown"
-            if run.error_budget is None
-            else f"{run.workspace_bytes / _MEGABYTE:.1f} MB",
+            "unknown" if run.error_budget is None else f"{run.workspace_bytes / _MEGABYTE:.1f} MB",
         )
         for run in result.runs
     ]
@@ -108,10 +104,9 @@ def verdict(result: EvaluationResult) -> str:
     """Return one paragraph in plain words: is exact exact, and what did each policy buy."""
     exact = _exact(result)
     baseline = result.runs[0]
-    sentences = [
-        f"Exact attention agrees with Transformers' {baseline.name} to "
-        f"{baseline.mean_absolute_difference:.1e} nat a token."
-    ]
+    agreement = baseline.mean_absolute_difference
+    exactly = f"to {agreement:.1e} nat a token" if agreement else "bit for bit"
+    sentences = [f"Exact attention agrees with Transformers' {baseline.name} {exactly}."]
     for run in result.runs:
         if run.error_budget is not None and run is not exact:
             sentences += _judge(run, exact)
@@ -122,9 +117,7 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
     """Return what one policy lost and bought."""
     change = run.perplexity / exact.perplexity - 1
     if run.approximated == 0.0:
-        words = [
-            f"{run.name} kept every head exact (loss {run.loss_difference:+.1e} nat a token)."
-        ]
+        words = [f"{run.name} kept every head exact (loss {run.loss_difference:+.1e} nat a token)."]
         if run.error_budget and run.refusals:
             refusal = run.refusals[0]
             words.append(
@@ -156,6 +149,14 @@ def _exact(result: EvaluationResult) -> RunResult:
     except KeyError:
         names = ", ".join(run.name for run in result.runs)
         raise ArgumentError(expected_got("runs", "one named exact", names)) from None
+
+
+def _difference(run: RunResult) -> str:
+    if run.name == "exact":
+        return "reference"
+    if run.mean_absolute_difference == 0.0:
+        return "none, bit for bit"
+    return f"{run.loss_difference:+.1e} ± {run.loss_difference_error:.0e}"
 
 
 def _error(run: RunResult) -> str:

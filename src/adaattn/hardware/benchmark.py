@@ -10,6 +10,7 @@ On CUDA fp32 is measured in the mode in force (``torch.backends.cuda.matmul``), 
 out of a warm cache except at decode, which reads several copies of K and V in turn.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -17,11 +18,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from adaattn._dtypes import torch_dtype
+from adaattn.hardware.workloads import FP8, HALF, product, sdpa_kernels
 from adaattn.spec import HardwareFacts, Precision, Rates
 
 __all__ = ["MEASURED", "run_benchmark"]
@@ -30,9 +33,6 @@ _LOGGER = logging.getLogger("adaattn")
 
 MEASURED = "measured"
 """Source of rates that settled; others are not worth keeping."""
-
-_HALF = (Precision.BF16, Precision.FP16)
-_FP8 = (Precision.FP8_E4M3, Precision.FP8_E5M2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,17 @@ _DECODE_DIMS = (64, 128)
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _TINY_CALLS = 20
 
+_GROWING = 1.5
+"""A product whose rate grows by this with its side is still bound by something else."""
+
 _MAX_ROUNDS = 8
+_TASKS = Path("/proc/self/task")
+
+_CROWDED, _HOPELESS = 0.25, 0.5
+"""Share of their time that the threads spent waiting for a processor. It is near 0 on an idle
+machine and 0.65 with five times as many busy threads as cores, where the fastest fp32 product
+took a thousand times too long in all rounds alike."""
+
 _SETTLED_GAIN = 1.15
 """A measurement has settled when another round made it no faster than by this factor."""
 
@@ -98,15 +108,26 @@ def run_benchmark(device: torch.device, facts: HardwareFacts) -> Rates:
     """
     bench = _Bench(device, _cuda_sizes(facts) if device.type == "cuda" else _cpu_sizes(facts))
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        rates = _round(bench, facts.instructions)
-        for _ in range(_MAX_ROUNDS - 1):
-            before = dict(bench.fastest)
+        for _ in range(_MAX_ROUNDS):
+            before, start, queued = dict(bench.fastest), time.perf_counter(), _queued_seconds()
             rates = _round(bench, facts.instructions)
-            if _settled(before, bench.fastest):
+            running = (time.perf_counter() - start) * facts.num_processors
+            crowding = (_queued_seconds() - queued) / running
+            if crowding < _CROWDED and _settled(before, bench.fastest):
                 return rates
-            if bench.is_late():
+            if bench.is_late() and (before or crowding > _HOPELESS):
                 break
     return replace(rates, source=f"{MEASURED} on a busy machine")
+
+
+def _queued_seconds() -> float:
+    """Return how long this process's threads have waited for a processor; 0 if unknown."""
+    total = 0
+    for path in _TASKS.glob("*/schedstat"):
+        # A thread may end between the listing and the reading.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int(path.read_text().split()[1])
+    return total * 1e-9
 
 
 def _round(bench: "_Bench", instructions: tuple[Precision, ...]) -> Rates:
@@ -196,17 +217,20 @@ class _Bench:
         """
         sizes = self._sizes
         matrix = self._random(sizes.last_matrix, sizes.last_matrix)
-        extra = (p for p in (*_FP8, Precision.INT8) if p in instructions)
-        for precision in (Precision.FP32, Precision.FP64, *_HALF, *extra):
+        extra = (p for p in (*FP8, Precision.INT8) if p in instructions)
+        for precision in (Precision.FP32, Precision.FP64, *HALF, *extra):
             best = 0.0
             side = sizes.first_matrix
             while side <= sizes.last_matrix:
-                make = functools.partial(_product, precision, matrix[:side, :side])
+                make = functools.partial(product, precision, matrix[:side, :side])
                 seconds = self._seconds(f"product {precision.label} {side}", make)
                 if seconds is None:
                     break
-                best = max(best, 2.0 * side**3 / seconds)
-                if seconds >= sizes.product_s:
+                rate = 2.0 * side**3 / seconds
+                # A long product says enough, unless it was long for another reason than work.
+                is_enough = seconds >= sizes.product_s and rate < _GROWING * best
+                best = max(best, rate)
+                if is_enough:
                     break
                 side *= 2
             if best:
@@ -223,7 +247,7 @@ class _Bench:
         """Yield, by efficiency key, the share of the matrix rate that each SDPA kernel reaches."""
         sizes = self._sizes
         for precision, dim in itertools.product(self._precisions(flops), sizes.head_dims):
-            for name, kernel in _sdpa_kernels(self._device.type, precision).items():
+            for name, kernel in sdpa_kernels(self._device.type, precision).items():
                 heads = sizes.math_heads if name == "sdpa.math" else sizes.heads
                 label = f"{name}:{precision.label}:{dim}"
                 shape = (1, heads, sizes.length, dim)
@@ -264,7 +288,7 @@ class _Bench:
     def _precisions(self, flops: dict[Precision, float]) -> tuple[Precision, ...]:
         """Return the formats worth measuring attention in: conversions make others very slow."""
         least = 0.5 * flops.get(Precision.FP32, 0.0)
-        return tuple(p for p in (Precision.FP32, *_HALF) if flops.get(p, 0.0) > least)
+        return tuple(p for p in (Precision.FP32, *HALF) if flops.get(p, 0.0) > least)
 
     def _attention(
         self, kernel: Callable[..., object], shape: tuple[int, ...], precision: Precision
@@ -342,47 +366,3 @@ def _host_once(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def _product(precision: Precision, matrix: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call that multiplies a square fp32 matrix by itself in another format.
-
-    In 8 bits the second factor is transposed in memory, as tensor cores ask; e5m2 is multiplied
-    by e4m3, the only product of it that CUDA has.
-    """
-    if precision in _FP8:
-        one = torch.ones((), device=matrix.device)
-        first = matrix.to(torch_dtype(precision))
-        second = matrix.to(torch_dtype(Precision.FP8_E4M3)).t()
-        return lambda: torch._scaled_mm(
-            first, second, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-    if precision is Precision.INT8:
-        steps = (matrix * 32).to(torch.int8)
-        return lambda: torch._int_mm(steps, steps.t())
-    left, right = (matrix.to(torch_dtype(precision), copy=True) for _ in range(2))
-    return lambda: left @ right
-
-
-def _sdpa_kernels(device_type: str, precision: Precision) -> dict[str, Callable[..., object]]:
-    """Return PyTorch's attention operators by capability name, each taking q, k and v.
-
-    The operator of cuDNN must not see fp32: it does not refuse it, and computes something else
-    (at 12 times the rate of fp32 products on an H200 with torch 2.11).
-    """
-    aten = torch.ops.aten
-    kernels: dict[str, Callable[..., object]] = {
-        "sdpa.math": aten._scaled_dot_product_attention_math
-    }
-    if device_type == "cpu":
-        kernels["sdpa.flash"] = aten._scaled_dot_product_flash_attention_for_cpu
-        return kernels
-    kernels["sdpa.efficient"] = lambda q, k, v: aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True
-    )
-    if precision in _HALF:
-        kernels["sdpa.flash"] = aten._scaled_dot_product_flash_attention
-        kernels["sdpa.cudnn"] = lambda q, k, v: aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True
-        )
-    return kernels

@@ -116,6 +116,6 @@ def pool_tokens(tokens: torch.Tensor, step: int) -> torch.Tensor:
         return tokens
     num_groups = -(-length // step)
     padded = F.pad(tokens, (0, 0, 0, num_groups * step - length))
-    sums = padded.unflatten(-2, (num_groups, step)).sum(-2)
+    sums = padded.reshape(*tokens.shape[:-2], num_groups, step, tokens.shape[-1]).sum(-2)
     starts = torch.arange(num_groups, device=tokens.device) * step
     return sums / (length - starts).clamp_max(step)[:, None]

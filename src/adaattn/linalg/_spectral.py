@@ -49,7 +49,9 @@ def symmetric_eigen(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return eigenvalues, largest first, and eigenvectors as columns, of symmetric matrices."""
     with torch.no_grad():
         values, vectors = torch.linalg.eigh(matrix)
-    values, vectors = _SymmetricEigen.apply(matrix, values.flip(-1), vectors.flip(-1))
+    values, vectors = _SymmetricEigen.apply(  # type: ignore[no-untyped-call]
+        matrix, values.flip(-1), vectors.flip(-1)
+    )
     return values, vectors
 
 
@@ -60,7 +62,8 @@ def thin_triplets(
 
     The gradient is that of the thin decomposition, so it takes what the triplets leave of the
     matrix as zero; it is wrong by the squared ratio of the first value left out to the value
-    differentiated, and exact when the triplets are complete.
+    differentiated, and exact when the triplets are complete. Values that are rounding noise,
+    whose vectors are arbitrary, get none.
 
     Args:
         matrix: [..., m, n].
@@ -68,7 +71,9 @@ def thin_triplets(
         values: [..., l], largest first.
         right: [..., l, n], orthonormal rows.
     """
-    left, values, right = _ThinTriplets.apply(matrix, left, values, right)
+    left, values, right = _ThinTriplets.apply(  # type: ignore[no-untyped-call]
+        matrix, left, values, right
+    )
     return left, values, right
 
 
@@ -118,7 +123,8 @@ class _ThinTriplets(torch.autograd.Function):
         turn_left, turn_right = left.mT @ grad_left, right.mT @ grad_right
         inner = gaps * (turn_left - turn_left.mT) * values[..., None, :]
         inner = inner + values[..., :, None] * gaps * (turn_right - turn_right.mT)
-        inner = inner + torch.diag_embed(grad_values)
+        present = values > _noise_floor(values)
+        inner = inner + torch.diag_embed(torch.where(present, grad_values, 0.0))
         inverse = _safe_inverse(values, values)[..., None, :]
         outside_left = (grad_left - left @ turn_left) * inverse
         outside_right = (grad_right - right @ turn_right) * inverse

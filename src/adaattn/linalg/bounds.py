@@ -65,7 +65,8 @@ def value_radius(value: torch.Tensor) -> torch.Tensor:
     if value.shape[-2] == 0:
         return value.sum((-2, -1))
     centred = value - value.mean(-2, keepdim=True)
-    return torch.linalg.vector_norm(centred, dim=-1).amax(-1)
+    lengths: torch.Tensor = torch.linalg.vector_norm(centred, dim=-1)
+    return lengths.amax(-1)
 
 
 def output_error_bound(epsilon: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:

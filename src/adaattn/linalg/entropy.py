@@ -99,6 +99,8 @@ def row_entropy(scores: torch.Tensor) -> torch.Tensor:
     largest = scores.detach().amax(-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     shifted = torch.where(seen, scores, largest) - largest
+    # The difference of two finite scores may overflow; 0 * -inf below would be NaN.
+    shifted = shifted.clamp_min(torch.finfo(scores.dtype).min)
     weights = torch.where(seen, shifted.exp(), 0.0)
     total = weights.sum(-1)
     total = torch.where(total == 0.0, 1.0, total)

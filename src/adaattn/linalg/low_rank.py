@@ -120,7 +120,7 @@ def randomized_svd(
 
     The gradient is that of the thin decomposition with ``rank + oversample`` triplets: exact
     for matrices whose rank is at most that, otherwise off by the squared ratio of the first
-    singular value left out to those differentiated.
+    singular value left out to those differentiated. Singular values of zero get no gradient.
 
     Args:
         matrix: [..., m, n], floating point.
@@ -312,14 +312,16 @@ def residual_norms(tokens: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
         [..., S] in the dtype of the basis.
     """
     tokens = tokens.to(basis.dtype)
-    return torch.linalg.vector_norm(tokens - (tokens @ basis) @ basis.mT, dim=-1)
+    outside = tokens - (tokens @ basis) @ basis.mT
+    lengths: torch.Tensor = torch.linalg.vector_norm(outside, dim=-1)
+    return lengths
 
 
 def _range_basis(
     matrix: torch.Tensor, size: int, power_iterations: int, generator: torch.Generator
 ) -> torch.Tensor:
     """Return [..., m, size]: orthonormal columns that span most of the matrix's range."""
-    basis = torch.linalg.qr(matrix @ _gaussian(matrix, size, generator)).Q
+    basis: torch.Tensor = torch.linalg.qr(matrix @ _gaussian(matrix, size, generator)).Q
     for _ in range(power_iterations):
         basis = torch.linalg.qr(matrix.mT @ basis).Q
         basis = torch.linalg.qr(matrix @ basis).Q

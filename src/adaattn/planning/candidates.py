@@ -71,9 +71,7 @@ class Candidate:
     @property
     def is_exact(self) -> bool:
         """True when neither the method nor the precision loses anything."""
-        return (
-            self.group.method is Method.EXACT and self.group.precision is self.own_precision
-        )
+        return self.group.method is Method.EXACT and self.group.precision is self.own_precision
 
     @property
     def time_ms(self) -> float:
@@ -131,9 +129,7 @@ def enumerate_candidates(
     return tuple(found)
 
 
-def _precisions_below(
-    capability: Capability, lower: Sequence[PrecisionChoice]
-) -> list[Precision]:
+def _precisions_below(capability: Capability, lower: Sequence[PrecisionChoice]) -> list[Precision]:
     """Return the lower formats to try with a capability, the most accurate first.
 
     An executor that materialises scores is not tried in them: it is the slow way already.
@@ -189,7 +185,8 @@ def _judge(
 ) -> Candidate:
     """Return an approximate candidate with its measured errors, refused if no head may use it."""
     group = item.group
-    errors, densities = (0.0,) * problem.num_heads, ()
+    errors: tuple[float, ...] = (0.0,) * problem.num_heads
+    densities: tuple[float, ...] = ()
     if group.method is Method.LOW_RANK:
         errors = rank_errors(stats, (group.rank, group.value_rank))
     elif group.method is Method.BLOCK_SPARSE:
@@ -225,9 +222,7 @@ def _sparse_stats(
     return (), ()
 
 
-def _own_group(
-    capability: Capability, problem: AttentionProblem, policy: Policy
-) -> HeadGroup:
+def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy) -> HeadGroup:
     """Return the group that computes in the input's own precision."""
     chunk = 0
     if capability.backend == "chunked":
@@ -250,9 +245,7 @@ def _variants(
             for rank, value_rank in candidate_ranks(problem)
         )
     if capability.method is Method.BLOCK_SPARSE:
-        return tuple(
-            replace(own, block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES
-        )
+        return tuple(replace(own, block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES)
     return (own,)
 
 
@@ -280,13 +273,15 @@ def _costed(
     density = _BEST_DENSITY if group.method is Method.BLOCK_SPARSE else 1.0
     cost = estimate(problem, capability, group, hardware, density=density)
     item = replace(_candidate(group, capability, problem, refusal=""), cost=cost)
-    limit = hardware.memory_bytes if policy.memory_budget_bytes is None else (
-        policy.memory_budget_bytes
+    limit = (
+        hardware.memory_bytes
+        if policy.memory_budget_bytes is None
+        else (policy.memory_budget_bytes)
     )
     if limit and cost.workspace_bytes > limit:
         return replace(
             item,
-            refusal=f"expected at most {_mib(limit)} of workspace, needs {_mib(cost.workspace_bytes)}",
+            refusal=f"expected at most {_mib(limit)} of workspace, got {_mib(cost.workspace_bytes)}",
         )
     return item
 

@@ -32,6 +32,9 @@ SELECTION_STRIDE: Final = 16
 _BACKWARD_FACTOR: Final = 3.5
 _SCORE_PASSES: Final = 6
 _DECODE_ROWS: Final = 8
+_DECODE_SHARES: Final = ((0.12, 0.6), (0.5, 0.05))
+"""Share of the bandwidth that decoding reaches unmeasured: (SDPA, grouped) on a CPU, on CUDA."""
+
 _MEASURED_GROUP: Final = 8
 """Query heads per key head at which the decode efficiencies are measured."""
 
@@ -90,7 +93,8 @@ def estimate(
     if capability.expands_kv and problem.group_size > 1:
         moved += 2.0 * _expanded_bytes(problem, group)
     score_bytes = 0.0
-    if capability.materialises_scores:
+    measured = hardware.rates.efficiency_of(capability.name, group.precision, dim, 0.0) > 0
+    if capability.materialises_scores and not measured:
         score_bytes = 4.0 * pairs * heads * _SCORE_PASSES * training
     extra_flops, extra_bytes, extra_launches = _approximation_work(problem, group, density)
     launches = capability.num_launches * _num_chunks(problem, group) + extra_launches
@@ -117,7 +121,9 @@ def measuring_ms(
     flops = 2.0 * rows * problem.len_k * (problem.head_dim + problem.value_dim) * heads
     moved = 4.0 * rows * problem.len_k * heads * _SCORE_PASSES
     rates = hardware.rates
-    once = flops / max(0.5 * rates.flops_of(Precision.FP32), 1.0) + moved / max(rates.bandwidth, 1.0)
+    once = flops / max(0.5 * rates.flops_of(Precision.FP32), 1.0) + moved / max(
+        rates.bandwidth, 1.0
+    )
     return 1e3 * ((1 + variants) * (once + 15 * rates.launch_s))
 
 
@@ -207,9 +213,7 @@ def _flops_rate(
         rate = 0.25 * rates.flops_of(Precision.FP32)
     dim, _ = _dims(problem, group)
     if group.method is Method.EXACT and capability.is_fused:
-        share = rates.efficiency_of(
-            capability.name, group.precision, dim, capability.efficiency
-        )
+        share = rates.efficiency_of(capability.name, group.precision, dim, capability.efficiency)
     else:
         known = rates.efficiency_of(capability.name, group.precision, dim, 0.0)
         inner = rates.efficiency_of("sdpa.flash", group.precision, dim, 0.5)
@@ -226,7 +230,7 @@ def _bandwidth(
     if problem.len_q <= _DECODE_ROWS:
         grouped = capability.min_group_size > 1
         key = "decode.grouped" if grouped else "decode.sdpa"
-        fallback = 0.6 if grouped or problem.device_type == "cuda" else 0.12
+        fallback = _DECODE_SHARES[problem.device_type == "cuda"][grouped]
         share = rates.efficiency_of(key, group.precision, problem.head_dim, fallback)
         if not grouped and problem.device_type == "cpu":
             share = min(share * _MEASURED_GROUP / problem.group_size, 0.8)
@@ -251,8 +255,10 @@ def _workspace(
     if group.precision is not problem.precision:
         total += tokens * columns * _element_bytes(problem, group)
     if group.method is Method.LOW_RANK:
-        total += tokens * (group.rank + (group.value_rank or problem.value_dim)) * (
-            problem.precision.bits / 8
+        total += (
+            tokens
+            * (group.rank + (group.value_rank or problem.value_dim))
+            * (problem.precision.bits / 8)
         )
     if group.method is Method.BLOCK_SPARSE:
         sampled = -(-problem.len_q // SELECTION_STRIDE)

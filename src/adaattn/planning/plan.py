@@ -25,7 +25,7 @@ from adaattn.spec import (
 __all__ = ["MARGIN", "decide", "head_budgets", "worth_measuring"]
 
 MARGIN = 0.05
-"""A less accurate candidate must be predicted at least this much faster than a more accurate one."""
+"""How much faster than a more accurate candidate a less accurate one must be predicted."""
 
 _MEASURE_VARIANTS = 4
 
@@ -220,9 +220,7 @@ def _groups(chosen: Sequence[Candidate]) -> tuple[HeadGroup, ...]:
     by_id = {id(item): item for item in chosen}
     for head, item in enumerate(chosen):
         members.setdefault(id(item), []).append(head)
-    return tuple(
-        replace(by_id[key].group, heads=tuple(heads)) for key, heads in members.items()
-    )
+    return tuple(replace(by_id[key].group, heads=tuple(heads)) for key, heads in members.items())
 
 
 def _mixed_cost(

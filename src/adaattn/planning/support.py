@@ -43,6 +43,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (Feature.DROPOUT, lambda p: p.dropout_p > 0, "dropout"),
     (Feature.PACKED, lambda p: p.num_sequences > 0, "packed sequences"),
     (Feature.VALUE_DIM, lambda p: p.value_dim != p.head_dim, "Dv different from D"),
+    (
+        Feature.EMPTY,
+        lambda p: not (p.batch and p.num_heads and p.len_q and p.len_k and p.value_dim),
+        "an empty input",
+    ),
     (Feature.BACKWARD, lambda p: p.requires_grad, "gradients"),
     (
         Feature.DETERMINISTIC_BACKWARD,
@@ -70,7 +75,9 @@ def reasons(
         >>> reasons(Capability(name="x", backend="x"), problem, HardwareFacts(device_type="cpu"))
         ('it does not support softcap',)
     """
-    found = [f"this installation cannot run it: {text}" for text in [capability.unavailable] if text]
+    found = [
+        f"this installation cannot run it: {text}" for text in [capability.unavailable] if text
+    ]
     if problem.device_type not in capability.device_types:
         expected = " or ".join(capability.device_types)
         found.append(f"it runs on {expected}, the tensors are on {problem.device_type}")

@@ -23,9 +23,7 @@ def trace_of(
 
 def _entry(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None) -> TraceEntry:
     """Return the entry of one candidate."""
-    heads = tuple(
-        head for head, other in enumerate(chosen) if other.group == item.group
-    )
+    heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
     accepted = bool(heads)
     if accepted:
         reason = _accepted_reason(item, heads, len(chosen), exact)

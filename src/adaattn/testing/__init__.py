@@ -4,7 +4,7 @@ Random inputs for any problem, the oracle, the one rule that compares numbers, p
 memory, wrong results that every comparison must catch, and invented hardware.
 """
 
-from adaattn.backends.reference import attention, visible_keys
+from adaattn.backends.reference import attention, positions, visible_keys
 from adaattn.testing.compare import (
     Comparison,
     assert_matches,
@@ -14,20 +14,21 @@ from adaattn.testing.compare import (
     head_errors,
 )
 from adaattn.testing.fake_hardware import fake_facts
-from adaattn.testing.inputs import (
-    Layout,
-    cast_tensors,
+from adaattn.testing.gradients import (
+    assert_gradients_match,
     differentiable,
     gradients_of,
-    make_problem,
-    make_tensors,
+    num_summands,
+    term_sizes,
 )
+from adaattn.testing.inputs import Layout, cast_tensors, make_problem, make_tensors
 from adaattn.testing.mutate import mutations
 from adaattn.testing.poison import poisoned_memory
 
 __all__ = [
     "Comparison",
     "Layout",
+    "assert_gradients_match",
     "assert_matches",
     "assert_results_match",
     "assert_within_budget",
@@ -41,6 +42,9 @@ __all__ = [
     "make_problem",
     "make_tensors",
     "mutations",
+    "num_summands",
     "poisoned_memory",
+    "positions",
+    "term_sizes",
     "visible_keys",
 ]

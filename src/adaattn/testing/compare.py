@@ -3,13 +3,14 @@
 Same mathematics, other code: the error against the float64 oracle is at most twice the
 error that eager PyTorch makes in the same dtype, plus a band for rounding. Errors are
 taken per head, so that a wrong head cannot hide behind another's larger numbers. For a
-head whose largest reference magnitude is M, with u the unit roundoff of the dtype, a the
-one it accumulates in and n summands,
+head whose numbers, or the terms that cancel in them, reach a magnitude M, with u the unit
+roundoff of the dtype, a the one it accumulates in and n summands,
 
     bound = 2 * max |eager - exact| + (2 u + a sqrt(n)) * M
 
 The band is what two roundings of the result, and the random walk of a differently
-ordered sum, may add even where eager PyTorch happens to be lucky.
+ordered sum, may add even where eager PyTorch happens to be lucky. For float64 the oracle
+rounds as much as what it judges, so the band counts twice.
 
 Deliberate approximation: the relative Frobenius error of each head is within its budget.
 """
@@ -54,7 +55,12 @@ class Comparison:
 
 
 def compare(
-    actual: torch.Tensor, reference: torch.Tensor, yardstick: torch.Tensor, *, summands: int = 1
+    actual: torch.Tensor,
+    reference: torch.Tensor,
+    yardstick: torch.Tensor,
+    *,
+    summands: int = 1,
+    terms: torch.Tensor | None = None,
 ) -> Comparison:
     """Return how ``actual`` compares with the oracle, judged by eager PyTorch's own error.
 
@@ -63,6 +69,7 @@ def compare(
         reference: the oracle's, float64.
         yardstick: eager PyTorch's, in the dtype of ``actual``.
         summands: terms in the longest sum behind an element; 1 allows for no reordering.
+        terms: size of the terms behind each element, where they may cancel; None if not.
     """
     problems = []
     if actual.shape != reference.shape:
@@ -80,7 +87,9 @@ def compare(
     same = torch.where(rounded.isnan(), got.isnan(), got == rounded)
     wrong = torch.where(strange, ~same, ~torch.isfinite(got))
     error = (got - exact).abs().masked_fill(strange | wrong, 0.0)
-    bound = _bound(exact, eager, strange, _roundoff(actual.dtype), summands)
+    sizes = exact if terms is None else torch.maximum(exact.abs(), terms.detach().double().cpu())
+    magnitude = _head_maximum(sizes.abs().masked_fill(strange, 0.0))
+    bound = _eager_bound(exact, eager, strange) + _band(actual.dtype, summands) * magnitude
     error = error.masked_fill(wrong, math.inf)
     failing = error > bound
     excess = torch.where(error > 0, error / bound.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
@@ -115,6 +124,7 @@ def assert_matches(
     *,
     name: str = "tensor",
     summands: int = 1,
+    terms: torch.Tensor | None = None,
 ) -> None:
     """Raise AssertionError unless ``actual`` is as right as eager PyTorch is.
 
@@ -124,8 +134,9 @@ def assert_matches(
         yardstick: eager PyTorch's, in the dtype of ``actual``.
         name: what the message calls it.
         summands: terms in the longest sum behind an element; 1 allows for no reordering.
+        terms: size of the terms behind each element, where they may cancel; None if not.
     """
-    problems = compare(actual, reference, yardstick, summands=summands).problems
+    problems = compare(actual, reference, yardstick, summands=summands, terms=terms).problems
     if problems:
         raise AssertionError("\n".join(f"{name}: {problem}" for problem in problems))
 
@@ -189,21 +200,21 @@ def assert_within_budget(actual: torch.Tensor, exact: torch.Tensor, budget: floa
         )
 
 
-def _bound(
-    exact: torch.Tensor,
-    eager: torch.Tensor,
-    strange: torch.Tensor,
-    roundoff: float,
-    summands: int,
+def _eager_bound(
+    exact: torch.Tensor, eager: torch.Tensor, strange: torch.Tensor
 ) -> torch.Tensor:
-    """Return the allowed error of each element."""
-    eager_error = (eager - exact).abs()
-    ignored = strange | ~torch.isfinite(eager_error)
+    """Return twice the error of eager PyTorch in each head, in the shape of ``exact``."""
+    error = (eager - exact).abs()
+    error = error.masked_fill(strange | ~torch.isfinite(error), 0.0)
+    return (_YARDSTICK_FACTOR * _head_maximum(error)).expand_as(exact)
+
+
+def _band(dtype: torch.dtype, summands: int) -> float:
+    """Return the relative error that rounding alone may make."""
+    roundoff = _roundoff(dtype)
     accumulation = min(roundoff, _roundoff(torch.float32))
-    relative = _ROUNDINGS * roundoff + accumulation * math.sqrt(summands)
-    magnitude = _head_maximum(exact.abs().masked_fill(strange, 0.0))
-    allowed = _YARDSTICK_FACTOR * _head_maximum(eager_error.masked_fill(ignored, 0.0))
-    return (allowed + relative * magnitude).expand_as(exact)
+    band = _ROUNDINGS * roundoff + accumulation * math.sqrt(summands)
+    return 2 * band if dtype is torch.float64 else band
 
 
 def _head_maximum(values: torch.Tensor) -> torch.Tensor:

@@ -14,18 +14,11 @@ from typing import Any
 import torch
 
 from adaattn._dtypes import torch_dtype
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import Tensors
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec import AttentionProblem, MaskKind, Precision
 
-__all__ = [
-    "Layout",
-    "cast_tensors",
-    "differentiable",
-    "gradients_of",
-    "make_problem",
-    "make_tensors",
-]
+__all__ = ["Layout", "cast_tensors", "make_problem", "make_tensors"]
 
 _HIDDEN_SHARE = 0.3
 
@@ -179,35 +172,6 @@ def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
             copy = tensor.detach().to(dtype, copy=True)
             copies[field.name] = copy.requires_grad_(tensor.requires_grad)
     return replace(tensors, **copies)
-
-
-def differentiable(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Return the tensors that want a gradient, by field name."""
-    named = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    return {
-        name: tensor
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    }
-
-
-def gradients_of(result: Result, tensors: Tensors, *, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Return the gradient for each tensor that wants one, from a random output gradient.
-
-    Args:
-        result: what an executor made of ``tensors``.
-        tensors: the inputs.
-        seed: equal seeds give equal output gradients, up to rounding.
-    """
-    leaves = differentiable(tensors)
-    if not leaves:
-        return {}
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(result.output.shape, generator=generator, dtype=torch.float64)
-    # Rounded first to the narrowest dtype, so that the oracle receives the same numbers.
-    upstream = numbers.bfloat16().to(result.output)
-    found = torch.autograd.grad(result.output, list(leaves.values()), upstream)
-    return dict(zip(leaves, found, strict=True))
 
 
 def _bounds(

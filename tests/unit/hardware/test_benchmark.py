@@ -1,6 +1,8 @@
 """The micro-benchmark on the machine at hand. Only what must hold on any machine is asserted."""
 
+import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from adaattn.hardware import benchmark
 from adaattn.hardware.benchmark import run_benchmark
 from adaattn.hardware.probe import describe
+from adaattn.hardware.workloads import sdpa_kernels
 from adaattn.spec import Precision, Rates
 
 CPU = torch.device("cpu")
@@ -105,6 +108,60 @@ def test_rounds_end_when_no_measurement_gets_faster(
     assert benchmark._settled({"a": 1.0, "b": 1.0}, after) is is_settled
 
 
+@pytest.mark.parametrize(
+    ("waiting_s", "source"), [(0.0, "measured"), (0.9, "measured on a busy machine")]
+)
+def test_rates_measured_while_waiting_for_a_processor_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, waiting_s: float, source: str
+) -> None:
+    """Under constant load every round is slow alike, and settling alone once kept 1 GFLOP/s."""
+    clock = itertools.count()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: float(next(clock)))
+    queue = itertools.count()
+    monkeypatch.setattr(benchmark, "_queued_seconds", lambda: waiting_s * threads * next(queue))
+
+    def constant(bench: benchmark._Bench, instructions: object) -> Rates:
+        bench.fastest["cell"] = 0.5
+        return Rates(source=benchmark.MEASURED)
+
+    monkeypatch.setattr(benchmark, "_round", constant)
+
+    assert run_benchmark(CPU, describe(CPU)).source == source
+
+
+def test_waiting_for_a_processor_is_read_over_all_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for thread, text in (("7", "100 2000000000 3\n"), ("8", "100 500000000 3\n"), ("9", "")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    monkeypatch.setattr(benchmark, "_TASKS", tmp_path)
+    assert benchmark._queued_seconds() == 2.5
+
+    monkeypatch.setattr(benchmark, "_TASKS", tmp_path / "absent")
+    assert benchmark._queued_seconds() == 0.0
+
+
+def test_a_product_held_up_by_other_work_does_not_end_the_search_for_the_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call takes 8 ms whatever its size, as at a barrier on a busy machine, plus its work."""
+    sides: list[int] = []
+
+    def seconds(bench: benchmark._Bench, label: str, make: object) -> float:
+        sides.append(int(label.rsplit(" ", 1)[1]))
+        return 8e-3 + 2.0 * sides[-1] ** 3 / 1e12
+
+    monkeypatch.setattr(benchmark._Bench, "_seconds", seconds)
+    sizes = benchmark._cpu_sizes(describe(CPU))
+
+    rates = dict(benchmark._Bench(CPU, sizes).product_rates(()))
+
+    assert max(sides) == sizes.last_matrix
+    assert 0.5e12 < rates[Precision.FP32] < 1e12
+
+
 def test_a_machine_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
 
@@ -114,6 +171,7 @@ def test_a_machine_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -
         return Rates(source=benchmark.MEASURED)
 
     monkeypatch.setattr(benchmark, "_round", get_faster)
+    monkeypatch.setattr(benchmark, "_queued_seconds", lambda: 0.0)
 
     rates = run_benchmark(CPU, describe(CPU))
 
@@ -123,8 +181,8 @@ def test_a_machine_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 def test_cudnn_and_flash_are_never_asked_for_fp32_on_cuda() -> None:
     """cuDNN's operator does not refuse fp32: on an H200 it "ran" at 12 times fp32's rate."""
-    assert set(benchmark._sdpa_kernels("cuda", Precision.FP32)) == {"sdpa.efficient", "sdpa.math"}
-    assert set(benchmark._sdpa_kernels("cuda", Precision.BF16)) == {
+    assert set(sdpa_kernels("cuda", Precision.FP32)) == {"sdpa.efficient", "sdpa.math"}
+    assert set(sdpa_kernels("cuda", Precision.BF16)) == {
         "sdpa.cudnn",
         "sdpa.efficient",
         "sdpa.flash",

@@ -1,0 +1,33 @@
+"""The frozen values that planning reads and writes. No tensors, no logic but validation.
+
+Shape legend, used throughout the package: ``B`` batch, ``Hq`` query heads, ``Hkv``
+key and value heads, ``Sq`` query length, ``Sk`` key length, ``D`` head dimension of
+queries and keys, ``Dv`` head dimension of values.
+
+Every value here can be printed, compared, hashed, pickled, and sent to other ranks.
+"""
+
+from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
+from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
+from adaattn.spec.plan import Cost, Decision, HeadGroup, Plan, TraceEntry
+from adaattn.spec.policy import Policy
+
+__all__ = [
+    "Align",
+    "AttentionProblem",
+    "Aux",
+    "Capability",
+    "Cost",
+    "Decision",
+    "Feature",
+    "HardwareFacts",
+    "HeadGroup",
+    "MaskKind",
+    "Method",
+    "Plan",
+    "Policy",
+    "Precision",
+    "Rates",
+    "TensorStats",
+    "TraceEntry",
+]

@@ -1,0 +1,97 @@
+"""The words of the specification: formats, corners, masks, methods, outputs and features."""
+
+import enum
+
+__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision"]
+
+
+class Precision(enum.IntEnum):
+    """A number format, for storage or for the products of attention."""
+
+    FP64 = 0
+    FP32 = 1
+    BF16 = 2
+    FP16 = 3
+    FP8_E4M3 = 4
+    FP8_E5M2 = 5
+    INT8 = 6
+    INT4 = 7
+
+    @property
+    def bits(self) -> int:
+        """Storage of one element, in bits."""
+        return (64, 32, 16, 16, 8, 8, 8, 4)[self]
+
+    @property
+    def unit_roundoff(self) -> float:
+        """Largest relative error of rounding a number into this format.
+
+        For the integer formats it is half a step relative to the largest magnitude.
+        """
+        return (2.0**-53, 2.0**-24, 2.0**-9, 2.0**-12, 2.0**-4, 2.0**-3, 1 / 254, 1 / 14)[self]
+
+    @property
+    def label(self) -> str:
+        """The name people use, such as ``"bf16"``."""
+        return self.name.lower()
+
+
+class Align(enum.IntEnum):
+    """Where query row i stands among the keys: at i, or at i + Sk - Sq."""
+
+    TOP_LEFT = 0
+    BOTTOM_RIGHT = 1
+
+
+class MaskKind(enum.IntEnum):
+    """The kind of ``attn_mask``: none, boolean (True = attend) or added to the scores."""
+
+    NONE = 0
+    BOOLEAN = 1
+    ADDITIVE = 2
+
+
+class Method(enum.IntEnum):
+    """How attention is approximated. EXACT is the definition, up to rounding."""
+
+    EXACT = 0
+    LOW_RANK = 1
+    BLOCK_SPARSE = 2
+
+
+class Aux(enum.IntFlag):
+    """Outputs beside the attention result."""
+
+    NONE = 0
+    LSE = 1
+    ROW_MAX = 2
+    ENTROPY = 4
+    WEIGHTS = 8
+
+
+class Feature(enum.IntFlag):
+    """What an executor may be asked to honour. A capability lists those that it does."""
+
+    CAUSAL_TOP_LEFT = enum.auto()
+    CAUSAL_BOTTOM_RIGHT = enum.auto()
+    BOOLEAN_MASK = enum.auto()
+    ADDITIVE_MASK = enum.auto()
+    MASK_GRADIENT = enum.auto()
+    MASKED_POSITIONS = enum.auto()
+    WINDOW = enum.auto()
+    DILATION = enum.auto()
+    SOFTCAP = enum.auto()
+    SINKS = enum.auto()
+    SINKS_GRADIENT = enum.auto()
+    ALIBI = enum.auto()
+    ALIBI_GRADIENT = enum.auto()
+    DROPOUT = enum.auto()
+    PACKED = enum.auto()
+    VALUE_DIM = enum.auto()
+    EMPTY = enum.auto()
+    BACKWARD = enum.auto()
+    DETERMINISTIC_BACKWARD = enum.auto()
+    LSE = enum.auto()
+    ROW_MAX = enum.auto()
+    ENTROPY = enum.auto()
+    WEIGHTS = enum.auto()

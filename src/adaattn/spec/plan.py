@@ -1,0 +1,200 @@
+"""What planning returns: a plan, and the reasons for it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.spec.enums import Method, Precision
+
+__all__ = ["Cost", "Decision", "HeadGroup", "Plan", "TraceEntry"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadGroup:
+    """One way of computing attention, for some of the heads.
+
+    Args:
+        capability: name of the executor's capability.
+        heads: the query heads; empty means all.
+        method: exact, or which approximation.
+        precision: number format of the products.
+        rank: columns that q and k are projected to; 0 is all.
+        value_rank: columns that v is projected to; 0 is all.
+        block_size: side of a sparse block, in tokens.
+        kept_mass: share of the pooled probability that the kept blocks of a row must reach.
+        chunk_rows: query rows computed at once; 0 is all.
+    """
+
+    capability: str
+    heads: tuple[int, ...] = ()
+    method: Method = Method.EXACT
+    precision: Precision = Precision.FP32
+    rank: int = 0
+    value_rank: int = 0
+    block_size: int = 0
+    kept_mass: float = 1.0
+    chunk_rows: int = 0
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the executor and what it changes."""
+        parts = [f"{self.capability}/{self.precision.label}"]
+        if self.method is Method.LOW_RANK:
+            parts.append(f"rank={self.rank}" + (f",{self.value_rank}" if self.value_rank else ""))
+        if self.method is Method.BLOCK_SPARSE:
+            parts.append(f"mass={self.kept_mass:g}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run: one group for all heads, or several that share them out.
+
+    Args:
+        groups: every query head is in exactly one of them.
+        num_heads: Hq that the plan was made for.
+        error_budget: what the policy allowed.
+        audit_rows: rows per head to check after an approximation.
+        estimated_ms: predicted time of the call.
+        workspace_bytes: predicted memory beside inputs and output.
+    """
+
+    groups: tuple[HeadGroup, ...]
+    num_heads: int
+    error_budget: float = 0.0
+    audit_rows: int = 0
+    estimated_ms: float = 0.0
+    workspace_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the groups cover each head once."""
+        if not self.groups:
+            raise ArgumentError(expected_got("plan groups", "at least one", "none"))
+        if len(self.groups) == 1 and not self.groups[0].heads:
+            return
+        heads = sorted(head for group in self.groups for head in group.heads)
+        if heads != list(range(self.num_heads)):
+            raise ArgumentError(
+                expected_got("plan heads", f"each of 0..{self.num_heads - 1} once", heads)
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """True when no group approximates (its precision is checked against the input apart)."""
+        return all(group.method is Method.EXACT for group in self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        data = asdict(self)
+        data["groups"] = [
+            {
+                **asdict(group),
+                "heads": list(group.heads),
+                "method": group.method.name.lower(),
+                "precision": group.precision.label,
+            }
+            for group in self.groups
+        ]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
+        """Return the plan that ``to_dict`` wrote.
+
+        Raises:
+            ArgumentError: a key is unknown or a value does not fit.
+        """
+        try:
+            values = dict(data)
+            values["groups"] = tuple(
+                HeadGroup(
+                    **{
+                        **group,
+                        "heads": tuple(group.get("heads", ())),
+                        "method": Method[group.get("method", "exact").upper()],
+                        "precision": Precision[group.get("precision", "fp32").upper()],
+                    }
+                )
+                for group in values["groups"]
+            )
+            return cls(**values)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ArgumentError(
+                expected_got("plan", "the values that Plan.to_dict wrote", repr(error))
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a candidate needs, from first principles.
+
+    Args:
+        flops: floating-point operations of its products.
+        bytes_moved: bytes read and written in main memory.
+        workspace_bytes: memory beside inputs and output.
+        time_ms: roofline time on the given hardware.
+    """
+
+    flops: float
+    bytes_moved: float
+    workspace_bytes: int
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceEntry:
+    """One candidate and what became of it.
+
+    Args:
+        candidate: the executor and what it changes.
+        accepted: it is in the plan.
+        reason: one sentence: expected and got.
+        heads: query heads that it serves; empty means all when accepted.
+        cost: what it would need; None when it was refused before that mattered.
+        error_estimate: largest estimated error over the heads it was considered for.
+    """
+
+    candidate: str
+    accepted: bool
+    reason: str
+    heads: tuple[int, ...] = ()
+    cost: Cost | None = None
+    error_estimate: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A plan and why it is that one.
+
+    Args:
+        plan: what to run.
+        trace: every candidate once.
+        policy: name of the policy that was asked for.
+        notes: remarks that concern no single candidate.
+    """
+
+    plan: Plan
+    trace: tuple[TraceEntry, ...] = ()
+    policy: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the trace as text, the accepted candidates first."""
+        budget = f"error budget {self.plan.error_budget:g}"
+        head = [f"policy {self.policy or 'none'} ({budget})"]
+        entries = sorted(self.trace, key=lambda entry: not entry.accepted)
+        width = max((len(entry.candidate) for entry in entries), default=0)
+        for entry in entries:
+            mark = "+" if entry.accepted else "-"
+            head.append(f"  {mark} {entry.candidate:<{width}}  {entry.reason}")
+        return "\n".join([*head, *(f"  note: {note}" for note in self.notes)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the decision as plain JSON values."""
+        return {
+            "policy": self.policy,
+            "plan": self.plan.to_dict(),
+            "trace": [asdict(entry) for entry in self.trace],
+            "notes": list(self.notes),
+        }
