@@ -37,7 +37,7 @@ test-gpu: $(READY)/test $(READY)/package
 	env -u PYTHONPATH $(RUN) pytest -m gpu $(ARGS)
 
 bench: $(READY)/package
-	$(RUN) benchmarks $(ARGS)
+	$(RUN) benchmarks.ops.run $(ARGS)
 
 docs: $(READY)/docs $(READY)/package
 	$(RUN) sphinx --fail-on-warning --quiet docs build/docs

@@ -1,5 +1,6 @@
 """One call from facts to result: plan (cached), execute, audit, step down if something breaks."""
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -34,7 +35,9 @@ __all__ = [
     "Outcome",
     "check_plan",
     "decide_call",
+    "is_lossy",
     "run_call",
+    "run_given",
     "run_plan",
 ]
 
@@ -73,8 +76,9 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str, layer: int) -> 
     """
     timed = has_sinks() and wants_timing()
     start = _now(call) if timed else 0.0
-    decision, sample, stats = _decide(call, policy, backend, layer)
-    outcome = _run_decision(call, decision, sample, policy, backend, layer)
+    with _own_dtypes(call):
+        decision, sample, stats = _decide(call, policy, backend, layer)
+        outcome = _run_decision(call, decision, sample, policy, backend, layer)
     if has_sinks():
         _emit(call, outcome, stats, tag, _now(call) - start if timed else None)
     return outcome
@@ -82,12 +86,49 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str, layer: int) -> 
 
 def decide_call(call: Call, policy: Policy, backend: str, layer: int) -> Decision:
     """Return the decision for a call without running it; measures if the policy allows a loss."""
-    return _decide(call, policy, backend, layer)[0]
+    with _own_dtypes(call):
+        return _decide(call, policy, backend, layer)[0]
 
 
-def run_plan(call: Call, plan: Plan) -> Result:
+def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
+    """Return the outcome of a plan that the caller made, and emit its event.
+
+    Raises:
+        ArgumentError: it was made for another number of heads.
+        UnsupportedError: one of its executors cannot serve the call.
+    """
+    check_plan(call, plan)
+    if not has_sinks():
+        return run_plan(call, plan)
+    timed = wants_timing()
+    start = _now(call) if timed else 0.0
+    outcome = run_plan(call, plan)
+    time_ms = _now(call) - start if timed else None
+    decision = Decision(plan=plan, notes=("the plan was given with the call",))
+    _emit(call, replace(outcome, decision=decision), None, tag, time_ms)
+    return outcome
+
+
+def run_plan(call: Call, plan: Plan) -> Outcome:
     """Return what ``plan`` computes; traceable by ``torch.compile``."""
-    return execute(call.tensors, call.problem, plan)
+    with _own_dtypes(call):
+        return Outcome(result=execute(call.tensors, call.problem, plan), decision=None)
+
+
+def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
+    """Return whether a plan loses anything that the input's own precision would keep."""
+    return not plan.is_exact or any(g.precision is not problem.precision for g in plan.groups)
+
+
+def _own_dtypes(call: Call) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which autocast, which has cast the inputs, leaves the rest alone.
+
+    Executors widen scores to fp32 on purpose, and autocast would narrow them again.
+    """
+    kind = call.problem.device_type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
 
 
 def check_plan(call: Call, plan: Plan) -> None:
@@ -171,7 +212,8 @@ def _check_backend(
     found: list[str] = []
     for item in allowed:
         against = list(reasons(item, problem, facts))
-        if item.method is not Method.EXACT and policy.error_budget == 0.0:
+        lossy = policy.error_budget > 0 or bool(policy.head_budgets)
+        if item.method is not Method.EXACT and not lossy:
             against.append(
                 f"it approximates, and policy {policy.name!r} has an error budget of 0; "
                 "pass policy='balanced' or a Policy(error_budget=...)"
@@ -217,7 +259,8 @@ def _run_decision(
             decision = replace(decision, notes=(*decision.notes, *failed))
     if sample is None:
         return Outcome(result=result, decision=decision, fallbacks=tuple(failed))
-    return _audited(call, result, decision, sample, tuple(failed))
+    budgets = head_budgets(policy, call.problem.num_heads, layer)
+    return _audited(call, result, decision, (sample, budgets), tuple(failed))
 
 
 def _step_down(names: list[str], error: RuntimeError) -> str:
@@ -230,22 +273,26 @@ def _step_down(names: list[str], error: RuntimeError) -> str:
 
 
 def _audited(
-    call: Call, result: Result, decision: Decision, sample: Sample, failed: tuple[str, ...]
+    call: Call,
+    result: Result,
+    decision: Decision,
+    held_against: tuple[Sample, tuple[float, ...]],
+    failed: tuple[str, ...],
 ) -> Outcome:
     """Return the outcome with its errors on the sample; heads over budget are computed exactly."""
-    if not _is_lossy(decision.plan, call.problem):
+    if not is_lossy(decision.plan, call.problem):
         return Outcome(result=result, decision=decision, fallbacks=failed)
+    sample, budgets = held_against
     errors = audit(result.output, sample)
-    budget = decision.plan.error_budget
     worst = errors.amax(0).tolist()
-    over = tuple(head for head, error in enumerate(worst) if not error <= budget)
+    over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
     if not over:
         return Outcome(result=result, decision=decision, head_errors=errors, fallbacks=failed)
     result = _repaired(call, result, over)
     shown = ", ".join(str(head) for head in over)
     sentence = (
         f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
-        f"{budget:g} allowed; they were computed exactly"
+        f"{min(budgets[head] for head in over):g} allowed; they were computed exactly"
     )
     _LOGGER.info("%s", sentence)
     FALLBACKS.update(["audit"])
@@ -256,11 +303,6 @@ def _audited(
         head_errors=audit(result.output, sample),
         fallbacks=(*failed, sentence),
     )
-
-
-def _is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
-    """Return whether a plan loses anything that the input's own precision would keep."""
-    return not plan.is_exact or any(g.precision is not problem.precision for g in plan.groups)
 
 
 def _repaired(call: Call, result: Result, heads: tuple[int, ...]) -> Result:

@@ -6,6 +6,7 @@ Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -19,14 +20,15 @@ from adaattn.backends.sdpa import goes_through_sdpa
 from adaattn.dispatch import (
     DECODE_ROWS,
     Outcome,
-    check_plan,
     decide_call,
+    is_lossy,
     run_call,
+    run_given,
     run_plan,
 )
 from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.outputs import AuxOutput, AuxRequest
-from adaattn.policies import current_policy, resolve_policy
+from adaattn.policies import PRESETS, current_policy, resolve_policy
 from adaattn.spec import Align, AttentionProblem, Aux, Decision, HeadGroup, Plan, Policy
 from adaattn.validation import Arguments, Call, build_call
 
@@ -127,15 +129,19 @@ def scaled_dot_product_attention(
     """
     fast_key: _Key | None = None
     if plan is None and return_aux is None and cu_seqlens_q is None and not is_compiling():
-        fast_key = _fast_key(
-            query,
-            key,
-            value,
-            (attn_mask, sinks, alibi_slopes),
-            (dropout_p, is_causal, scale, enable_gqa, align, *window, dilation, softcap, backend),
-            policy,
-        )
-        known = _DIRECT.get(fast_key)
+        try:
+            fast_key = _fast_key(
+                query,
+                key,
+                value,
+                (attn_mask, sinks, alibi_slopes),
+                (dropout_p, is_causal, scale, enable_gqa, align, *window, dilation, softcap),
+                (policy, backend),
+            )
+            known = _DIRECT.get(fast_key)
+        except (AttributeError, TypeError, RuntimeError):
+            # No tensor, a nested one, or no number: build_call says which.
+            fast_key = known = None
         if known is not None and not has_sinks():
             return known[0](query, key, value, attn_mask, sinks, alibi_slopes)
     arguments = Arguments(
@@ -155,7 +161,9 @@ def scaled_dot_product_attention(
     )
     call = build_call(query, key, value, arguments, _aux_flags(return_aux))
     if plan is not None:
-        return _with_plan(call, plan, return_aux)
+        return _with_plan(call, plan, return_aux, tag)
+    if fast_key is not None and not _is_as_given(call, query, key, value, attn_mask):
+        fast_key = None
     return _planned(call, policy, backend, return_aux, tag, fast_key)
 
 
@@ -232,15 +240,27 @@ def _planned(
     return output, _aux_output(call, outcome)
 
 
-def _with_plan(call: Call, plan: Plan, return_aux: AuxRequest | bool | None) -> Any:
-    """Return the result of a given plan."""
-    if not torch.compiler.is_compiling():
-        check_plan(call, plan)
-    result = run_plan(call, plan)
-    output = call.restore(result.output)
+def _with_plan(call: Call, plan: Plan, return_aux: AuxRequest | bool | None, tag: str) -> Any:
+    """Return the result of a given plan; its event is emitted unless the call is traced."""
+    outcome = run_plan(call, plan) if is_compiling() else run_given(call, plan, tag)
+    output = call.restore(outcome.result.output)
     if return_aux is None or return_aux is False:
         return output
-    return output, _aux_output(call, Outcome(result=result, decision=None))
+    aux = _aux_output(call, outcome)
+    if is_lossy(plan, call.problem):
+        aux = replace(aux, error_estimate=None)
+    return output, aux
+
+
+def _is_as_given(call: Call, *given: torch.Tensor | None) -> bool:
+    """Return whether an executor may take the caller's own q, k, v and mask.
+
+    It may not when they were broadcast or cast, or when the mask became a flag.
+    """
+    tensors = call.tensors
+    query, key, value, mask = given
+    whole = tensors.query is query and tensors.key is key and tensors.value is value
+    return whole and (tensors.mask is None) == (mask is None)
 
 
 def _layer_of(tag: str) -> int:
@@ -293,9 +313,10 @@ def _fast_key(
     value: torch.Tensor,
     companions: tuple[torch.Tensor | None, ...],
     settings: tuple[object, ...],
-    policy: Policy | str | None,
+    choice: tuple[Policy | str | None, str],
 ) -> _Key:
     """Return everything that the decision of an exact call depends on."""
+    policy, backend = choice
     ambient = current_policy() if policy is None else policy
     return (
         query.shape,
@@ -307,10 +328,11 @@ def _fast_key(
         query.device,
         key.device,
         value.device,
-        torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad),
+        torch.is_grad_enabled(),
+        query.requires_grad or key.requires_grad or value.requires_grad,
         None if companions == _NO_COMPANIONS else tuple(_facts(item) for item in companions),
         settings,
+        backend,
         ambient if type(ambient) is str else id(ambient),
         torch.is_autocast_enabled(query.device.type),
         torch.are_deterministic_algorithms_enabled(),
@@ -333,6 +355,8 @@ def _remember(
     small = problem.len_q <= DECODE_ROWS
     if (policy.error_budget > 0 or policy.head_budgets) and not small:
         return
+    if named is not None and named is not policy and named not in PRESETS:
+        return  # a file, which may change
     group = plan.groups[0]
     exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
     plain = len(call.batch_shape) == 2 and not torch.is_autocast_enabled(problem.device_type)
@@ -380,12 +404,12 @@ def _executor_shortcut(
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return an executor's output for tensors that are canonical already."""
+    """Return an executor's output for q, k and v that are canonical already."""
     tensors = Tensors(
         query=query,
         key=key,
         value=value,
-        mask=mask,
+        mask=mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())],
         sinks=sinks,
         alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
     )

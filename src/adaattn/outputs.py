@@ -51,7 +51,8 @@ class AuxOutput:
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
         error_estimate: [B, Hq] fp32 relative Frobenius error found on sampled rows; zeros
-            where the call was exact.
+            where the call was exact; None for a given plan that approximates, which is not
+            measured.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
     """

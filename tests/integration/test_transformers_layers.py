@@ -1,24 +1,15 @@
-"""The parts of the Transformers integration: registration, masks, and one layer's call."""
+"""The parts of the Transformers integration: the mask function and one layer's call."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import masking_utils
 
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    AssetError,
-    PolicyError,
-    ShapeError,
-    UnsupportedError,
-)
+from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
 from adaattn.integrations._transformers_masks import StructuredMask, make_mask
-from adaattn.integrations.transformers import IGNORED_KEYWORDS, attention_forward, register
+from adaattn.integrations.transformers import IGNORED_KEYWORDS, attention_forward
 from adaattn.testing import assert_matches
 
 SCALE = 0.3
@@ -63,76 +54,6 @@ def inputs(len_q: int = 7, len_k: int = 7) -> tuple[torch.Tensor, torch.Tensor, 
 def positions(len_q: int, len_k: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Return query positions [Sq, 1] and key positions [1, Sk]."""
     return torch.arange(len_q)[:, None] + first, torch.arange(len_k)[None]
-
-
-# Registration
-
-
-def test_undo_takes_both_functions_out_and_may_be_called_twice() -> None:
-    handle = register("adaattn-test")
-    assert handle.is_active
-    assert "adaattn-test" in transformers.AttentionInterface._global_mapping
-    assert "adaattn-test" in transformers.AttentionMaskInterface._global_mapping
-    handle.undo()
-    handle.undo()
-    assert not handle.is_active
-    assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
-    assert "adaattn-test" not in transformers.AttentionMaskInterface._global_mapping
-
-
-def test_a_handle_undoes_itself_at_the_end_of_a_with_block_even_after_an_error() -> None:
-    with pytest.raises(KeyError), register("adaattn-test") as handle:
-        raise KeyError
-    assert not handle.is_active
-    assert repr(handle) == "Registration(name='adaattn-test', is_active=False)"
-
-
-def test_undo_leaves_what_somebody_else_registered_since() -> None:
-    handle = register("adaattn-test")
-    transformers.AttentionInterface.register("adaattn-test", print)
-    handle.undo()
-    assert transformers.AttentionInterface._global_mapping.pop("adaattn-test") is print
-
-
-def test_a_name_is_registered_once() -> None:
-    with register("adaattn-test"), pytest.raises(ArgumentError, match=r"undo\(\) the earlier"):
-        register("adaattn-test")
-    with pytest.raises(ArgumentError, match="does not know yet, got 'sdpa'"):
-        register("sdpa")
-    with pytest.raises(ArgumentError, match="does not know yet, got 'eager'"):
-        register("eager")
-
-
-@pytest.mark.parametrize("name", ["my-flash", "org/name", "paged|x", "", "Flash"])
-def test_names_that_transformers_reads_otherwise_are_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match="without 'flash'"):
-        register(name)
-
-
-def test_an_unknown_policy_is_refused_when_registering() -> None:
-    with pytest.raises(PolicyError, match="'fastest'"):
-        register("adaattn-test", policy="fastest")
-    assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
-
-
-def test_a_missing_transformers_says_what_to_install(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(AssetError, match=r"pip install 'adaattn\[hf\]'"):
-        register()
-
-
-def test_an_old_transformers_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.1")
-    with pytest.raises(UnsupportedError, match=r"expected 5\.0 or later, got 4\.57\.1"):
-        register()
-
-
-def test_a_model_says_so_when_its_implementation_was_undone(tiny: Any) -> None:
-    model = tiny("llama")
-    with register():
-        model.set_attn_implementation("adaattn")
-    with pytest.raises(KeyError, match="not a valid attention implementation"):
-        model(torch.arange(3, 9)[None])
 
 
 # Masks
@@ -242,6 +163,30 @@ def test_a_decoder_used_as_an_encoder_sees_all_keys() -> None:
     output, _ = attention_forward(Layer(), query, key, value, mask, scaling=SCALE)
     truth, yardstick = exact(query, key, value, torch.ones(7, 7, dtype=torch.bool))
     assert_matches(output, truth, yardstick, summands=7)
+
+
+def test_a_window_that_the_mask_does_not_have_is_not_applied() -> None:
+    """OLMoE passes its configuration's window to layers whose mask shows all earlier keys."""
+
+    class Config:
+        sliding_window = 3
+
+    for len_q, len_k in ((7, 7), (1, 7)):
+        mask = make_mask(
+            batch_size=2,
+            q_length=len_q,
+            kv_length=len_k,
+            q_offset=len_k - len_q,
+            mask_function=_causal(),
+            config=Config(),
+        )
+        query, key, value = inputs(len_q, len_k)
+        output, _ = attention_forward(
+            Layer(), query, key, value, mask, scaling=SCALE, sliding_window=3
+        )
+        position, keys = positions(len_q, len_k, first=len_k - len_q)
+        truth, yardstick = exact(query, key, value, keys <= position)
+        assert_matches(output, truth, yardstick, summands=7)
 
 
 def test_a_structured_mask_computes_like_the_boolean_mask_that_it_stands_for() -> None:

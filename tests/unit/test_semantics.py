@@ -7,7 +7,7 @@ nothing left out (full rank, every block), where they must be exact.
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -84,11 +84,9 @@ SEMANTICS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "default door": {"sdpa_default": "sdpa.flash"},
 }
+SIDES = itertools.product((1, 3, 63, 100), repeat=2)
 SHAPES: dict[str, dict[str, Any]] = {
-    **{
-        f"{q} by {k}": {"len_q": q, "len_k": k}
-        for q, k in itertools.product((1, 3, 63, 100), repeat=2)
-    },
+    **{f"{len_q} by {len_k}": {"len_q": len_q, "len_k": len_k} for len_q, len_k in SIDES},
     **{f"dim {dim}": {"head_dim": dim} for dim in (1, 3, 20, 64, 96, 128, 256, 300)},
     "transposed": {"layout": Layout.TRANSPOSED},
     "strided": {"layout": Layout.STRIDED},
@@ -100,7 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 DECODE: dict[str, Any] = {"len_q": 1, "len_k": 100, "align": Align.BOTTOM_RIGHT, "is_causal": True}
 GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
-DECODING: dict[str, dict[str, Any]] = {
+COMBINED: dict[str, dict[str, Any]] = {
     "decode": DECODE,
     "grouped decode": DECODE | GROUPS,
     "grouped decode of few rows": GROUPS | {"len_q": 3, "len_k": 100},
@@ -111,6 +109,8 @@ DECODING: dict[str, dict[str, Any]] = {
     "decode over a masked cache": DECODE
     | {"is_causal": False, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 100)},
     "decode with statistics": DECODE | {"aux": ALL_AUX},
+    "sinks over hidden rows": {"has_sinks": True, "aux": ALL_AUX, "mask": MaskKind.BOOLEAN}
+    | {"num_hidden_rows": 2},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"len_q": 32},
@@ -153,13 +153,13 @@ def make_cases(name: str, options: dict[str, Any], precision: Precision) -> list
     lengths = {key: about[key] for key in ("lengths_q", "lengths_k") if key in about}
     if lengths:
         values["batch"] = 1
-    inputs = {"requires_grad": True}
-    every = inputs | {
+    every = {
+        "requires_grad": True,
         "mask_requires_grad": values.get("mask") is MaskKind.ADDITIVE,
         "sinks_require_grad": values.get("has_sinks", False),
         "alibi_requires_grad": values.get("has_alibi", False),
     }
-    levels = {"forward": {}, "gradients": inputs, "every gradient": every}
+    levels = {"forward": {}, "gradients": {"requires_grad": True}, "every gradient": every}
     found = {}
     for (level, wanted), device in itertools.product(levels.items(), DEVICES):
         problem = make_problem(
@@ -176,14 +176,15 @@ def all_cases() -> list[Case]:
     for (name, options), precision in itertools.product(SEMANTICS.items(), PRECISIONS):
         cases += make_cases(name, options, precision)
     for (first, one), (second, other) in itertools.combinations(SEMANTICS.items(), 2):
-        sized = {"len_q", "len_k", "mask_shape"} & {*one, *other} and {"lengths_q"} & {*one, *other}
-        if one and other and not set(one) & set(other) and not sized:
+        both = {*one, *other}
+        fits = "lengths_q" not in both or not both & {"len_k", "mask_shape"}
+        if one and other and fits and len(both) == len(one) + len(other):
             cases += make_cases(f"{first} + {second}", one | other, Precision.FP32)[-1:]
     for (name, options), is_causal in itertools.product(SHAPES.items(), (False, True)):
         kind = f"{name}{', causal' * is_causal}"
         cases += make_cases(kind, options | {"is_causal": is_causal}, Precision.FP32)
         cases += make_cases(kind, options | {"is_causal": is_causal}, Precision.BF16)[:1]
-    for (name, options), precision in itertools.product(DECODING.items(), PRECISIONS):
+    for (name, options), precision in itertools.product(COMBINED.items(), PRECISIONS):
         cases += make_cases(name, options, precision)
     return cases
 
@@ -241,6 +242,12 @@ def meetings(cases: list[Case]) -> list[Meeting]:
     ]
 
 
+def as_parameters(found: list[Meeting]) -> list[Any]:
+    """Return the meetings as test parameters, those on a GPU marked so."""
+    marks = {"cpu": (), "cuda": pytest.mark.gpu}
+    return [pytest.param(item, marks=marks[item.case.problem.device_type]) for item in found]
+
+
 CASES = all_cases()
 DROPOUT_CASES = dropout_cases()
 MATRIX = meetings(CASES)
@@ -263,7 +270,7 @@ class Expected:
     sizes: dict[str, torch.Tensor]
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(case: Case) -> Expected:
     """Return the oracle's numbers, and the yardstick's."""
     inputs = case.tensors()
@@ -287,7 +294,7 @@ def run(meeting: Meeting, tensors: Tensors) -> Result:
     return execute(tensors, simplify(problem), plan)
 
 
-@pytest.mark.parametrize("meeting", MATRIX, ids=str)
+@pytest.mark.parametrize("meeting", as_parameters(MATRIX), ids=str)
 def test_the_executor_computes_what_the_oracle_defines(meeting: Meeting) -> None:
     problem = meeting.case.problem
     wanted = expected(meeting.case)
@@ -308,7 +315,7 @@ def test_the_executor_computes_what_the_oracle_defines(meeting: Meeting) -> None
         assert all(torch.equal(gradients[name], again[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("meeting", DROPOUT_MATRIX, ids=str)
+@pytest.mark.parametrize("meeting", as_parameters(DROPOUT_MATRIX), ids=str)
 def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> None:
     """With v the identity the output shows which weights were dropped."""
     problem = meeting.case.problem
@@ -320,16 +327,18 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> N
     output = run(meeting, tensors).output
     kept = (output != 0).detach()
 
-    def without_dropout(inputs: Tensors, dtype: torch.dtype) -> Result:
+    def weights_of(inputs: Tensors) -> torch.Tensor:
         asked = replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)
-        weights = attention(inputs, asked, compute_dtype=dtype).weights
+        weights = attention(inputs, asked).weights
         assert weights is not None
+        return weights
+
+    def with_the_same_dropped(inputs: Tensors) -> Result:
         group_value = inputs.value.repeat_interleave(problem.group_size, dim=1)
-        return Result(output=(weights * kept / kept_share) @ group_value)
+        return Result(output=(weights_of(inputs) * kept / kept_share) @ group_value)
 
     wide = cast_tensors(tensors, torch.float64)
-    exact = without_dropout(wide, torch.float64)
-    eager = without_dropout(tensors, torch_dtype(problem.precision))
+    exact, eager = with_the_same_dropped(wide), with_the_same_dropped(tensors)
     summands = num_summands(problem, output)
     assert_matches(output, exact.output, eager.output, name="output", summands=summands)
     assert_gradients_match(
@@ -340,12 +349,9 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> N
         problem=problem,
     )
 
-    asked = replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)
-    could_drop = attention(tensors, asked).weights
-    assert could_drop is not None
-    candidates = could_drop > 0
-    dropped = (candidates & ~kept).sum() / candidates.sum()
-    six_sigma = 6 * (problem.dropout_p * kept_share / int(candidates.sum())) ** 0.5
+    seen = weights_of(tensors) > 0
+    dropped = (seen & ~kept).sum() / seen.sum()
+    six_sigma = 6 * (problem.dropout_p * kept_share / int(seen.sum())) ** 0.5
     assert abs(float(dropped) - problem.dropout_p) < six_sigma
 
 
@@ -362,9 +368,7 @@ def test_each_feature_that_a_capability_claims_is_exercised(capability: Capabili
 @pytest.mark.parametrize("capability", RUNNABLE, ids=lambda capability: capability.name)
 def test_each_dtype_that_a_capability_claims_is_exercised(capability: Capability) -> None:
     used = {
-        meeting.group.precision
-        for meeting in MATRIX
-        if meeting.group.capability == capability.name
+        meeting.group.precision for meeting in MATRIX if meeting.group.capability == capability.name
     }
     assert used == set(capability.precisions)
 

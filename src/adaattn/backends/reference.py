@@ -103,7 +103,7 @@ def attention(
             nats = nats - log_sink.exp() * log_sink
         result["entropy"] = (nats * LOG2_E).to(aux_dtype)
     if aux & Aux.WEIGHTS:
-        result["weights"] = weights.to(in_dtype)
+        result["weights"] = weights.to(aux_dtype)
     return Result(output=(kept @ value).to(in_dtype), **result)
 
 

@@ -20,10 +20,11 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in _OPTIONAL:
+        missing = (error.name or "").split(".")[0]
+        if missing not in _OPTIONAL:
             raise
         print(
-            f"error: the adaattn command needs {error.name}; run: pip install adaattn[cli]",
+            f"error: the adaattn command needs {missing}; run: pip install adaattn[cli]",
             file=sys.stderr,
         )
         sys.exit(2)

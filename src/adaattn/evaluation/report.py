@@ -117,7 +117,9 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
     """Return what one policy lost and bought."""
     change = run.perplexity / exact.perplexity - 1
     if run.approximated == 0.0:
-        words = [f"{run.name} kept every head exact (loss {run.loss_difference:+.1e} nat a token)."]
+        moved = f"loss {run.loss_difference:+.1e} nat a token"
+        unchanged = run.mean_absolute_difference == 0.0
+        words = [f"{run.name} kept every head exact ({'loss unchanged' if unchanged else moved})."]
         if run.error_budget and run.refusals:
             refusal = run.refusals[0]
             words.append(

@@ -149,7 +149,8 @@ def make_mask(**request: Any) -> torch.Tensor | None:
         return sdpa_mask(**request)  # type: ignore[no-any-return]
     if _may_skip(structure, request):
         return None
-    if request["q_length"] == 1:  # a row of booleans is cheap, and it may enter a compiled graph
+    if request["q_length"] == 1 and not request.get("allow_is_causal_skip", True):
+        # A compiled graph may take it, and a row of booleans is cheap.
         return sdpa_mask(**request)  # type: ignore[no-any-return]
     shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
     return StructuredMask(structure, shape, request.get("device", "cpu"))
@@ -269,9 +270,14 @@ def _may_skip(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
         return False
     if structure.num_keys != request["kv_length"]:
         return False
+    config = request.get("config")
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and window < request["kv_length"]:
+        # Some layers pass the window on although their mask shows all keys; None would let it act.
+        return False
     if not structure.is_causal:
         # A decoder used as an encoder may still call its layers causal.
-        is_decoder_as_encoder = getattr(request.get("config"), "is_causal", None) is False
+        is_decoder_as_encoder = getattr(config, "is_causal", None) is False
         return bool(request.get("allow_is_bidirectional_skip")) and not is_decoder_as_encoder
     skips = bool(request.get("allow_is_causal_skip", True))
     return skips and request["q_length"] in (1, request["kv_length"])

@@ -200,9 +200,7 @@ def assert_within_budget(actual: torch.Tensor, exact: torch.Tensor, budget: floa
         )
 
 
-def _eager_bound(
-    exact: torch.Tensor, eager: torch.Tensor, strange: torch.Tensor
-) -> torch.Tensor:
+def _eager_bound(exact: torch.Tensor, eager: torch.Tensor, strange: torch.Tensor) -> torch.Tensor:
     """Return twice the error of eager PyTorch in each head, in the shape of ``exact``."""
     error = (eager - exact).abs()
     error = error.masked_fill(strange | ~torch.isfinite(error), 0.0)

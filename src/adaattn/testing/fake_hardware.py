@@ -57,15 +57,8 @@ _MACHINES: Final = {
         device="cuda",
         name="NVIDIA H200",
         compute_capability=(9, 0),
-        teraflops={
-            _FP64: 67,
-            _FP32: 67,
-            _BF16: 989.5,
-            _FP16: 989.5,
-            _E4M3: 1979,
-            _E5M2: 1979,
-            _INT8: 1979,
-        },  # fmt: skip
+        teraflops={_FP64: 67, _FP32: 67, _BF16: 989.5, _FP16: 989.5}
+        | {_E4M3: 1979, _E5M2: 1979, _INT8: 1979},
         bandwidth_tb=4.8,
         memory_gib=141,
         processors=132,
@@ -87,16 +80,8 @@ _MACHINES: Final = {
         device="cuda",
         name="NVIDIA L40S",
         compute_capability=(8, 9),
-        teraflops={
-            _FP64: 1.43,
-            _FP32: 91.6,
-            _BF16: 362,
-            _FP16: 362,
-            _E4M3: 733,
-            _E5M2: 733,
-            _INT8: 733,
-            _INT4: 733,
-        },  # fmt: skip
+        teraflops={_FP64: 1.43, _FP32: 91.6, _BF16: 362, _FP16: 362}
+        | {_E4M3: 733, _E5M2: 733, _INT8: 733, _INT4: 733},
         bandwidth_tb=0.864,
         memory_gib=48,
         processors=142,

@@ -49,12 +49,12 @@ def mutations(tensors: Tensors, problem: AttentionProblem) -> dict[str, Result]:
     if tensors.mask is not None:
         wrong["mask dropped"] = attention(replace(tensors, mask=None), problem)
 
-    right = attention(tensors, problem)
-    wrong["one NaN"] = _edited(right, lambda output: output[0, 0, -1, -1:].fill_(float("nan")))
-    wrong["one row unwritten"] = _edited(right, lambda output: output[0, -1, -1].zero_())
-    wrong["one element doubled"] = _edited(right, _double_largest)
+    correct = attention(tensors, problem)
+    wrong["one NaN"] = _edited(correct, lambda output: output[0, 0, -1, -1:].fill_(float("nan")))
+    wrong["one row unwritten"] = _edited(correct, lambda output: output[0, -1, -1].zero_())
+    wrong["one element doubled"] = _edited(correct, _double_largest)
     if problem.num_heads > 1:
-        wrong["heads swapped"] = replace(right, output=right.output.flip(1))
+        wrong["heads swapped"] = replace(correct, output=correct.output.flip(1))
     return wrong
 
 

@@ -52,7 +52,7 @@ def poisoned_memory() -> Iterator[None]:
         ...     torch.empty(2)
         tensor([nan, nan])
     """
-    with _PoisonMode():
+    with _PoisonMode():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -124,7 +124,7 @@ def test_binned_differences_average_to_the_mean_and_json_leaves_single_tokens_ou
 def test_a_wrong_attention_is_seen_in_loss_and_divergence(
     request_: EvaluationRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A policy's run whose attention drops the scale must not pass for a good one."""
+    """A run whose hidden states come out ten percent too large must not pass for a good one."""
     plain = perplexity._forward
 
     def broken(model: object, run: object, inputs: torch.Tensor) -> torch.Tensor:

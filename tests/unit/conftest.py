@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
 HEADS, KV_HEADS, LAYERS, VOCABULARY = 4, 2, 2, 256
 
 
-def save_tiny_model(folder: Path) -> Path:
+def _save_tiny_model(folder: Path) -> Path:
+    import tokenizers
+    import transformers
+
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     raw = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
@@ -36,7 +36,8 @@ def save_tiny_model(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    pytest.importorskip("transformers")
+    return _save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""Registering with Transformers, undoing it, and what is refused."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from adaattn.errors import ArgumentError, AssetError, PolicyError, UnsupportedError
+from adaattn.integrations.transformers import register
+
+
+def test_undo_takes_both_functions_out_and_may_be_called_twice() -> None:
+    handle = register("adaattn-test")
+    assert handle.is_active
+    assert "adaattn-test" in transformers.AttentionInterface._global_mapping
+    assert "adaattn-test" in transformers.AttentionMaskInterface._global_mapping
+    handle.undo()
+    handle.undo()
+    assert not handle.is_active
+    assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
+    assert "adaattn-test" not in transformers.AttentionMaskInterface._global_mapping
+
+
+def test_a_handle_undoes_itself_at_the_end_of_a_with_block_even_after_an_error() -> None:
+    with pytest.raises(KeyError), register("adaattn-test") as handle:
+        raise KeyError
+    assert not handle.is_active
+    assert repr(handle) == "Registration(name='adaattn-test', is_active=False)"
+
+
+def test_undo_leaves_what_somebody_else_registered_since() -> None:
+    handle = register("adaattn-test")
+    transformers.AttentionInterface.register("adaattn-test", print)
+    handle.undo()
+    assert transformers.AttentionInterface._global_mapping.pop("adaattn-test") is print
+
+
+def test_a_name_is_registered_once() -> None:
+    with register("adaattn-test"), pytest.raises(ArgumentError, match=r"undo\(\) the earlier"):
+        register("adaattn-test")
+    with pytest.raises(ArgumentError, match="does not know yet, got 'sdpa'"):
+        register("sdpa")
+    with pytest.raises(ArgumentError, match="does not know yet, got 'eager'"):
+        register("eager")
+
+
+@pytest.mark.parametrize("name", ["my-flash", "org/name", "paged|x", "", "Flash"])
+def test_names_that_transformers_reads_otherwise_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="without 'flash'"):
+        register(name)
+
+
+def test_an_unknown_policy_is_refused_when_registering() -> None:
+    with pytest.raises(PolicyError, match="'fastest'"):
+        register("adaattn-test", policy="fastest")
+    assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
+
+
+def test_a_missing_transformers_says_what_to_install(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(AssetError, match=r"pip install 'adaattn\[hf\]'"):
+        register()
+
+
+def test_an_old_transformers_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(UnsupportedError, match=r"expected 5\.0 or later, got 4\.57\.1"):
+        register()
+
+
+def test_a_model_says_so_when_its_implementation_was_undone(tiny: Any) -> None:
+    model = tiny("llama")
+    with register():
+        model.set_attn_implementation("adaattn")
+    with pytest.raises(KeyError, match="not a valid attention implementation"):
+        model(torch.arange(3, 9)[None])

@@ -1,0 +1,127 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaattn.cli import app, console
+from adaattn.cli.console import one_line, one_line_errors, write_text
+from adaattn.errors import AssetError, UnsupportedError
+
+
+def python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_version_is_that_of_the_package(invoke: Callable[..., Any]) -> None:
+    import adaattn
+
+    assert invoke("--version").stdout == f"adaattn {adaattn.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "info", "plan"])
+def test_help_explains_every_option(invoke: Callable[..., Any], command: str) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+
+
+def test_help_imports_neither_torch_nor_transformers_nor_plotly() -> None:
+    done = python(
+        "import sys; sys.argv = ['adaattn', '--help']\n"
+        "from adaattn.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as end: code = end.code\n"
+        "print({'torch', 'transformers', 'plotly'} & set(sys.modules), code)"
+    )
+    assert done.stdout.splitlines()[-1] == "set() 0", done.stderr
+
+
+def test_importing_the_package_imports_no_command_line() -> None:
+    done = python(
+        "import adaattn, sys; print({'typer', 'rich', 'transformers'} & set(sys.modules))"
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_package_is_one_line_and_exit_2(missing: str) -> None:
+    done = python(
+        f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['adaattn', 'evaluate']\n"
+        "from adaattn.cli.app import main; main()"
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: the adaattn command needs {missing}; run: pip install adaattn[cli]\n"
+    )
+
+
+def test_another_missing_module_is_not_blamed_on_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "adaattn.cli.commands", None)
+    with pytest.raises(ModuleNotFoundError):
+        app.main()
+
+
+def test_ctrl_c_exits_with_130_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from adaattn.cli import commands
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "app", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        app.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_inside_a_command_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    with pytest.raises(typer.Exit) as caught, one_line_errors():
+        raise KeyboardInterrupt
+    assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_several_reasons_become_one_line() -> None:
+    error = UnsupportedError("sdpa.flash", ["D is too large", "no mask"], "use auto")
+    assert one_line(str(error)) == (
+        "sdpa.flash cannot serve this call: D is too large; no mask; use auto"
+    )
+    assert one_line("one") == "one"
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "adaattn", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.startswith("adaattn ")
+
+
+def test_a_file_is_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.txt"
+    write_text(path, "first")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(console.os, "replace", full)
+    with pytest.raises(AssetError, match="got No space left on device; name another place"):
+        write_text(path, "second")
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,127 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from adaattn.cli import evaluate as command
+from adaattn.evaluation import perplexity
+
+
+@pytest.fixture
+def arguments(
+    tiny_model: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...]:
+    monkeypatch.setattr(perplexity, "load_rates", lambda device: object())
+    return (
+        *("evaluate", "--model", str(tiny_model), "--text", str(text_file), "--device", "cpu"),
+        *("--tokens", "100", "--window", "64", "--stride", "32", "--policies", "quality,speed"),
+    )
+
+
+def test_tables_and_verdict_go_to_stdout_and_progress_to_stderr(
+    invoke: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    for words in ("perplexity", "KL to exact", "quality", "speed", "heads by method, exact"):
+        assert words in result.stdout
+    assert "Exact attention agrees with Transformers' sdpa" in " ".join(result.stdout.split())
+    assert "evaluating" in result.stderr
+    assert "evaluating" not in result.stdout
+
+
+def test_json_alone_goes_to_stdout_and_the_tables_to_stderr(
+    invoke: Callable[..., Any], arguments: tuple[str, ...]
+) -> None:
+    result = invoke(*arguments, "--json", "--no-progress")
+    found = json.loads(result.stdout)
+    assert [run["name"] for run in found["runs"]] == ["sdpa", "exact", "quality", "speed"]
+    assert found["scored"] == 99
+    assert "perplexity" in result.stderr
+    assert "evaluating" not in result.stderr
+
+
+def test_files_are_written_where_asked(
+    invoke: Callable[..., Any], arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    result = invoke(*arguments, "--html", str(page), "--json", str(data), "--no-progress")
+    assert result.exit_code == 0, result.stderr
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(data.read_text())["tokens"] == 100
+    assert "perplexity" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--policies", "cheap"], "error: policy: expected 'quality'"),
+        (["--text", "no.txt"], "error: text 'no.txt': expected one of opticks"),
+        (["--model", "/no/such/model"], "error: model '/no/such/model': expected a folder"),
+        (["--stride", "64"], "error: stride: expected 1 to 63"),
+        (["--dtype", "int8"], "error: dtype: expected one of float32"),
+        (["--html", "/no/such/folder/page.html"], "error: output file /no/such/folder/page.html"),
+        (["--json", "/"], "error: output file /: expected a file in an existing folder"),
+    ],
+)
+def test_bad_input_prints_one_line_and_exits_with_2(
+    invoke: Callable[..., Any], arguments: tuple[str, ...], extra: list[str], message: str
+) -> None:
+    result = invoke(*arguments, *extra, "--no-progress")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_plotly_is_said_before_the_work(
+    invoke: Callable[..., Any],
+    arguments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("work was begun"))
+    result = invoke(*arguments, "--html", str(tmp_path / "a.html"))
+    assert result.exit_code == 2
+    assert "error: --html: expected plotly" in result.stderr
+
+
+def test_ctrl_c_prints_one_line_and_exits_with_130(
+    invoke: Callable[..., Any], arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "evaluate", interrupted)
+    result = invoke(*arguments)
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_the_bar_shows_one_stage_at_a_time_with_time_left() -> None:
+    import io
+
+    from rich.console import Console
+
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100)
+    with command._bar(console) as progress:
+        report = command._on_bar(progress)
+        report("load", 0, 0)
+        report("evaluate", 1, 4)
+        report("evaluate", 2, 4)
+        (task,) = progress.tasks
+        assert (task.description, task.completed, task.total) == ("evaluating", 2, 4)
+    assert "left" in stream.getvalue()
+
+
+def test_lines_for_logs_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    report = command._as_lines()
+    for done in range(50):
+        report("evaluate", done, 50)
+    assert capsys.readouterr().err == "evaluating\n"

@@ -1,0 +1,141 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaattn.cli.machines import CARDS, facts_of
+from adaattn.cli.plan import PlanRequest, decision_for
+from adaattn.errors import DeviceError
+from adaattn.spec import Align
+
+SHAPE = "1,8,2,512,512,64"
+
+
+def test_the_decision_names_the_choice_and_a_reason_for_everything_else(
+    invoke: Callable[..., Any],
+) -> None:
+    result = invoke("plan", "--shape", SHAPE, "--device", "cpu", "--causal")
+    assert result.exit_code == 0
+    assert "  + sdpa" in result.stdout
+    refused = [line for line in result.stdout.splitlines() if line.startswith("  - ")]
+    assert len(refused) > 5
+    assert all(len(line.split()) > 3 for line in refused)
+
+
+def test_json_holds_plan_and_trace_and_nothing_else_is_printed(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    bare = json.loads(invoke("plan", "--shape", SHAPE, "--device", "cpu", "--json").stdout)
+    assert bare["plan"]["groups"]
+    assert {entry["accepted"] for entry in bare["trace"]} == {True, False}
+    path = tmp_path / "plan.json"
+    result = invoke("plan", "--json", str(path), "--shape", SHAPE, "--device", "cpu")
+    assert result.exit_code == 0
+    assert json.loads(path.read_text()) == bare
+    assert invoke("plan", "--json", "--shape", SHAPE, "--device", "cpu").stdout.startswith("{")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_known_card_can_be_planned_for_without_having_it(card: str) -> None:
+    request = PlanRequest(shape="1,32,8,4096,4096,128", dtype="float16", device=card)
+    _, hardware, decision = decision_for(request)
+    assert hardware.device_type == "cuda"
+    assert hardware.rates.source.startswith("datasheet")
+    assert decision.plan.estimated_ms > 0
+
+
+def test_a_faster_card_is_predicted_faster() -> None:
+    times = {
+        card: decision_for(PlanRequest(shape="4,32,8,8192,8192,128", dtype="float16", device=card))[
+            2
+        ].plan.estimated_ms
+        for card in ("t4", "a100", "h200")
+    }
+    assert times["h200"] < times["a100"] < times["t4"]
+
+
+def test_options_reach_the_problem_and_the_policy() -> None:
+    problem, _, decision = decision_for(
+        PlanRequest(
+            shape="2,8,4,100,300,64,32",
+            dtype="bf16",
+            is_causal=True,
+            window="128,0",
+            align="bottom_right",
+            dilation=2,
+            softcap=30.0,
+            device="cpu",
+            policy="balanced",
+            error_budget=0.25,
+            memory_budget="1.5GB",
+            backward=True,
+        )
+    )
+    assert (problem.batch, problem.len_q, problem.len_k) == (2, 100, 300)
+    assert (problem.num_heads, problem.num_kv_heads) == (8, 4)
+    assert (problem.head_dim, problem.value_dim) == (64, 32)
+    assert problem.window == (128, 0)
+    assert problem.align is Align.BOTTOM_RIGHT
+    assert (problem.dilation, problem.softcap) == (2, 30.0)
+    assert problem.is_causal
+    assert problem.requires_grad
+    assert decision.policy == "balanced"
+    assert decision.plan.error_budget == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "1,2,3"], "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
+        (["--shape", "1,2,2,a,4,8"], "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
+        (["--shape", "1,2,2,0,4,8"], "error: shape: expected sizes of at least 1"),
+        (["--shape", "1,8,3,4,4,8"], "error: Hq: expected a multiple of Hkv (3), got 8"),
+        (["--shape", SHAPE, "--dtype", "int3"], "error: dtype: expected one of float64"),
+        (["--shape", SHAPE, "--device", "abacus"], "error: device: expected auto, cpu, cuda"),
+        (["--shape", SHAPE, "--window", "1"], "error: window: expected LEFT,RIGHT"),
+        (["--shape", SHAPE, "--window", "-2,0"], "error: window: expected LEFT,RIGHT"),
+        (["--shape", SHAPE, "--align", "middle"], "error: align: expected top_left or bottom"),
+        (["--shape", SHAPE, "--dilation", "0"], "error: dilation: expected at least 1"),
+        (["--shape", SHAPE, "--softcap", "nan"], "error: softcap: expected 0 or a positive"),
+        (["--shape", SHAPE, "--policy", "fastest"], "error: policy: expected 'quality'"),
+        (["--shape", SHAPE, "--error-budget", "2"], "error: error_budget: expected a number in"),
+        (["--shape", SHAPE, "--memory-budget", "much"], "error: memory budget: expected bytes"),
+    ],
+)
+def test_bad_options_print_one_line_and_exit_with_2(
+    invoke: Callable[..., Any], arguments: list[str], message: str
+) -> None:
+    result = invoke("plan", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_budget_that_nothing_fits_lists_every_reason_on_one_line(
+    invoke: Callable[..., Any],
+) -> None:
+    result = invoke(
+        *("plan", "--shape", "1,8,8,64,64,64", "--softcap", "30"),
+        *("--device", "cpu", "--memory-budget", "1"),
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.count("; ") > 3
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("100", 100), ("2kB", 2000), ("1.5 GiB", 3 * 2**29), ("7MB", 7 * 10**6)]
+)
+def test_memory_is_read_with_its_unit(text: str, expected: int) -> None:
+    from adaattn.cli.plan import _bytes
+
+    assert _bytes(text) == expected
+
+
+def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(DeviceError, match=r"expected auto, .*h200.*got abacus"):
+        facts_of("abacus")
