@@ -96,7 +96,7 @@ def canonical_mask(
         )
     if mask.device != query.device:
         raise DeviceError(expected_got("attn_mask", f"device {query.device}", mask.device))
-    batch, heads, len_q, _ = query.shape
+    batch, _, len_q, _ = query.shape
     full = (*leading, len_q, len_k)
     try:
         fits = mask.dim() >= 1 and torch.broadcast_shapes(mask.shape, full) == torch.Size(full)

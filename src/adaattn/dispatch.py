@@ -15,7 +15,7 @@ from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
 from adaattn.backends import Result, capabilities, capability_named, execute
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.measure import Sample, audit, check_finite, measure
-from adaattn.planning import decide, reasons, worth_measuring
+from adaattn.planning import decide, head_budgets, reasons, worth_measuring
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -66,7 +66,7 @@ class Outcome:
     fallbacks: tuple[str, ...] = ()
 
 
-def run_call(call: Call, policy: Policy, backend: str, tag: str, layer: int) -> Outcome:
+def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
     """Return the outcome of planning and running a call, and emit its event.
 
     Raises:
@@ -76,6 +76,7 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str, layer: int) -> 
     """
     timed = has_sinks() and wants_timing()
     start = _now(call) if timed else 0.0
+    layer = _layer_of(tag)
     with _own_dtypes(call):
         decision, sample, stats = _decide(call, policy, backend, layer)
         outcome = _run_decision(call, decision, sample, policy, backend, layer)
@@ -118,6 +119,12 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
     """Return whether a plan loses anything that the input's own precision would keep."""
     return not plan.is_exact or any(g.precision is not problem.precision for g in plan.groups)
+
+
+def _layer_of(tag: str) -> int:
+    """Return the number in a tag such as ``"layer12"``; -1 if there is none."""
+    digits = tag.removeprefix("layer")
+    return int(digits) if digits != tag and digits.isdigit() else -1
 
 
 def _own_dtypes(call: Call) -> contextlib.AbstractContextManager[object]:
@@ -283,7 +290,7 @@ def _audited(
     if not is_lossy(decision.plan, call.problem):
         return Outcome(result=result, decision=decision, fallbacks=failed)
     sample, budgets = held_against
-    errors = audit(result.output, sample)
+    errors = audit(_without_dropout(call, result, decision.plan), sample)
     worst = errors.amax(0).tolist()
     over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
     if not over:
@@ -300,9 +307,17 @@ def _audited(
     return Outcome(
         result=result,
         decision=decision,
-        head_errors=audit(result.output, sample),
+        head_errors=errors.index_fill(1, torch.tensor(over, device=errors.device), 0.0),
         fallbacks=(*failed, sentence),
     )
+
+
+def _without_dropout(call: Call, result: Result, plan: Plan) -> torch.Tensor:
+    """Return the output to audit: with dropout, which is no error, the plan's output without."""
+    if call.problem.dropout_p == 0.0:
+        return result.output
+    with torch.no_grad():
+        return execute(call.tensors, replace(call.problem, dropout_p=0.0), plan).output
 
 
 def _repaired(call: Call, result: Result, heads: tuple[int, ...]) -> Result:

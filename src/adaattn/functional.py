@@ -27,10 +27,10 @@ from adaattn.dispatch import (
     run_plan,
 )
 from adaattn.errors import ArgumentTypeError, expected_got
-from adaattn.outputs import AuxOutput, AuxRequest
+from adaattn.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.policies import PRESETS, current_policy, resolve_policy
 from adaattn.spec import Align, AttentionProblem, Aux, Decision, HeadGroup, Plan, Policy
-from adaattn.validation import Arguments, Call, build_call
+from adaattn.validation import Arguments, Call, build_call, without_autocast
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
@@ -43,6 +43,7 @@ _cudnn_enabled: _Flag = torch.backends.cuda.cudnn_sdp_enabled
 
 _Direct = Callable[..., torch.Tensor]
 _Key = tuple[object, ...]
+_AUTOCAST: Final = "autocast"
 _NO_COMPANIONS: Final = (None, None, None)
 _KEPT_DIRECT: Final = 4096
 
@@ -159,7 +160,7 @@ def scaled_dot_product_attention(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    call = build_call(query, key, value, arguments, _aux_flags(return_aux))
+    call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
         return _with_plan(call, plan, return_aux, tag)
     if fast_key is not None and not _is_as_given(call, query, key, value, attn_mask):
@@ -218,7 +219,8 @@ def plan_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
     call = build_call(query, key, value, arguments)
-    return decide_call(call, resolve_policy(policy), backend, layer)
+    with without_autocast(call.problem.device_type):
+        return decide_call(call, resolve_policy(policy), backend, layer)
 
 
 def _planned(
@@ -231,7 +233,7 @@ def _planned(
 ) -> Any:
     """Return the result of a call that has to be decided."""
     resolved = resolve_policy(policy)
-    outcome = run_call(call, resolved, backend, tag, _layer_of(tag))
+    outcome = run_call(call, resolved, backend, tag)
     output = call.restore(outcome.result.output)
     if return_aux is None or return_aux is False:
         if fast_key is not None and outcome.decision is not None and not outcome.fallbacks:
@@ -261,23 +263,6 @@ def _is_as_given(call: Call, *given: torch.Tensor | None) -> bool:
     query, key, value, mask = given
     whole = tensors.query is query and tensors.key is key and tensors.value is value
     return whole and (tensors.mask is None) == (mask is None)
-
-
-def _layer_of(tag: str) -> int:
-    """Return the number in a tag such as ``"layer12"``; -1 if there is none."""
-    digits = tag.removeprefix("layer")
-    return int(digits) if digits != tag and digits.isdigit() else -1
-
-
-def _aux_flags(return_aux: AuxRequest | bool | None) -> Aux:
-    """Return the outputs that a request names."""
-    if isinstance(return_aux, AuxRequest):
-        return return_aux.flags
-    if return_aux is None or isinstance(return_aux, bool):
-        return Aux.NONE
-    raise ArgumentTypeError(
-        expected_got("return_aux", "None, True or an AuxRequest", type(return_aux).__name__)
-    )
 
 
 def _aux_output(call: Call, outcome: Outcome) -> AuxOutput:
@@ -334,7 +319,7 @@ def _fast_key(
         settings,
         backend,
         ambient if type(ambient) is str else id(ambient),
-        torch.is_autocast_enabled(query.device.type),
+        _AUTOCAST if torch.is_autocast_enabled(query.device.type) else None,
         torch.are_deterministic_algorithms_enabled(),
         _flash_enabled(),
         _efficient_enabled(),
@@ -359,8 +344,7 @@ def _remember(
         return  # a file, which may change
     group = plan.groups[0]
     exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
-    plain = len(call.batch_shape) == 2 and not torch.is_autocast_enabled(problem.device_type)
-    if not exact or not plain:
+    if not exact or len(call.batch_shape) != 2 or _AUTOCAST in fast_key:
         return
     if len(_DIRECT) >= _KEPT_DIRECT:
         _DIRECT.clear()

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -141,10 +142,10 @@ def _choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]
     The rows lie between those that block selection scores, which would flatter it.
     """
     generator = random.Random(seed * 1_000_003 + len_q)
-    num_blocks = max(len_q // BLOCK_SIZE, 1)
+    num_blocks = max(-(-len_q // BLOCK_SIZE), 1)
     count = min(_BLOCKS, num_blocks)
     edges = [num_blocks * i // count for i in range(count + 1)]
-    blocks = [generator.randrange(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    blocks = [generator.randrange(a, b) for a, b in pairwise(edges)]
     each = max(rows // count, 1)
     numbers: list[int] = []
     for block in blocks:
@@ -275,4 +276,5 @@ def _relative(approximate: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """Return ||approximate - exact|| / ||exact|| over rows and columns: [B, Hq]."""
     difference = (approximate.to(exact.dtype) - exact).flatten(2).norm(dim=-1)
     size = exact.flatten(2).norm(dim=-1)
-    return difference / size.clamp_min(torch.finfo(exact.dtype).tiny)
+    relative: torch.Tensor = difference / size.clamp_min(torch.finfo(exact.dtype).tiny)
+    return relative

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.spec import Aux, Decision
 
-__all__ = ["AuxOutput", "AuxRequest"]
+__all__ = ["AuxOutput", "AuxRequest", "requested_flags"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +64,18 @@ class AuxOutput:
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     error_estimate: torch.Tensor | None = None
+
+
+def requested_flags(return_aux: AuxRequest | bool | None) -> Aux:
+    """Return the outputs that a request names.
+
+    Raises:
+        ArgumentTypeError: it is neither None, a boolean nor an `AuxRequest`.
+    """
+    if isinstance(return_aux, AuxRequest):
+        return return_aux.flags
+    if return_aux is None or isinstance(return_aux, bool):
+        return Aux.NONE
+    raise ArgumentTypeError(
+        expected_got("return_aux", "None, True or an AuxRequest", type(return_aux).__name__)
+    )

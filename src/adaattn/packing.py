@@ -2,6 +2,7 @@
 
 import weakref
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -56,7 +57,9 @@ _KEPT_BOUNDS: Final = 16
 
 
 def _host_values(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's numbers on the host; read once while the tensor lives unchanged."""
+    """Return a tensor's numbers on the host; read once while it lives and its version stays."""
+    if starts.is_inference():
+        return tuple(starts.tolist())  # no version counter would tell of a change
     known = _HOST_BOUNDS.get(id(starts))
     if known is not None and known[0]() is starts and known[1] == starts._version:
         return known[2]
@@ -74,7 +77,7 @@ def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) 
     if starts.device != device:
         raise DeviceError(expected_got(name, f"device {device}", starts.device))
     bounds = _host_values(starts)
-    rising = all(a <= b for a, b in zip(bounds, bounds[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not rising:
         raise ArgumentError(
             expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8])
@@ -84,4 +87,4 @@ def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) 
 
 def sequence_lengths(bounds: tuple[int, ...]) -> list[int]:
     """Return the length of each packed sequence."""
-    return [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [b - a for a, b in pairwise(bounds)]

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -83,7 +83,7 @@ def resolve_policy(policy: Policy | str | os.PathLike[str] | None) -> Policy:
         return PRESETS[policy]
     if isinstance(policy, (str, os.PathLike)):
         path = Path(policy)
-        if path.suffix == ".json" or path.exists():
+        if path.suffix == ".json" or os.path.isfile(path):
             return load_policy(path)
     names = ", ".join(repr(name) for name in PRESETS)
     raise PolicyError(
@@ -100,10 +100,6 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = json.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(
-            expected_got(f"policy file {path}", "a readable file", repr(error))
-        ) from error
     except json.JSONDecodeError as error:
         raise PolicyError(
             expected_got(
@@ -112,6 +108,10 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
                 f"text that breaks off at line {error.lineno}",
                 "write it again with adaattn.save_policy",
             )
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolicyError(
+            expected_got(f"policy file {path}", "a readable file", repr(error))
         ) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise PolicyError(
@@ -143,16 +143,14 @@ def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     target = Path(path)
     document = {"format": _FORMAT, "version": _VERSION, "policy": policy.to_dict()}
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=2)
-                file.write("\n")
-            Path(temporary).replace(target)
+            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(target)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise PolicyError(
             expected_got(f"policy file {path}", "a place that can be written", repr(error))
         ) from error

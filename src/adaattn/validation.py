@@ -4,10 +4,11 @@ Every check of user input is here and made once; below this layer tensors are 4-
 agree and numbers are in range.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -27,7 +28,7 @@ from adaattn.packing import packed_bounds, sequence_lengths
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
-__all__ = ["Arguments", "Call", "allowed_sdpa_kernels", "build_call"]
+__all__ = ["Arguments", "Call", "allowed_sdpa_kernels", "build_call", "without_autocast"]
 
 _SDPA_NAMES: Final = {
     "cpu": {0: "sdpa.math", 1: "sdpa.flash"},
@@ -101,7 +102,8 @@ def build_call(
         UnsupportedError: nested tensors.
     """
     _check_tensors(query, key, value)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = (_autocast(item) for item in (query, key, value))
+    _check_dtypes(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
     query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
     batch, heads, len_q, head_dim = query.shape
@@ -185,7 +187,7 @@ def allowed_sdpa_kernels(device_type: str) -> tuple[str, ...] | None:
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse what is no tensor, nested, on several devices, or of several dtypes."""
+    """Refuse what is no tensor, nested, of the wrong rank, or on several devices."""
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, torch.Tensor):
             raise ArgumentTypeError(expected_got(name, "a torch.Tensor", type(item).__name__))
@@ -208,6 +210,10 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         raise DeviceError(
             expected_got("query, key and value", "one device", got, "move them to one device")
         )
+
+
+def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse tensors of several dtypes, or of one that attention does not take."""
     precision_of(query.dtype)
     if not query.dtype == key.dtype == value.dtype:
         got = f"{query.dtype}, {key.dtype}, {value.dtype}"
@@ -216,13 +222,24 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         )
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors as autocast wants them, which is what SDPA does."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which products keep the precision that the plan gives them.
+
+    The inputs were cast when they were checked; autocast would round the fp32 scores again.
+    """
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as autocast wants it, which is what SDPA does; fp64 stays as it is."""
+    kind = tensor.device.type
+    if kind not in _SDPA_NAMES or not torch.is_autocast_enabled(kind):
+        return tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _causal_bias(
@@ -248,7 +265,7 @@ def _causal_bias(
         )
     variant = getattr(mask, "variant", None)
     if variant is None or type(mask).__name__ != "CausalBias":
-        return mask, False, align
+        return _autocast(mask), False, align
     lengths = (getattr(mask, "seq_len_q", None), getattr(mask, "seq_len_kv", None))
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ShapeError(
@@ -314,24 +331,25 @@ def _check_numbers(
     arguments: Arguments, head_dim: int
 ) -> tuple[tuple[int, int], int, float, float, float]:
     """Return (window, dilation, softcap, scale, dropout_p), each in range."""
-    window = tuple(arguments.window)
+    given = arguments.window
+    window = tuple(given) if isinstance(given, Sequence) else ()
     if len(window) != 2 or not all(_is_int(edge) and edge >= -1 for edge in window):
-        raise ArgumentError(
-            expected_got("window", "(left, right), each at least -1", arguments.window)
-        )
+        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given))
     if not _is_int(arguments.dilation) or arguments.dilation < 1:
         raise ArgumentError(
             expected_got("dilation", "an integer of at least 1", arguments.dilation)
         )
-    softcap = 0.0 if arguments.softcap is None else float(arguments.softcap)
+    softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
     if not (math.isfinite(softcap) and softcap >= 0):
         raise ArgumentError(
             expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
         )
-    scale = 1 / math.sqrt(head_dim) if arguments.scale is None else float(arguments.scale)
+    scale = 1 / math.sqrt(head_dim)
+    if arguments.scale is not None:
+        scale = _number("scale", arguments.scale)
     if not math.isfinite(scale):
         raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
-    dropout_p = float(arguments.dropout_p)
+    dropout_p = _number("dropout_p", arguments.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentError(
             expected_got(
@@ -340,6 +358,14 @@ def _check_numbers(
         )
     left, right = window
     return (left, right), arguments.dilation, softcap, scale, dropout_p
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number as a Python float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(expected_got(name, "a number", repr(value))) from error
 
 
 def _is_int(value: object) -> bool:

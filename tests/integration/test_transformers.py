@@ -85,8 +85,14 @@ def test_a_prompt_read_in_two_parts_has_eager_logits(
         same(tiny(name), second_part)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *((name, "dynamic") for name in GENERATING),
+        # Transformers before 5.23 cannot make Llama 4's masks for a static cache.
+        *((name, "static") for name in GENERATING if name != "llama4"),
+    ],
+)
 def test_greedy_generation_gives_the_tokens_of_eager(
     name: str, cache: str, tiny: Any, tokens: Any, left_padding: Any
 ) -> None:
@@ -264,3 +270,13 @@ def test_a_registered_policy_goes_before_the_ambient_one(tiny: Any, tokens: Any)
         with adaattn.record_events(events.append), adaattn.use_policy("balanced"):
             model(tokens)
     assert {event.decision.policy for event in events} == {"speed"}
+
+
+def test_a_compiled_model_computes_the_same(tiny: Any, same: Any, tokens: Any) -> None:
+    def call(model: Any) -> torch.Tensor:
+        if model.config._attn_implementation != "adaattn":
+            return model(tokens).logits
+        return torch.compile(model, backend="eager")(tokens).logits
+
+    with torch.no_grad():
+        same(tiny("mistral"), call)

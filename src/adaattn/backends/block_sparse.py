@@ -87,10 +87,10 @@ def select_blocks(
         begin -= begin % size
         scores = tile_scores(tensors, problem, rows, range(begin, end))
         needed = blocks_needed(softmax_rows(scores, None).weights, size, kept_mass)
-        columns = torch.arange(begin // size, begin // size + needed.shape[-1], device=keep.device)
+        columns = slice(begin // size, begin // size + needed.shape[-1])
         for row in range(needed.shape[2]):
             block = (start + row * STRIDE) // size
-            keep[:, :, block, columns[0] : columns[-1] + 1] |= needed[:, :, row]
+            keep[:, :, block, columns] |= needed[:, :, row]
     return keep | _diagonal(problem, size, keep.device)
 
 

@@ -22,7 +22,7 @@ from adaattn.backends.common import (
     tile_scores,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, MaskKind
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -89,8 +89,16 @@ def _call(
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
-    """Return whether SDPA with a mask can compute a chunk."""
-    return problem.softcap == 0 and not problem.has_sinks and problem.aux is Aux.NONE
+    """Return whether SDPA can compute a chunk; on a GPU its masked kernels cannot be trusted.
+
+    They differ on rows that see nothing, and some misread odd sizes.
+    """
+    if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
+        return False
+    if problem.precision.bits == 16 and problem.has_alibi:
+        return False  # a bias in 16 bits would lose distances past 256
+    unmasked = problem.mask is MaskKind.NONE and not problem.is_positional
+    return problem.device_type == "cpu" or (unmasked and not problem.has_alibi)
 
 
 def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:
@@ -119,9 +127,9 @@ def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: i
 
 def _blind(tensors: Tensors, query: torch.Tensor) -> _Piece:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
-    value_dim = tensors.value.shape[-1]
-    zero = query.sum(-1, keepdim=True) * 0
-    return (zero.expand(*query.shape[:-1], value_dim),)
+    tied = [item[..., :0].sum() for item in (query, tensors.key, tensors.value)]
+    zero = torch.stack(tied).sum().to(query.dtype)
+    return (zero.expand(*query.shape[:-1], tensors.value.shape[-1]),)
 
 
 def _explicit_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:

@@ -26,6 +26,7 @@ CAPABILITIES = (
             Feature.CAUSAL_TOP_LEFT
             | Feature.BOOLEAN_MASK
             | Feature.ADDITIVE_MASK
+            | Feature.MASKED_BACKWARD
             | Feature.DROPOUT
             | Feature.BACKWARD
             | Feature.VALUE_DIM

@@ -19,6 +19,7 @@ from adaattn.spec import (
     Capability,
     Feature,
     HeadGroup,
+    MaskKind,
     Precision,
 )
 
@@ -28,6 +29,7 @@ _ATEN = torch.ops.aten
 _HALF = (Precision.BF16, Precision.FP16)
 _ALIGNMENT = 8
 _MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
+_MASKED_TRAINING = _MASKS | Feature.MASKED_BACKWARD
 _TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
 
 CAPABILITIES = (
@@ -35,7 +37,7 @@ CAPABILITIES = (
         name="sdpa.flash",
         backend="sdpa",
         device_types=("cpu",),
-        features=Feature.CAUSAL_TOP_LEFT | _MASKS | _TRAINING | Feature.LSE,
+        features=Feature.CAUSAL_TOP_LEFT | _MASKED_TRAINING | _TRAINING | Feature.LSE,
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
@@ -66,7 +68,7 @@ CAPABILITIES = (
         precisions=(Precision.FP32, *_HALF),
         features=(
             Feature.CAUSAL_TOP_LEFT
-            | _MASKS
+            | _MASKED_TRAINING
             | Feature.MASK_GRADIENT
             | Feature.DROPOUT
             | Feature.BACKWARD
@@ -98,7 +100,7 @@ CAPABILITIES = (
         backend="sdpa",
         features=(
             Feature.CAUSAL_TOP_LEFT
-            | _MASKS
+            | _MASKED_TRAINING
             | Feature.MASK_GRADIENT
             | Feature.DROPOUT
             | _TRAINING
@@ -121,10 +123,14 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 
 def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
-    """Return whether ``F.scaled_dot_product_attention`` itself would run this kernel."""
+    """Return whether ``F.scaled_dot_product_attention`` itself would run this kernel.
+
+    Not with a mask on a GPU: what its kernels write for a row that sees nothing differs.
+    """
     if problem.sdpa_default != group.capability:
         return False
-    special = problem.num_sequences > 0 or problem.window != (-1, -1)
+    masked = problem.mask is not MaskKind.NONE and problem.device_type != "cpu"
+    special = masked or problem.num_sequences > 0 or problem.window != (-1, -1)
     corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT
     return not (special or corner or problem.aux is not Aux.NONE)
 
@@ -194,10 +200,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the memory-efficient kernel's output; k and v are repeated for grouped heads."""
-    bias = _additive(tensors)
-    if bias is not None:
-        bias = _aligned(bias.expand(-1, -1, problem.len_q, problem.len_k))
-        bias = bias.expand(problem.batch, problem.num_heads, -1, -1)
+    bias = _full_bias(tensors, problem)
     output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention.default(
         _padded(tensors.query),
         _padded(_repeated(tensors.key, problem)),
@@ -208,8 +211,8 @@ def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
         problem.is_causal,
         scale=problem.scale,
     )
-    lse = lse[..., : problem.len_q] if lse.numel() else None
-    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, tensors, problem))
+    lse = lse[..., : problem.len_q] if lse is not None and lse.numel() else None
+    return _without_blind_rows(output[..., : problem.value_dim], lse, tensors)
 
 
 def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -218,15 +221,16 @@ def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
         _padded(tensors.query),
         _padded(tensors.key),
         _padded(tensors.value),
-        _additive(tensors),
+        _full_bias(tensors, problem),
         Aux.LSE in problem.aux or problem.requires_grad,
         problem.dropout_p,
         problem.is_causal,
         False,
         scale=problem.scale,
     )
-    lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q) if lse.numel() else None
-    return Result(output=output[..., : problem.value_dim], lse=_masked_lse(lse, tensors, problem))
+    if lse is not None and lse.numel():
+        lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q)
+    return _without_blind_rows(output[..., : problem.value_dim], lse, tensors)
 
 
 def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -273,6 +277,29 @@ def _masked_lse(
         return lse
     seen = tensors.mask if tensors.mask.dtype == torch.bool else tensors.mask > float("-inf")
     return lse.masked_fill(~seen.any(-1), float("-inf"))
+
+
+def _without_blind_rows(output: torch.Tensor, lse: torch.Tensor | None, tensors: Tensors) -> Result:
+    """Return the result with zeros and -inf where a mask hides every key.
+
+    GPU kernels leave NaN or the mean of the values there.
+    """
+    if tensors.mask is None:
+        return Result(output=output, lse=lse)
+    seen = tensors.mask if tensors.mask.dtype == torch.bool else tensors.mask > float("-inf")
+    blind = ~seen.any(-1)
+    if lse is not None:
+        lse = lse.masked_fill(blind, float("-inf"))
+    return Result(output=output.masked_fill(blind.unsqueeze(-1), 0.0), lse=lse)
+
+
+def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | None:
+    """Return the mask as a bias [B, Hq, Sq, Sk] whose rows are stored, and start aligned."""
+    bias = _additive(tensors)
+    if bias is None:
+        return None
+    rows = _aligned(bias.expand(-1, -1, problem.len_q, problem.len_k).contiguous())
+    return rows.expand(problem.batch, problem.num_heads, -1, -1)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import itertools
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -91,8 +92,8 @@ class _Run:
     clock: AttentionClock
     ledger: Ledger = field(default_factory=Ledger)
     is_clocked: bool = False
-    attention_ms: float = 0.0
-    forward_ms: float = 0.0
+    attention_ms: list[float] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     differences: list[torch.Tensor] = field(default_factory=list)
     divergences: list[torch.Tensor] = field(default_factory=list)
@@ -294,8 +295,8 @@ def _timed_forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> tor
     start = time.perf_counter()
     hidden = _forward(model, run, inputs)
     synchronise()
-    run.forward_ms += (time.perf_counter() - start) * 1e3
-    run.attention_ms += run.clock.read_ms()
+    run.forward_ms.append((time.perf_counter() - start) * 1e3)
+    run.attention_ms.append(run.clock.read_ms())
     run.ledger.settle()
     return hidden
 
@@ -355,8 +356,8 @@ def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> 
         mean_absolute_difference=absolute,
         divergence=float(divergences.mean()),
         max_divergence=float(divergences.max()),
-        attention_ms=run.attention_ms if run.is_clocked else None,
-        forward_ms=run.forward_ms,
+        attention_ms=statistics.median(run.attention_ms) if run.is_clocked else None,
+        forward_ms=statistics.median(run.forward_ms),
         peak_bytes=run.peak_bytes,
         workspace_bytes=told.workspace_bytes,
         methods=told.methods,

@@ -19,7 +19,16 @@ QUALITY_COLUMNS = (
     "KL to exact",
     "output error",
 )
-COST_COLUMNS = ("run", "attention", "of exact", "all layers", "of exact", "peak", "workspace")
+COST_COLUMNS = (
+    "run",
+    "attention",
+    "of exact",
+    "all layers",
+    "of exact",
+    "peak",
+    "workspace",
+)
+"""Times are those of the median window."""
 
 _MAX_METHODS = 4
 _NOTICEABLE = 0.02
@@ -39,7 +48,7 @@ def print_report(result: EvaluationResult, console: "Console") -> None:
 
     console.print(escape(headline(result)), highlight=False)
     console.print(_table(QUALITY_COLUMNS, quality_rows(result)))
-    console.print(_table(COST_COLUMNS, cost_rows(result)))
+    console.print(_table(COST_COLUMNS, cost_rows(result), "times of the median window"))
     for line in method_lines(result):
         console.print(escape(line), highlight=False)
     console.print()
@@ -76,9 +85,9 @@ def cost_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
     return [
         (
             run.name,
-            "unknown" if run.attention_ms is None else f"{run.attention_ms / 1e3:.2f} s",
+            "unknown" if run.attention_ms is None else f"{run.attention_ms:.0f} ms",
             _ratio(run.attention_ms, exact.attention_ms),
-            f"{run.forward_ms / 1e3:.2f} s",
+            f"{run.forward_ms:.0f} ms",
             _ratio(run.forward_ms, exact.forward_ms),
             "unknown" if run.peak_bytes is None else f"{run.peak_bytes / _MEGABYTE:.0f} MB",
             "unknown" if run.error_budget is None else f"{run.workspace_bytes / _MEGABYTE:.1f} MB",
@@ -173,12 +182,14 @@ def _ratio(value: float | None, reference: float | None) -> str:
     return "" if value is None or not reference else f"{value / reference:.2f}x"
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> "Table":
+def _table(
+    columns: tuple[str, ...], rows: list[tuple[str, ...]], caption: str | None = None
+) -> "Table":
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = Table(box=box.SIMPLE, pad_edge=False, caption=caption, caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:

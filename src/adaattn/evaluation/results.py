@@ -27,8 +27,10 @@ class RunResult:
         mean_absolute_difference: mean of their absolute values, in nat.
         divergence: mean KL(exact || run) over the vocabulary, in nat.
         max_divergence: the largest of any token.
-        attention_ms: time in attention calls, adapter included; None if it cannot be seen.
-        forward_ms: time of all layers, attention included, without the vocabulary projection.
+        attention_ms: time in a window's attention calls, adapter included, the median over
+            windows (a busy machine spoils a mean); None if it cannot be seen.
+        forward_ms: time of all layers in a window, attention included, without the vocabulary
+            projection; the median likewise.
         peak_bytes: most memory a forward pass added; None where it cannot be measured.
         workspace_bytes: the most that a plan asked for beside inputs and output.
         methods: ``(label, share)`` of the heads of all calls.

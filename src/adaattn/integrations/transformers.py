@@ -9,7 +9,8 @@ Shape legend in `adaattn.spec`. A layer passes q [B, Hq, Sq, D] and unrepeated k
 zeros here; Transformers' eager attention gives such rows (padding) the mean of all values.
 
 Not covered: continuous batching (it keeps its own paged cache), and the learned sparse
-indices of DeepSeek V3.2 and its kin. Both end in an error, never in another result.
+indices of DeepSeek V3.2 and its kin. Both end in an error, never in another result. Nor is
+``torch.compile(fullgraph=True)``: a compiled model has a graph break at each attention call.
 """
 
 import re
@@ -263,7 +264,11 @@ def attention_forward(
         seen = masked(attention_mask, len_k, query.dtype)
     if position_bias is not None:
         seen = with_bias(seen, position_bias, query.dtype)
-    result = scaled_dot_product_attention(
+    # Planning reads values and hardware, which no graph can hold: under torch.compile each
+    # layer's attention runs between two graphs.
+    compiling = torch.compiler.is_compiling()
+    call = _outside_the_graph if compiling else scaled_dot_product_attention
+    result = call(
         query,
         key[:, :, : seen.num_keys],
         value[:, :, : seen.num_keys],
@@ -287,6 +292,12 @@ def attention_forward(
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, len_k - seen.num_keys))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_the_graph(*args: Any, **kwargs: Any) -> Any:
+    """Return the public call's result without being traced."""
+    return scaled_dot_product_attention(*args, **kwargs)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:

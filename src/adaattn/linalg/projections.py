@@ -72,11 +72,15 @@ def value_basis(value: torch.Tensor, rank: int) -> torch.Tensor:
         rank: r, at most Dv.
     """
     _, vectors = torch.linalg.eigh(_gram(value))
-    return vectors.flip(-1)[..., :rank].to(value.dtype)
+    basis: torch.Tensor = vectors.flip(-1)[..., :rank].to(value.dtype)
+    return basis
 
 
 def _gram(tokens: torch.Tensor) -> torch.Tensor:
-    """Return X^T X in fp64: its eigenvalues are squares, and fp32 would lose half of them."""
+    """Return X^T X, summed in fp32 (fp64 for fp64) and decomposed in fp64.
+
+    Directions below `_RELATIVE_FLOOR` of the largest eigenvalue are rounding errors of the sum.
+    """
     wide = tokens.to(torch.float32 if tokens.dtype != torch.float64 else torch.float64)
     return (wide.mT @ wide).double()
 

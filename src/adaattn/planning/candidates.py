@@ -94,8 +94,8 @@ class Candidate:
         return self.densities[head] if self.densities else 1.0
 
     def allows(self, head: int) -> bool:
-        """Return whether a head's estimated error is within its budget."""
-        return not self.errors or self.errors[head] <= self.budgets[head]
+        """Return whether a head's estimated error is within its budget; a budget of 0 is exact."""
+        return not self.errors or 0.0 < self.budgets[head] >= self.errors[head]
 
 
 @lru_cache(maxsize=512)
@@ -114,19 +114,22 @@ def enumerate_candidates(
     lower = lower_precisions(problem, hardware, policy)
     for capability in capabilities:
         own = _own_group(capability, problem, policy)
+        variants = _variants(own, capability, problem)
         refusal = "; ".join(reasons(capability, problem, hardware))
-        if capability.method not in policy.methods:
-            refusal = refusal or f"policy {policy.name!r} does not use this method"
+        if not refusal and capability.method not in policy.methods:
+            refusal = f"policy {policy.name!r} does not use this method"
+        if not refusal and not variants:
+            dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
+            refusal = f"expected head dimensions that a lower rank pays for, got {dims}"
         if refusal:
             found.append(_candidate(own, capability, problem, refusal=refusal))
             continue
         precisions = [own.precision, *_precisions_below(capability, lower)]
-        for group in _variants(own, capability, problem):
+        for group in variants:
             for precision in precisions:
                 variant = replace(group, precision=precision)
                 found.append(_costed(variant, capability, problem, hardware, policy))
-    found += [_refused_precision(choice, problem) for choice in lower if choice.refusal]
-    return tuple(found)
+    return (*found, *_untried_precisions(lower, found, problem))
 
 
 def _precisions_below(capability: Capability, lower: Sequence[PrecisionChoice]) -> list[Precision]:
@@ -141,15 +144,22 @@ def _precisions_below(capability: Capability, lower: Sequence[PrecisionChoice]) 
     return sorted(known, key=lambda precision: precision.unit_roundoff)
 
 
-def _refused_precision(choice: PrecisionChoice, problem: AttentionProblem) -> Candidate:
-    """Return one entry for a format that no executor may use here."""
-    return Candidate(
-        group=HeadGroup(capability="any executor", precision=choice.precision),
-        capability=Capability(name="any executor", backend=""),
-        refusal=choice.refusal,
-        own_precision=problem.precision,
-        num_heads=problem.num_heads,
-    )
+def _untried_precisions(
+    lower: Sequence[PrecisionChoice], found: Sequence[Candidate], problem: AttentionProblem
+) -> list[Candidate]:
+    """Return one refused entry for each lower format that no candidate computes in."""
+    tried = {item.group.precision for item in found}
+    nobody = Capability(name="any executor", backend="")
+    return [
+        _candidate(
+            HeadGroup(capability=nobody.name, precision=choice.precision),
+            nobody,
+            problem,
+            refusal=choice.refusal or "no executor that can serve this call takes it and gains",
+        )
+        for choice in lower
+        if choice.precision not in tried
+    ]
 
 
 def with_stats(
@@ -207,6 +217,8 @@ def _judge(
     )
     if any(judged.allows(head) for head in range(problem.num_heads)):
         return judged
+    if max(budgets) == 0.0:
+        return replace(judged, refusal="it approximates, and the error budget is 0")
     low, high = min(errors), max(errors)
     span = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g} over heads"
     return replace(judged, refusal=f"expected an error of at most {max(budgets):g}, got {span}")
@@ -273,19 +285,18 @@ def _costed(
     density = _BEST_DENSITY if group.method is Method.BLOCK_SPARSE else 1.0
     cost = estimate(problem, capability, group, hardware, density=density)
     item = replace(_candidate(group, capability, problem, refusal=""), cost=cost)
-    limit = (
-        hardware.memory_bytes
-        if policy.memory_budget_bytes is None
-        else (policy.memory_budget_bytes)
-    )
-    if limit and cost.workspace_bytes > limit:
-        return replace(
-            item,
-            refusal=f"expected at most {_mib(limit)} of workspace, got {_mib(cost.workspace_bytes)}",
-        )
-    return item
+    limit = policy.memory_budget_bytes
+    if limit is None:
+        limit = hardware.memory_bytes or cost.workspace_bytes
+    if cost.workspace_bytes <= limit:
+        return item
+    refusal = f"expected at most {_size(limit)} of workspace, got {_size(cost.workspace_bytes)}"
+    return replace(item, refusal=refusal)
 
 
-def _mib(count: int) -> str:
-    """Return bytes as MiB."""
-    return f"{count / 2**20:.3g} MiB"
+def _size(count: float) -> str:
+    """Return bytes in the largest unit that leaves a number of at least 1."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count:g} bytes"

@@ -41,15 +41,18 @@ _MEASURED_GROUP: Final = 8
 
 @lru_cache(maxsize=4096)
 def visible_pairs(problem: AttentionProblem) -> float:
-    """Return how many (query, key) pairs causality and windows leave, per head and batch."""
+    """Return how many (query, key) pairs causality and windows leave, per head and batch.
+
+    Exact without dilation; within one pair a row with it; an estimate for packed sequences,
+    whose lengths are not all known here.
+    """
     left, right = problem.window
     right = 0 if problem.is_causal else right
     if problem.num_sequences:
         pairs = float(problem.attended_pairs)
         pairs *= 0.5 if problem.is_causal else 1.0
-        if left >= 0:
-            width = left + 1 + (max(right, 0) if not problem.is_causal else 0)
-            pairs = min(pairs, float(problem.len_q * width))
+        if left >= 0 and right >= 0:
+            pairs = min(pairs, float(problem.len_q * (left + 1 + right)))
     else:
         low, high, count = problem.offset, problem.len_k, problem.len_q
         upper = _clamped_sum(count, low + right + 1, high) if right >= 0 else count * high

@@ -8,7 +8,7 @@ from adaattn.errors import PlanError
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import estimate, measuring_ms
 from adaattn.planning.simplify import simplify
-from adaattn.planning.trace import trace_of
+from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -22,12 +22,18 @@ from adaattn.spec import (
     TensorStats,
 )
 
-__all__ = ["MARGIN", "decide", "head_budgets", "worth_measuring"]
+__all__ = ["MARGIN", "TIE", "decide", "head_budgets", "worth_measuring"]
 
 MARGIN = 0.05
 """How much faster than a more accurate candidate a less accurate one must be predicted."""
 
+TIE = 0.15
+"""Predicted times of exact candidates that differ by less are called equal."""
+
 _MEASURE_VARIANTS = 4
+
+_LOSES_NOTHING = "it approximates, and the error budget is 0"
+_NOT_EXACT = "it approximates, and no exact one could take over where an audit finds too much"
 
 
 def decide(
@@ -58,12 +64,12 @@ def decide(
     """
     problem = simplify(problem)
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
-    exact = _cheapest_exact(candidates)
+    exact = _cheapest_exact(candidates, problem.sdpa_default)
     if exact is None and not (forced and stats is not None):
         raise PlanError(
             f"no executor can serve this call under policy {policy.name!r}; "
             "raise the memory budget, or drop the feature that no executor has",
-            [f"{item.name}: {item.refusal}" for item in candidates],
+            [f"{item.name}: {item.refusal or _NOT_EXACT}" for item in candidates],
         )
     budgets = head_budgets(policy, problem.num_heads, layer)
     if stats is None:
@@ -75,6 +81,7 @@ def decide(
     total_ms, workspace = _mixed_cost(groups, judged, problem, hardware)
     mixed = len({id(item) for item in chosen}) > 1
     if exact is not None and mixed and total_ms > (1 - MARGIN) * exact.time_ms:
+        judged = _without_mixing(judged, exact, total_ms)
         chosen = [exact] * problem.num_heads
         groups = _groups(chosen)
         total_ms, workspace = exact.time_ms, exact.workspace_bytes
@@ -103,12 +110,14 @@ def worth_measuring(
     At best means: the smallest rank and the lowest density have no error. The time of
     measuring counts. Empty when nothing is worth a look, so that nothing is measured.
     """
+    if _allows_no_loss(policy):
+        return ()
     problem = simplify(problem)
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
     if forced:
         usable = [item for item in candidates if not item.refusal]
         return tuple(sorted({(item.group.method, item.group.precision) for item in usable}))
-    exact = _cheapest_exact(candidates)
+    exact = _cheapest_exact(candidates, problem.sdpa_default)
     if exact is None:
         return ()
     rows = policy.audit_rows
@@ -134,10 +143,22 @@ def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...
     return tuple(budgets)
 
 
-def _cheapest_exact(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the fastest candidate that changes nothing, or None."""
+def _allows_no_loss(policy: Policy) -> bool:
+    """Return whether every head's budget is 0."""
+    return policy.error_budget == 0.0 and not any(budget for *_, budget in policy.head_budgets)
+
+
+def _cheapest_exact(candidates: Sequence[Candidate], default: str) -> Candidate | None:
+    """Return the fastest candidate that changes nothing, or None.
+
+    Predictions closer than `TIE` are no reason to leave the kernel that PyTorch would take.
+    """
     usable = [item for item in candidates if item.is_exact and not item.refusal]
-    return min(usable, key=lambda item: item.time_ms, default=None)
+    best = min(usable, key=lambda item: item.time_ms, default=None)
+    for item in usable:
+        if best and item.group.capability == default and item.time_ms <= (1 + TIE) * best.time_ms:
+            return item
+    return best
 
 
 def _exact_decision(
@@ -161,7 +182,7 @@ def _exact_decision(
         estimated_ms=exact.time_ms,
         workspace_bytes=exact.workspace_bytes,
     )
-    chosen = [exact] * problem.num_heads
+    chosen = [exact] * max(problem.num_heads, 1)
     return Decision(plan=plan, trace=trace_of(judged, chosen, exact), policy=policy.name)
 
 
@@ -170,8 +191,8 @@ def _why_unmeasured(
 ) -> str:
     """Return the sentence for approximations that nobody measured."""
     rows = policy.audit_rows
-    if policy.error_budget == 0.0 and not policy.head_budgets:
-        return "it approximates, and the error budget is 0"
+    if _allows_no_loss(policy):
+        return _LOSES_NOTHING
     if rows == 0:
         return "it must be checked on sampled rows, and the policy audits none"
     if problem.num_sequences:
@@ -180,8 +201,8 @@ def _why_unmeasured(
         return f"checking it takes {rows} sampled rows of at least {4 * rows}, got {problem.len_q}"
     overhead = measuring_ms(problem, hardware, rows, _MEASURE_VARIANTS)
     return (
-        f"even at its best, with {overhead:.3g} ms of measuring, it would not beat "
-        f"{exact.name} at {exact.time_ms:.3g} ms"
+        f"even at its best, with {format_ms(overhead)} of measuring, it would not beat "
+        f"{exact.name} at {format_ms(exact.time_ms)}"
     )
 
 
@@ -221,6 +242,24 @@ def _groups(chosen: Sequence[Candidate]) -> tuple[HeadGroup, ...]:
     for head, item in enumerate(chosen):
         members.setdefault(id(item), []).append(head)
     return tuple(replace(by_id[key].group, heads=tuple(heads)) for key, heads in members.items())
+
+
+def _without_mixing(
+    judged: Sequence[Candidate], exact: Candidate, mixed_ms: float
+) -> list[Candidate]:
+    """Return the candidates, those refused that beat the exact path on some heads alone."""
+    why = (
+        f"faster for some heads, but heads shared out among executors would take "
+        f"{format_ms(mixed_ms)}, {exact.name} {format_ms(exact.time_ms)} for all"
+    )
+    heads = range(exact.num_heads)
+    return [
+        replace(item, refusal=why)
+        if not (item.refusal or item.is_exact)
+        and any(item.allows(h) and item.head_ms(h) < exact.head_ms(h) for h in heads)
+        else item
+        for item in judged
+    ]
 
 
 def _mixed_cost(

@@ -35,11 +35,11 @@ def lower_precisions(
     bits become candidates with the executors that can use them.
     """
     choices = []
-    for precision in policy.precisions:
+    for precision in dict.fromkeys(policy.precisions):
         if precision.bits >= problem.precision.bits:
             continue
         refusal = ""
-        if policy.error_budget == 0.0 and not policy.head_budgets:
+        if policy.error_budget == 0.0 and not any(budget for *_, budget in policy.head_budgets):
             refusal = f"lower than the input's {problem.precision.label}, and the error budget is 0"
         elif precision not in hardware.instructions:
             native = ", ".join(item.label for item in hardware.instructions)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from adaattn.planning.candidates import Candidate
 from adaattn.spec import TraceEntry
 
-__all__ = ["trace_of"]
+__all__ = ["format_ms", "trace_of"]
 
 
 def trace_of(
@@ -21,6 +21,16 @@ def trace_of(
     return tuple(_entry(item, chosen, exact) for item in judged)
 
 
+def format_ms(value: float) -> str:
+    """Return milliseconds with three significant digits, never as a power of ten.
+
+    Example:
+        >>> format_ms(0.01234), format_ms(5678.9)
+        ('0.0123 ms', '5679 ms')
+    """
+    return f"{value:.3g} ms" if value < 999.5 else f"{value:.0f} ms"
+
+
 def _entry(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None) -> TraceEntry:
     """Return the entry of one candidate."""
     heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
@@ -30,7 +40,7 @@ def _entry(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None
     elif item.refusal:
         reason = item.refusal
     else:
-        reason = _slower_reason(item, chosen, exact)
+        reason = _slower_reason(item, chosen)
     return TraceEntry(
         candidate=item.name,
         accepted=accepted,
@@ -45,8 +55,8 @@ def _accepted_reason(
     item: Candidate, heads: Sequence[int], num_heads: int, exact: Candidate | None
 ) -> str:
     """Return why a candidate was taken."""
-    served = "all heads" if len(heads) == num_heads else f"heads {_spans(heads)}"
-    words = f"taken for {served}: {_milliseconds(item, heads, num_heads)}"
+    served = "all heads" if len(heads) == num_heads else _named(heads)
+    words = f"taken for {served}: {_heads_ms(item, heads, num_heads)}"
     if item.errors:
         worst = max(item.errors[head] for head in heads)
         budget = min(item.budgets[head] for head in heads)
@@ -58,32 +68,35 @@ def _accepted_reason(
         return words + ", the fastest that loses nothing"
     if exact is None:
         return words + "; it was asked for by name"
-    return words + f"; {exact.name} would take {exact.time_ms:.3g} ms for all"
+    return words + f"; {exact.name} would take {format_ms(exact.time_ms)} for all"
 
 
-def _milliseconds(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
+def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
     """Return the predicted time of the heads it serves."""
     total = sum(item.head_ms(head) for head in heads)
-    return f"{total:.3g} ms" if len(heads) == num_heads else f"{total:.3g} ms for its heads"
+    return format_ms(total) + ("" if len(heads) == num_heads else " for its heads")
 
 
-def _slower_reason(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None) -> str:
-    """Return why a usable candidate was not taken."""
-    taken = {other.name: other for other in chosen}
-    best = min(taken.values(), key=lambda other: other.time_ms)
-    if item.is_exact:
-        return f"slower: {item.time_ms:.3g} ms, {best.name} {best.time_ms:.3g} ms"
-    allowed = [head for head in range(len(chosen)) if item.allows(head)]
-    cost = sum(item.head_ms(head) for head in allowed) / max(len(allowed), 1) * len(chosen)
-    return f"slower: {cost:.3g} ms for all heads, {best.name} {best.time_ms:.3g} ms"
+def _slower_reason(item: Candidate, chosen: Sequence[Candidate]) -> str:
+    """Return why a usable candidate was not taken, compared on the heads that it may serve."""
+    heads = [head for head in range(len(chosen)) if item.allows(head)]
+    mine = sum(item.head_ms(head) for head in heads)
+    theirs = sum(chosen[head].head_ms(head) for head in heads)
+    names = " and ".join(dict.fromkeys(chosen[head].name for head in heads))
+    word = "slower" if mine > theirs else "not faster by enough"
+    if mine == theirs:
+        word = "no faster"
+    where = "" if len(heads) == len(chosen) else f" for {_named(heads)}"
+    return f"{word}{where}: {format_ms(mine)}, {names} {format_ms(theirs)}"
 
 
-def _spans(heads: Sequence[int]) -> str:
-    """Return head numbers as short spans, such as ``0-3, 7``."""
+def _named(heads: Sequence[int]) -> str:
+    """Return head numbers as short spans, such as ``head 5`` or ``heads 0-3, 7``."""
     spans: list[list[int]] = []
     for head in heads:
         if spans and head == spans[-1][-1] + 1:
             spans[-1][1:] = [head]
         else:
             spans.append([head])
-    return ", ".join("-".join(str(end) for end in span) for span in spans)
+    shown = ", ".join("-".join(str(end) for end in span) for span in spans)
+    return f"head{'s' if len(heads) > 1 else ''} {shown}"

@@ -28,7 +28,7 @@ class Precision(enum.IntEnum):
 
         For the integer formats it is half a step relative to the largest magnitude.
         """
-        return (2.0**-53, 2.0**-24, 2.0**-9, 2.0**-12, 2.0**-4, 2.0**-3, 1 / 254, 1 / 14)[self]
+        return (2.0**-53, 2.0**-24, 2.0**-8, 2.0**-11, 2.0**-4, 2.0**-3, 1 / 254, 1 / 14)[self]
 
     @property
     def label(self) -> str:
@@ -77,6 +77,7 @@ class Feature(enum.IntFlag):
     BOOLEAN_MASK = enum.auto()
     ADDITIVE_MASK = enum.auto()
     MASK_GRADIENT = enum.auto()
+    MASKED_BACKWARD = enum.auto()
     MASKED_POSITIONS = enum.auto()
     WINDOW = enum.auto()
     DILATION = enum.auto()

@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
 
 __all__ = ["AttentionProblem", "Capability", "HardwareFacts", "Rates", "TensorStats"]
+
+_NO_FEATURES: Final = Feature(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +87,8 @@ class AttentionProblem:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.num_heads // max(self.num_kv_heads, 1)
+        """Query heads that share one key and value head; 1 when there are none."""
+        return max(self.num_heads // max(self.num_kv_heads, 1), 1)
 
     @property
     def offset(self) -> int:
@@ -224,7 +227,7 @@ class Capability:
         Precision.BF16,
         Precision.FP16,
     )
-    features: Feature = Feature(0)
+    features: Feature = _NO_FEATURES
     max_head_dim: int = 0
     min_compute_capability: tuple[int, int] = (0, 0)
     min_group_size: int = 1

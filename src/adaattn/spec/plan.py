@@ -40,9 +40,9 @@ class HeadGroup:
     def label(self) -> str:
         """A short name for tables: the executor and what it changes."""
         parts = [f"{self.capability}/{self.precision.label}"]
-        if self.method is Method.LOW_RANK:
+        if self.method is Method.LOW_RANK and self.rank:
             parts.append(f"rank={self.rank}" + (f",{self.value_rank}" if self.value_rank else ""))
-        if self.method is Method.BLOCK_SPARSE:
+        if self.method is Method.BLOCK_SPARSE and self.block_size:
             parts.append(f"mass={self.kept_mass:g}")
         return " ".join(parts)
 
@@ -73,6 +73,10 @@ class Plan:
             raise ArgumentError(expected_got("plan groups", "at least one", "none"))
         if len(self.groups) == 1 and not self.groups[0].heads:
             return
+        if not all(group.heads for group in self.groups):
+            raise ArgumentError(
+                expected_got("plan groups", "heads in each of several", "a group without heads")
+            )
         heads = sorted(head for group in self.groups for head in group.heads)
         if heads != list(range(self.num_heads)):
             raise ArgumentError(
@@ -119,7 +123,9 @@ class Plan:
                 for group in values["groups"]
             )
             return cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
+        except ArgumentError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ArgumentError(
                 expected_got("plan", "the values that Plan.to_dict wrote", repr(error))
             ) from error

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from adaattn.errors import ArgumentError, PolicyError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError, expected_got
 from adaattn.spec.enums import Method, Precision
 
 __all__ = ["Policy"]
@@ -30,6 +30,7 @@ class Policy:
 
     Raises:
         ArgumentError: a value is out of range.
+        ArgumentTypeError: a value has another type.
     """
 
     name: str = "custom"
@@ -43,16 +44,13 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""
-        if not (math.isfinite(self.error_budget) and 0.0 <= self.error_budget < 1.0):
-            raise ArgumentError(
-                expected_got("error_budget", "a number in [0, 1)", self.error_budget)
-            )
-        if self.memory_budget_bytes is not None and self.memory_budget_bytes < 0:
-            raise ArgumentError(
-                expected_got("memory_budget_bytes", "None or at least 0", self.memory_budget_bytes)
-            )
-        if self.audit_rows < 0:
-            raise ArgumentError(expected_got("audit_rows", "at least 0", self.audit_rows))
+        _check_budget("error_budget", self.error_budget)
+        if self.memory_budget_bytes is not None:
+            _check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
+        _check_at_least_0("audit_rows", self.audit_rows)
+        _check_members("methods", self.methods, Method)
+        _check_members("precisions", self.precisions, Precision)
+        _check_head_budgets(self.head_budgets)
         if Method.EXACT not in self.methods:
             raise ArgumentError(
                 expected_got("methods", "a tuple with Method.EXACT in it", self.methods)
@@ -92,3 +90,42 @@ class Policy:
             raise PolicyError(
                 expected_got("policy values", "those of adaattn.Policy", repr(error))
             ) from error
+
+
+def _check_budget(name: str, value: object) -> None:
+    """Refuse what is no relative error below 1."""
+    if not isinstance(value, (int, float)):
+        raise ArgumentTypeError(expected_got(name, "a number in [0, 1)", repr(value)))
+    if not (math.isfinite(value) and 0.0 <= value < 1.0):
+        raise ArgumentError(expected_got(name, "a number in [0, 1)", value))
+
+
+def _check_at_least_0(name: str, value: object) -> None:
+    """Refuse what is no integer of at least 0."""
+    if not isinstance(value, int):
+        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+    if value < 0:
+        raise ArgumentError(expected_got(name, "at least 0", value))
+
+
+def _check_members(name: str, values: object, kind: type) -> None:
+    """Refuse what is no tuple of members of one enum."""
+    if not isinstance(values, tuple) or not all(isinstance(item, kind) for item in values):
+        raise ArgumentTypeError(
+            expected_got(name, f"a tuple of adaattn.spec.{kind.__name__}", repr(values))
+        )
+
+
+def _check_head_budgets(entries: object) -> None:
+    """Refuse what is no tuple of (layer, head, error_budget)."""
+    if not isinstance(entries, tuple):
+        raise ArgumentTypeError(expected_got("head_budgets", "a tuple", repr(entries)))
+    for entry in entries:
+        if not (isinstance(entry, tuple) and len(entry) == 3):
+            raise ArgumentTypeError(
+                expected_got("head_budgets", "tuples (layer, head, error_budget)", repr(entry))
+            )
+        layer, head, budget = entry
+        _check_at_least_0("layer of head_budgets", layer)
+        _check_at_least_0("head of head_budgets", head)
+        _check_budget(f"error_budget of layer {layer}, head {head}", budget)

@@ -1,0 +1,56 @@
+"""Rows of a chunk: as many as the budget allows, never more than help."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaattn.planning.cost import estimate
+from adaattn.planning.launch import choose_chunk_rows
+from adaattn.spec import Capability, HeadGroup
+from adaattn.testing import fake_facts, make_problem
+
+CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
+
+
+@pytest.mark.parametrize(
+    ("values", "budget", "rows"),
+    [
+        ({"len_q": 8, "len_k": 8}, None, 1024),
+        ({"len_q": 4096, "num_heads": 32}, None, 128),
+        ({"len_q": 65536, "num_heads": 64, "len_k": 1 << 20}, None, 16),
+        ({"len_q": 4096, "num_heads": 1}, 32768 + 12 * 4096 * 64, 64),
+        ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096 * 64, 64),
+        ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096 * 64 - 1, 32),
+        ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096, 1),
+        ({"len_q": 4096, "num_heads": 1}, 0, 1),
+        ({"len_q": 4096, "num_heads": 1, "window": (300, -1)}, None, 256),
+        ({"len_q": 4096, "num_heads": 1, "window": (5, -1)}, None, 128),
+        ({"len_q": 4096, "num_heads": 1, "window": (-1, 5)}, None, 1024),
+        ({"len_q": 4, "len_k": 0, "num_heads": 0}, None, 1024),
+    ],
+)
+def test_rows_of_a_chunk(values: dict[str, object], budget: int | None, rows: int) -> None:
+    assert choose_chunk_rows(make_problem(**values), budget) == rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 32),
+    len_q=st.integers(1, 20000),
+    len_k=st.integers(1, 20000),
+    budget=st.integers(0, 1 << 30),
+)
+def test_a_chunk_fits_every_budget_that_one_row_fits(
+    batch: int, heads: int, len_q: int, len_k: int, budget: int
+) -> None:
+    """The rows' own statistics were once left out, and a budget just below refused the plan."""
+    problem = make_problem(batch=batch, num_heads=heads, len_q=len_q, len_k=len_k)
+
+    def workspace(rows: int) -> int:
+        group = HeadGroup(capability="chunked", chunk_rows=rows)
+        return estimate(problem, CHUNKED, group, fake_facts("cpu")).workspace_bytes
+
+    chosen = choose_chunk_rows(problem, budget)
+    assert workspace(chosen) <= budget or chosen == 1
+    assert chosen == 1024 or chosen >= len_q or workspace(2 * chosen) > budget

@@ -1,0 +1,156 @@
+"""The second identical call takes a shortcut: it must be the same call, never a similar one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import AttentionEvent, Policy, functional, record_events, save_policy, use_policy
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.errors import PlanError
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Forget every shortcut, and note each call that is built and decided from scratch."""
+    functional._DIRECT.clear()
+    calls: list[object] = []
+    build = functional.build_call
+
+    def noting(*args: Any) -> Any:
+        calls.append(args)
+        return build(*args)
+
+    monkeypatch.setattr(functional, "build_call", noting)
+    return calls
+
+
+def draw(batch: int = 2, length: int = 32) -> list[torch.Tensor]:
+    return [torch.randn(batch, 4, length, 16) for _ in range(3)]
+
+
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dense": dict,
+    "causal": lambda: {"is_causal": True},
+    "window": lambda: {"window": (5, 3)},
+    "softcap": lambda: {"softcap": 2.0},
+    "sinks": lambda: {"sinks": torch.randn(4)},
+    "slopes of heads": lambda: {"alibi_slopes": torch.rand(4)},
+    "slopes of batch and heads": lambda: {"alibi_slopes": torch.rand(2, 4)},
+    "2-D mask": lambda: {"attn_mask": torch.rand(32, 32) > 0.3},
+    "2-D mask in a window": lambda: {"attn_mask": torch.rand(32, 32) > 0.3, "window": (5, 3)},
+    "4-D mask": lambda: {"attn_mask": torch.randn(1, 4, 32, 32), "softcap": 2.0},
+    "a backend": lambda: {"backend": "chunked"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_repeated_call_is_decided_once_and_gives_the_same(name: str, decided: list[Any]) -> None:
+    tensors, settings = draw(), SETTINGS[name]()
+    first = attend(*tensors, **settings)
+    for _ in range(2):
+        assert torch.equal(attend(*tensors, **settings), first)
+    assert len(decided) == 1
+
+
+def test_other_numbers_in_the_same_shapes_take_the_shortcut(decided: list[Any]) -> None:
+    one, other = draw(), draw()
+    attend(*one, window=(5, 3))
+    shortcut = attend(*other, window=(5, 3))
+    functional._DIRECT.clear()
+    assert torch.equal(attend(*other, window=(5, 3)), shortcut)
+    assert len(decided) == 2
+
+
+def test_events_are_emitted_although_a_shortcut_is_known(decided: list[Any]) -> None:
+    tensors = draw()
+    attend(*tensors)
+    attend(*tensors)
+    assert len(decided) == 1
+    events: list[AttentionEvent] = []
+    with record_events(events.append):
+        attend(*tensors, tag="layer3")
+    assert [event.tag for event in events] == ["layer3"]
+
+
+def test_a_policy_is_never_taken_for_another_that_inherits_its_identity() -> None:
+    """CPython gives a freed object's id to the next one of its size."""
+    tensors = draw()
+    for _ in range(20):
+        attend(*tensors, policy=Policy())
+        with pytest.raises(PlanError, match="memory budget"):
+            attend(*tensors, policy=Policy(memory_budget_bytes=0))
+
+
+def test_the_ambient_policy_is_part_of_the_call(decided: list[Any]) -> None:
+    tensors = draw()
+    attend(*tensors)
+    with use_policy(Policy(memory_budget_bytes=0)), pytest.raises(PlanError, match="memory"):
+        attend(*tensors)
+    attend(*tensors)
+    assert len(decided) == 2
+
+
+def test_a_policy_file_is_read_again_after_it_changed(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    tensors = draw()
+    save_policy(Policy(), path)
+    for _ in range(2):
+        attend(*tensors, policy=str(path))
+    save_policy(Policy(memory_budget_bytes=0), path)
+    with pytest.raises(PlanError, match="memory budget"):
+        attend(*tensors, policy=str(path))
+
+
+def test_a_change_of_shape_or_dtype_is_noticed(decided: list[Any]) -> None:
+    query, key, value = draw()
+    attend(query, key, value, softcap=2.0)
+    assert attend(query[:, :, :7], key, value, softcap=2.0).shape == (2, 4, 7, 16)
+    assert attend(query, key, value[..., :5], softcap=2.0).shape == (2, 4, 32, 5)
+    halves = [item.bfloat16() for item in (query, key, value)]
+    assert attend(*halves, softcap=2.0).dtype is torch.bfloat16
+    assert len(decided) == 4
+
+
+def test_a_wish_for_gradients_is_noticed(decided: list[Any]) -> None:
+    query, key, value = draw()
+    attend(query, key, value)
+    query.requires_grad_()
+    output = attend(query, key, value)
+    assert len(decided) == 2
+    output.sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    "companion",
+    [
+        {"attn_mask": torch.randn(1, 1, 32, 32)},
+        {"sinks": torch.randn(4)},
+        {"alibi_slopes": torch.rand(4)},
+    ],
+    ids=lambda companion: next(iter(companion)),
+)
+def test_gradients_of_a_companion_survive_calls_without_them(
+    companion: dict[str, torch.Tensor],
+) -> None:
+    """The key once left out grad mode when q, k and v wanted no gradient themselves."""
+    tensors = draw()
+    ((name, given),) = companion.items()
+    leaf = given.clone().requires_grad_()
+    with torch.no_grad():
+        for _ in range(2):
+            attend(*tensors, **{name: leaf})
+    attend(*tensors, **{name: leaf}).square().sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.abs().amax() > 0
+
+
+def test_the_shortcuts_are_bounded(monkeypatch: pytest.MonkeyPatch, decided: list[Any]) -> None:
+    monkeypatch.setattr(functional, "_KEPT_DIRECT", 4)
+    for length in range(1, 12):
+        attend(*draw(length=length))
+        assert len(functional._DIRECT) <= 4
+    assert len(decided) == 11
