@@ -1,6 +1,5 @@
 """One call from facts to result: plan (cached), execute, audit, step down if something breaks."""
 
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from adaattn.spec import (
     Policy,
     TensorStats,
 )
-from adaattn.validation import Call
+from adaattn.validation import Call, without_autocast
 
 __all__ = [
     "DECODE_ROWS",
@@ -77,7 +76,7 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
     timed = has_sinks() and wants_timing()
     start = _now(call) if timed else 0.0
     layer = _layer_of(tag)
-    with _own_dtypes(call):
+    with without_autocast(call.problem.device_type):
         decision, sample, stats = _decide(call, policy, backend, layer)
         outcome = _run_decision(call, decision, sample, policy, backend, layer)
     if has_sinks():
@@ -87,7 +86,7 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
 
 def decide_call(call: Call, policy: Policy, backend: str, layer: int) -> Decision:
     """Return the decision for a call without running it; measures if the policy allows a loss."""
-    with _own_dtypes(call):
+    with without_autocast(call.problem.device_type):
         return _decide(call, policy, backend, layer)[0]
 
 
@@ -112,7 +111,7 @@ def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
 
 def run_plan(call: Call, plan: Plan) -> Outcome:
     """Return what ``plan`` computes; traceable by ``torch.compile``."""
-    with _own_dtypes(call):
+    with without_autocast(call.problem.device_type):
         return Outcome(result=execute(call.tensors, call.problem, plan), decision=None)
 
 
@@ -125,37 +124,6 @@ def _layer_of(tag: str) -> int:
     """Return the number in a tag such as ``"layer12"``; -1 if there is none."""
     digits = tag.removeprefix("layer")
     return int(digits) if digits != tag and digits.isdigit() else -1
-
-
-def _own_dtypes(call: Call) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast, which has cast the inputs, leaves the rest alone.
-
-    Executors widen scores to fp32 on purpose, and autocast would narrow them again.
-    """
-    kind = call.problem.device_type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
-
-
-def check_plan(call: Call, plan: Plan) -> None:
-    """Refuse a plan that does not fit the call.
-
-    Raises:
-        ArgumentError: it was made for another number of heads.
-        UnsupportedError: one of its executors cannot serve the call.
-    """
-    if plan.num_heads != call.problem.num_heads:
-        raise ArgumentError(
-            expected_got(
-                "plan", f"one for {call.problem.num_heads} heads", f"one for {plan.num_heads}"
-            )
-        )
-    facts = hardware.probe(call.tensors.query.device)
-    for group in plan.groups:
-        found = reasons(capability_named(group.capability), call.problem, facts)
-        if found:
-            raise UnsupportedError(f"the plan's executor {group.capability}", found)
 
 
 @lru_cache(maxsize=256)

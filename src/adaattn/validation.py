@@ -74,7 +74,7 @@ class Call:
         """Return a canonical [B, Hq, ...] tensor in the caller's leading dimensions."""
         if tensor.shape[:2] == self.batch_shape:
             return tensor
-        return tensor.reshape(*self.batch_shape, *tensor.shape[2:])
+        return tensor.reshape((*self.batch_shape, *tensor.shape[2:]))
 
 
 def build_call(
@@ -210,6 +210,8 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         raise DeviceError(
             expected_got("query, key and value", "one device", got, "move them to one device")
         )
+    if query.device.type not in _SDPA_NAMES:
+        raise DeviceError(expected_got("device", "'cpu' or 'cuda'", repr(str(query.device))))
 
 
 def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -235,7 +237,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
 def _autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as autocast wants it, which is what SDPA does; fp64 stays as it is."""
     kind = tensor.device.type
-    if kind not in _SDPA_NAMES or not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind):
         return tensor
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

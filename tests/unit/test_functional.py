@@ -55,6 +55,11 @@ def make_mask(kind: object, query: torch.Tensor, key: torch.Tensor) -> torch.Ten
     return None
 
 
+def mask_rank(arguments: tuple[Any, ...]) -> int:
+    """Return the rank of the mask among positional arguments; 0 without one."""
+    return arguments[0].dim() if arguments and arguments[0] is not None else 0
+
+
 def widened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments with floating-point tensors in float64."""
     return tuple(
@@ -66,12 +71,18 @@ def widened(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def assert_as_pytorch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **settings: Any
 ) -> AttentionEvent:
-    """Check a call against PyTorch's, bit for bit where PyTorch's own function served it."""
+    """Check a call against PyTorch's, bit for bit where PyTorch's own function served it.
+
+    Where something was broadcast first, PyTorch's function sees other shapes and may choose
+    another kernel for them.
+    """
     events: list[AttentionEvent] = []
     with record_events(events.append):
         actual = attend(query, key, value, *rest, **settings)
     (event,) = events
-    if goes_through_sdpa(event.problem, event.decision.plan.groups[0]):
+    leading = {tuple(item.shape[:-2]) for item in (query, key, value)}
+    as_given = len(leading) == 1 and query.dim() == 4 and mask_rank(rest) in (0, 2, 4)
+    if as_given and goes_through_sdpa(event.problem, event.decision.plan.groups[0]):
         theirs = F.scaled_dot_product_attention(query, key, value, *rest, **settings)
         assert torch.equal(actual, theirs)
     with sdpa_kernel(SDPBackend.MATH):

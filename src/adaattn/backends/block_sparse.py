@@ -10,7 +10,13 @@ queries and attended exactly.
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import key_range, softmax_rows, tile_scores, visible_tile
+from adaattn.backends.common import (
+    fused_attention,
+    key_range,
+    softmax_rows,
+    tile_scores,
+    visible_tile,
+)
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
 
@@ -169,11 +175,4 @@ def _attend(
     visible = visible_tile(problem, rows, numbers)
     if visible is not None:
         seen = seen & visible
-    return F.scaled_dot_product_attention(
-        tensors.query[:, :, start:stop],
-        key,
-        value,
-        attn_mask=seen,
-        dropout_p=problem.dropout_p,
-        scale=problem.scale,
-    )
+    return fused_attention(tensors.query[:, :, start:stop], key, value, seen, problem)

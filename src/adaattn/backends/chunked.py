@@ -7,12 +7,14 @@ backward pass. Not for speed on a GPU where FlexAttention can serve.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from adaattn.backends.common import (
+    fused_attention,
     grouped_product,
     hides_nothing,
     key_range,
@@ -22,7 +24,7 @@ from adaattn.backends.common import (
     tile_scores,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, MaskKind
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -84,21 +86,21 @@ def _call(
     """Return one chunk, recomputed in the backward pass if asked."""
     if not recompute:
         return chunk(tensors, problem, start, stop)
-    piece: _Piece = checkpoint(chunk, tensors, problem, start, stop, use_reentrant=False)
+
+    def run(query: torch.Tensor) -> _Piece:
+        return chunk(replace(tensors, query=query), problem, start, stop)
+
+    # The query is an argument so that the recomputation finds its device's random state.
+    piece: _Piece = checkpoint(run, tensors.query, use_reentrant=False)
     return piece
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
-    """Return whether SDPA can compute a chunk; on a GPU its masked kernels cannot be trusted.
-
-    They differ on rows that see nothing, and some misread odd sizes.
-    """
+    """Return whether SDPA with a mask can compute a chunk."""
     if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
         return False
-    if problem.precision.bits == 16 and problem.has_alibi:
-        return False  # a bias in 16 bits would lose distances past 256
-    unmasked = problem.mask is MaskKind.NONE and not problem.is_positional
-    return problem.device_type == "cpu" or (unmasked and not problem.has_alibi)
+    # A bias in 16 bits would lose distances past 256.
+    return not (problem.precision.bits == 16 and problem.has_alibi)
 
 
 def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:
@@ -112,16 +114,10 @@ def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: i
     all_seen = hides_nothing(problem, range(start, stop), cols)
     bias, mask = tile_mask(tensors, problem, rows, cols, all_seen=all_seen)
     if bias is not None:
+        bias = bias.to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-    output = F.scaled_dot_product_attention(
-        query,
-        tensors.key[:, :, begin:end],
-        tensors.value[:, :, begin:end],
-        attn_mask=mask,
-        dropout_p=problem.dropout_p,
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
-    )
+    keys, values = tensors.key[:, :, begin:end], tensors.value[:, :, begin:end]
+    output = fused_attention(query, keys, values, mask, problem)
     return (output,)
 
 

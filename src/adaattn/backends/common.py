@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
@@ -16,10 +17,12 @@ from adaattn.spec import AttentionProblem, Aux
 __all__ = [
     "RowStatistics",
     "accumulation_dtype",
+    "fused_attention",
     "grouped_product",
     "hides_nothing",
     "key_range",
     "sequences",
+    "sighted",
     "softmax_rows",
     "tile_mask",
     "tile_scores",
@@ -145,6 +148,52 @@ def tile_mask(
         else:
             bias = mask.to(dtype) if bias is None else bias + mask.to(dtype)
     return bias, visible
+
+
+def sighted(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (mask, blind): rows that saw nothing see everything, and are marked in ``blind``.
+
+    Kernels differ on rows that see nothing: zeros, NaN, the mean of the values. Given a row
+    that sees something they agree, and its output is zeroed afterwards, gradients too.
+
+    Args:
+        mask: [..., Sq, Sk] boolean or additive.
+    """
+    if mask.dtype == torch.bool:
+        blind = ~mask.any(-1, keepdim=True)
+        return mask | blind, blind
+    blind = ~(mask > float("-inf")).any(-1, keepdim=True)
+    return mask.masked_fill(blind, 0.0), blind
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    problem: AttentionProblem,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds.
+
+    On a GPU the mask is stored whole first: broadcast or unaligned ones are misread there.
+    """
+    blind = None
+    if mask is not None and query.is_cuda:
+        mask, blind = sighted(mask)
+        mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=problem.dropout_p,
+        is_causal=is_causal,
+        scale=problem.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output if blind is None else output.masked_fill(blind, 0.0)
 
 
 def grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,6 @@ CAPABILITIES = (
             | Feature.BOOLEAN_MASK
             | Feature.ADDITIVE_MASK
             | Feature.MASKED_POSITIONS
-            | Feature.MASKED_BACKWARD
             | Feature.WINDOW
             | Feature.DILATION
             | Feature.SOFTCAP

@@ -15,9 +15,7 @@ CAPABILITIES = (
     Capability(
         name="grouped",
         backend="grouped",
-        features=(
-            Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD | Feature.VALUE_DIM | Feature.DROPOUT
-        ),
+        features=(Feature.BACKWARD | Feature.VALUE_DIM | Feature.DROPOUT),
         min_group_size=2,
         max_len_q=8,
         is_fused=True,

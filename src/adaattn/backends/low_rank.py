@@ -9,8 +9,8 @@ In a causal model they are therefore chosen with later tokens in view. Full rank
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
+from adaattn.backends.common import fused_attention
 from adaattn.backends.interface import Result, Tensors
 from adaattn.linalg.projections import score_projections, value_basis
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
@@ -26,7 +26,6 @@ CAPABILITIES = (
             Feature.CAUSAL_TOP_LEFT
             | Feature.BOOLEAN_MASK
             | Feature.ADDITIVE_MASK
-            | Feature.MASKED_BACKWARD
             | Feature.DROPOUT
             | Feature.BACKWARD
             | Feature.VALUE_DIM
@@ -41,15 +40,13 @@ CAPABILITIES = (
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention at ``group.rank`` and ``group.value_rank`` (0 is all columns)."""
     projected, basis = project(tensors, problem, group.rank, group.value_rank)
-    output = F.scaled_dot_product_attention(
+    output = fused_attention(
         projected.query,
         projected.key,
         projected.value,
-        attn_mask=projected.mask,
-        dropout_p=problem.dropout_p,
+        projected.mask,
+        problem,
         is_causal=problem.is_causal,
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
     )
     if basis is not None:
         batch, heads, rows, rank = output.shape

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from adaattn.backends.common import sighted
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import (
     Align,
@@ -29,7 +30,6 @@ _ATEN = torch.ops.aten
 _HALF = (Precision.BF16, Precision.FP16)
 _ALIGNMENT = 8
 _MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
-_MASKED_TRAINING = _MASKS | Feature.MASKED_BACKWARD
 _TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
 
 CAPABILITIES = (
@@ -37,7 +37,7 @@ CAPABILITIES = (
         name="sdpa.flash",
         backend="sdpa",
         device_types=("cpu",),
-        features=Feature.CAUSAL_TOP_LEFT | _MASKED_TRAINING | _TRAINING | Feature.LSE,
+        features=Feature.CAUSAL_TOP_LEFT | _MASKS | _TRAINING | Feature.LSE,
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
@@ -68,7 +68,7 @@ CAPABILITIES = (
         precisions=(Precision.FP32, *_HALF),
         features=(
             Feature.CAUSAL_TOP_LEFT
-            | _MASKED_TRAINING
+            | _MASKS
             | Feature.MASK_GRADIENT
             | Feature.DROPOUT
             | Feature.BACKWARD
@@ -87,7 +87,11 @@ CAPABILITIES = (
         device_types=("cuda",),
         precisions=_HALF,
         features=(
-            Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.DROPOUT | Feature.BACKWARD | Feature.LSE
+            Feature.CAUSAL_TOP_LEFT
+            | _MASKS
+            | Feature.DROPOUT
+            | Feature.BACKWARD
+            | Feature.LSE
         ),
         max_head_dim=256,
         min_compute_capability=(9, 0),
@@ -100,7 +104,7 @@ CAPABILITIES = (
         backend="sdpa",
         features=(
             Feature.CAUSAL_TOP_LEFT
-            | _MASKED_TRAINING
+            | _MASKS
             | Feature.MASK_GRADIENT
             | Feature.DROPOUT
             | _TRAINING
@@ -200,7 +204,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the memory-efficient kernel's output; k and v are repeated for grouped heads."""
-    bias = _full_bias(tensors, problem)
+    bias, blind = _full_bias(tensors, problem)
     output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention.default(
         _padded(tensors.query),
         _padded(_repeated(tensors.key, problem)),
@@ -212,16 +216,17 @@ def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
         scale=problem.scale,
     )
     lse = lse[..., : problem.len_q] if lse is not None and lse.numel() else None
-    return _without_blind_rows(output[..., : problem.value_dim], lse, tensors)
+    return _without_blind_rows(output[..., : problem.value_dim], lse, blind)
 
 
 def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return cuDNN's output."""
+    bias, blind = _full_bias(tensors, problem)
     output, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention.default(
         _padded(tensors.query),
         _padded(tensors.key),
         _padded(tensors.value),
-        _full_bias(tensors, problem),
+        bias,
         Aux.LSE in problem.aux or problem.requires_grad,
         problem.dropout_p,
         problem.is_causal,
@@ -230,7 +235,7 @@ def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
     )
     if lse is not None and lse.numel():
         lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q)
-    return _without_blind_rows(output[..., : problem.value_dim], lse, tensors)
+    return _without_blind_rows(output[..., : problem.value_dim], lse, blind)
 
 
 def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -279,27 +284,27 @@ def _masked_lse(
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _without_blind_rows(output: torch.Tensor, lse: torch.Tensor | None, tensors: Tensors) -> Result:
-    """Return the result with zeros and -inf where a mask hides every key.
-
-    GPU kernels leave NaN or the mean of the values there.
-    """
-    if tensors.mask is None:
+def _without_blind_rows(
+    output: torch.Tensor, lse: torch.Tensor | None, blind: torch.Tensor | None
+) -> Result:
+    """Return the result with zeros and -inf in the rows that a mask blinds."""
+    if blind is None:
         return Result(output=output, lse=lse)
-    seen = tensors.mask if tensors.mask.dtype == torch.bool else tensors.mask > float("-inf")
-    blind = ~seen.any(-1)
     if lse is not None:
-        lse = lse.masked_fill(blind, float("-inf"))
-    return Result(output=output.masked_fill(blind.unsqueeze(-1), 0.0), lse=lse)
+        lse = lse.masked_fill(blind.squeeze(-1), float("-inf"))
+    return Result(output=output.masked_fill(blind, 0.0), lse=lse)
 
 
-def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | None:
-    """Return the mask as a bias [B, Hq, Sq, Sk] whose rows are stored, and start aligned."""
+def _full_bias(
+    tensors: Tensors, problem: AttentionProblem
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the mask as a bias [B, Hq, Sq, Sk] in stored, aligned rows, and its blind rows."""
     bias = _additive(tensors)
     if bias is None:
-        return None
+        return None, None
+    bias, blind = sighted(bias)
     rows = _aligned(bias.expand(-1, -1, problem.len_q, problem.len_k).contiguous())
-    return rows.expand(problem.batch, problem.num_heads, -1, -1)
+    return rows.expand(problem.batch, problem.num_heads, -1, -1), blind
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,7 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
             )
         return words
     words = [
-        f"{run.name} served {run.approximated:.0%} of the heads more cheaply; perplexity moved by "
+        f"{run.name} approximated {run.approximated:.0%} of the heads; perplexity moved by "
         f"{change:+.3%}, KL {run.divergence:.1e} nat, measured output error "
         f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
     ]

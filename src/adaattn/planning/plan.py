@@ -249,8 +249,8 @@ def _without_mixing(
 ) -> list[Candidate]:
     """Return the candidates, those refused that beat the exact path on some heads alone."""
     why = (
-        f"faster for some heads, but heads shared out among executors would take "
-        f"{format_ms(mixed_ms)}, {exact.name} {format_ms(exact.time_ms)} for all"
+        f"faster for some heads, but too little is gained: {format_ms(mixed_ms)} with heads "
+        f"shared out, {exact.name} {format_ms(exact.time_ms)} for all"
     )
     heads = range(exact.num_heads)
     return [

@@ -25,11 +25,6 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (Feature.ADDITIVE_MASK, lambda p: p.mask is MaskKind.ADDITIVE, "an additive mask"),
     (Feature.MASK_GRADIENT, lambda p: p.mask_requires_grad, "a gradient for the mask"),
     (
-        Feature.MASKED_BACKWARD,
-        lambda p: p.mask is not MaskKind.NONE and p.requires_grad,
-        "gradients with a mask",
-    ),
-    (
         Feature.MASKED_POSITIONS,
         lambda p: p.mask is not MaskKind.NONE and (p.is_positional or p.has_alibi),
         "a mask together with causal order, a window or ALiBi",

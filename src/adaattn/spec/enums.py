@@ -77,7 +77,6 @@ class Feature(enum.IntFlag):
     BOOLEAN_MASK = enum.auto()
     ADDITIVE_MASK = enum.auto()
     MASK_GRADIENT = enum.auto()
-    MASKED_BACKWARD = enum.auto()
     MASKED_POSITIONS = enum.auto()
     WINDOW = enum.auto()
     DILATION = enum.auto()

@@ -130,7 +130,7 @@ def test_rows_say_what_is_reference_unknown_or_equal() -> None:
 def test_the_verdict_says_what_each_policy_bought_or_why_it_bought_nothing() -> None:
     words = verdict(RESULT)
     assert "agrees with Transformers' sdpa to 2.5e-05 nat" in words
-    assert "served 75% of the heads more cheaply; perplexity moved by +0.095%" in words
+    assert "approximated 75% of the heads; perplexity moved by +0.095%" in words
     assert "40% less time than exact attention" in words
     assert "balanced kept every head exact (loss unchanged)" in words
     assert "low_rank/fp32 was refused because it is slower." in words

@@ -90,9 +90,7 @@ def test_visible_pairs_are_counted_exactly(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    len_q=LENGTHS, len_k=LENGTHS, causal=st.booleans(), left=EDGES, dilation=st.integers(2, 4)
-)
+@given(len_q=LENGTHS, len_k=LENGTHS, causal=st.booleans(), left=EDGES, dilation=st.integers(2, 4))
 def test_visible_pairs_under_dilation_are_within_one_a_row(
     len_q: int, len_k: int, causal: bool, left: int, dilation: int
 ) -> None:
@@ -248,8 +246,7 @@ def test_copying_keys_for_each_query_head_costs_traffic_only_where_heads_share_t
     facts = fake_facts("a100")
     shared = [estimate(_problem(), way, EXACT, facts).bytes_moved for way in (FUSED, COPIES)]
     own = [
-        estimate(_problem(num_kv_heads=8), way, EXACT, facts).bytes_moved
-        for way in (FUSED, COPIES)
+        estimate(_problem(num_kv_heads=8), way, EXACT, facts).bytes_moved for way in (FUSED, COPIES)
     ]
     assert shared[0] < shared[1]
     assert own[0] == own[1]
@@ -312,7 +309,8 @@ def test_a_format_without_a_known_rate_is_taken_to_be_slow() -> None:
     facts = fake_facts("pascal")
     problem = _problem(len_q=8192, device_type="cuda")
     fp32 = estimate(problem, FUSED, EXACT, facts)
-    fp16 = estimate(replace(problem, precision=Precision.FP16), FUSED, EXACT, facts)
+    half = replace(problem, precision=Precision.FP16)
+    fp16 = estimate(half, FUSED, replace(EXACT, precision=Precision.FP16), facts)
     assert fp16.time_ms > fp32.time_ms
 
 
@@ -331,9 +329,7 @@ def test_unmeasured_decoding_goes_to_the_way_that_reads_keys_best(
         num_kv_heads=32 // group_size,
         device_type=facts.device_type,
     )
-    times = {
-        item.name: estimate(problem, item, EXACT, facts).time_ms for item in (FUSED, GROUPED)
-    }
+    times = {item.name: estimate(problem, item, EXACT, facts).time_ms for item in (FUSED, GROUPED)}
     assert min(times, key=times.__getitem__) == faster
 
 

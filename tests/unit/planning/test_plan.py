@@ -1,0 +1,568 @@
+"""Tables of machine, problem, statistics and policy, and the plan and reasons they must give."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaattn.errors import PlanError
+from adaattn.planning import decide, head_budgets, worth_measuring
+from adaattn.planning.candidates import KEPT_MASSES
+from adaattn.planning.cost import estimate
+from adaattn.planning.plan import MARGIN
+from adaattn.planning.rank import candidate_ranks
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Decision,
+    Feature,
+    HeadGroup,
+    Method,
+    Plan,
+    Policy,
+    Precision,
+    TensorStats,
+    TraceEntry,
+)
+from adaattn.testing import fake_facts, make_problem
+
+FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
+MACHINES = ("h200", "l40s", "a100", "v100", "pascal", "cpu", "cpu_amx")
+Executors = tuple[Capability, ...]
+
+
+def _problem(machine: str, **values: object) -> AttentionProblem:
+    device = fake_facts(machine).device_type
+    return make_problem(
+        **{"num_heads": 4, "len_q": 8192, "head_dim": 64, "device_type": device, **values}
+    )
+
+
+def _stats(
+    problem: AttentionProblem,
+    *,
+    lower: float = 1e-3,
+    rank: tuple[float, ...] = (0.9,) * 4,
+    densities: tuple[float, ...] = (1.0,) * 4,
+    sparse: tuple[float, ...] = (0.9,) * 4,
+    magnitude: float = 4.0,
+) -> TensorStats:
+    """Invented numbers: the same errors at every rank and every kept mass."""
+    heads = problem.num_heads
+    return TensorStats(
+        sampled_rows=32,
+        max_magnitude=magnitude,
+        precision_errors=((BF16, (lower,) * heads), (FP16, (lower / 8,) * heads)),
+        low_rank_errors=tuple((ranks, rank) for ranks in candidate_ranks(problem)),
+        block_sparse=tuple((mass, densities, sparse) for mass in KEPT_MASSES),
+    )
+
+
+def _entries(decision: Decision) -> dict[str, TraceEntry]:
+    """The trace by candidate, each exactly once, and true to the plan."""
+    counts = Counter(entry.candidate for entry in decision.trace)
+    assert set(counts.values()) == {1}, counts
+    assert all(entry.reason for entry in decision.trace)
+    accepted = {entry.candidate for entry in decision.trace if entry.accepted}
+    assert accepted == {group.label for group in decision.plan.groups}
+    return {entry.candidate: entry for entry in decision.trace}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("policy", [Policy(), Policy(name="quality", audit_rows=0)])
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_budget_of_0_is_the_exact_path_in_the_inputs_own_format(
+    executors: Executors, machine: str, policy: Policy, measured: bool
+) -> None:
+    problem = _problem(machine)
+    stats = _stats(problem, lower=0.0, rank=(0.0,) * 4, sparse=(0.0,) * 4) if measured else None
+    decision = decide(problem, stats, fake_facts(machine), policy, executors)
+    (group,) = decision.plan.groups
+    assert decision.plan.is_exact and group.precision is FP32 and group.heads == ()
+    assert decision.plan.error_budget == 0.0
+    entries = _entries(decision)
+    approximations = [e for name, e in entries.items() if name.startswith(("low_rank/", "block_"))]
+    assert {e.reason for e in approximations} == {"it approximates, and the error budget is 0"}
+    assert entries["any executor/bf16"].reason == (
+        "lower than the input's fp32, and the error budget is 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"),
+    [
+        ("h200", FP16),
+        ("l40s", FP16),
+        ("a100", FP16),
+        ("v100", FP16),
+        ("pascal", FP32),
+        ("cpu", FP32),
+        ("cpu_amx", BF16),
+    ],
+)
+def test_a_lower_format_is_taken_within_the_budget_by_the_rules_of_the_hardware(
+    executors: Executors, machine: str, chosen: Precision
+) -> None:
+    problem = _problem(machine)
+    decision = decide(
+        problem, _stats(problem), fake_facts(machine), Policy(error_budget=0.01), executors
+    )
+    assert {group.precision for group in decision.plan.groups} == {chosen}
+    for label in ("bf16", "fp16"):
+        refused = _entries(decision).get(f"any executor/{label}")
+        if refused:
+            assert refused.reason.endswith("natively, not it")
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"), [("h200", BF16), ("a100", BF16), ("v100", FP32), ("cpu_amx", BF16)]
+)
+def test_magnitudes_beyond_fp16_leave_bf16_or_the_inputs_own_format(
+    executors: Executors, machine: str, chosen: Precision
+) -> None:
+    problem = _problem(machine)
+    stats = _stats(problem, magnitude=60000.0)
+    decision = decide(problem, stats, fake_facts(machine), Policy(error_budget=0.01), executors)
+    assert {group.precision for group in decision.plan.groups} == {chosen}
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [(2e-3, BF16), (1e-3, BF16), (0.99e-3, FP32)])
+def test_a_lower_format_is_taken_up_to_the_budget_and_no_further(
+    executors: Executors, budget: float, chosen: Precision
+) -> None:
+    problem = _problem("cpu_amx")
+    policy = Policy(error_budget=budget)
+    decision = decide(problem, _stats(problem), fake_facts("cpu_amx"), policy, executors)
+    assert {group.precision for group in decision.plan.groups} == {chosen}
+    if chosen is FP32:
+        assert _entries(decision)["sdpa.flash/bf16"].reason == (
+            "expected an error of at most 0.00099, got 0.001"
+        )
+
+
+def test_heads_of_one_call_go_different_ways(executors: Executors) -> None:
+    problem = _problem("cpu", num_heads=6, len_q=16384, head_dim=128)
+    stats = _stats(
+        problem,
+        rank=(0.001, 0.001, 0.9, 0.9, 0.9, 0.9),
+        densities=(0.9, 0.9, 0.05, 0.1, 0.1, 0.9),
+        sparse=(0.01, 0.01, 0.01, 0.01, 0.9, 0.01),
+    )
+    decision = decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.02), executors)
+    by_method = {group.method: group.heads for group in decision.plan.groups}
+    assert by_method == {
+        Method.LOW_RANK: (0, 1),
+        Method.BLOCK_SPARSE: (2, 3),
+        Method.EXACT: (4, 5),
+    }
+    assert sorted(head for group in decision.plan.groups for head in group.heads) == [*range(6)]
+    assert decision.plan.audit_rows == 32
+    entries = _entries(decision)
+    taken = {entry.heads: entry.reason for entry in entries.values() if entry.accepted}
+    assert taken[0, 1].startswith("taken for heads 0-1: ")
+    assert "estimated error 0.001 of 0.02 allowed" in taken[0, 1]
+    assert "8% of blocks kept" in taken[2, 3]
+    assert taken[4, 5].endswith("the fastest that loses nothing")
+    exact_ms = entries["sdpa.flash/fp32"].cost
+    assert exact_ms and decision.plan.estimated_ms < (1 - MARGIN) * exact_ms.time_ms
+
+
+def test_heads_that_share_keys_are_costed_apart_when_their_group_is_torn(
+    executors: Executors,
+) -> None:
+    facts = fake_facts("cpu")
+    policy = Policy(error_budget=0.02)
+    problem = _problem("cpu", num_heads=4, num_kv_heads=2, len_q=16384, head_dim=128)
+    plans = []
+    for good in ((0, 1), (0, 2)):
+        rank = tuple(0.001 if head in good else 0.9 for head in range(4))
+        plans.append(decide(problem, _stats(problem, rank=rank), facts, policy, executors).plan)
+    whole, torn = plans
+    assert [group.heads for group in whole.groups] == [(0, 1), (2, 3)]
+    assert [group.heads for group in torn.groups] == [(0, 2), (1, 3)]
+    assert whole.estimated_ms < torn.estimated_ms
+
+
+def test_one_way_for_all_heads_is_one_group_without_head_numbers(executors: Executors) -> None:
+    problem = _problem("cpu", len_q=16384, head_dim=128)
+    stats = _stats(problem, rank=(0.001,) * 4)
+    plan = decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.02), executors).plan
+    (group,) = plan.groups
+    assert group.method is Method.LOW_RANK and group.heads == ()
+    assert (group.rank, group.value_rank) == (16, 16)
+
+
+def test_the_more_accurate_of_two_near_equals_is_taken() -> None:
+    """Half the blocks kept twice over: equal times, so the smaller error decides."""
+    everything = ~Feature(0)
+    exact = Capability(name="exact", backend="x", features=everything, is_fused=True)
+    sparse = Capability(name="sparse", backend="x", features=everything, method=Method.BLOCK_SPARSE)
+    problem = _problem("cpu", len_q=32768)
+    stats = TensorStats(
+        block_sparse=tuple(
+            (mass, (0.2,) * 4, (error,) * 4)
+            for mass, error in zip(KEPT_MASSES, (0.01, 0.002, 0.005), strict=True)
+        )
+    )
+    policy = Policy(error_budget=0.02)
+    decision = decide(problem, stats, fake_facts("cpu"), policy, (exact, sparse))
+    assert [group.kept_mass for group in decision.plan.groups] == [KEPT_MASSES[1]]
+    assert _entries(decision)["sparse/fp32 mass=0.9"].reason.startswith("no faster: ")
+
+
+@pytest.mark.parametrize(("saved", "taken"), [(MARGIN - 0.01, False), (MARGIN + 0.01, True)])
+def test_an_approximation_must_be_faster_by_the_margin(saved: float, taken: bool) -> None:
+    everything = ~Feature(0)
+    exact = Capability(name="exact", backend="x", features=everything, is_fused=True)
+    half = Capability(name="half", backend="x", features=everything, is_fused=True)
+    exact = replace(exact, precisions=(FP32,), efficiency=0.5)
+    facts = fake_facts("cpu_amx")
+    fp32, bf16 = facts.rates.flops_of(FP32), facts.rates.flops_of(BF16)
+    half = replace(half, efficiency=0.5 * fp32 / bf16 / (1 - saved))
+    policy = Policy(error_budget=0.01, precisions=(BF16,))
+    problem = _problem("cpu_amx", len_q=16384)
+    decision = decide(problem, _stats(problem), facts, policy, (exact, half))
+    assert (decision.plan.groups[0].precision is BF16) is taken
+    if not taken:
+        assert _entries(decision)["half/bf16"].reason.startswith("not faster by enough: ")
+
+
+def test_sharing_heads_out_is_dropped_where_it_gains_too_little() -> None:
+    """The trace once called the approximation slower than the exact path that it had beaten."""
+    everything = ~Feature(0)
+    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    facts = fake_facts("cpu")
+    problem = _problem("cpu", head_dim=128)
+    group = HeadGroup(capability="low", method=Method.LOW_RANK, rank=16, value_rank=16)
+    low_ms = estimate(problem, low, group, facts).time_ms
+    flops = 2 * problem.len_q**2 * (128 + 128) * problem.num_heads
+    share = 0.9 * flops / (1e-3 * low_ms) / facts.rates.flops_of(FP32)
+    exact = Capability(name="exact", backend="x", features=everything, is_fused=True)
+    exact = replace(exact, efficiency=share)
+    policy = Policy(error_budget=0.02)
+
+    def chosen(num_good: int) -> Decision:
+        rank = tuple(0.001 if head < num_good else 0.9 for head in range(4))
+        return decide(problem, _stats(problem, rank=rank), facts, policy, (exact, low))
+
+    assert chosen(4).plan.groups == (group,)
+    one = chosen(1)
+    assert one.plan.is_exact and one.plan.groups[0].heads == ()
+    reason = _entries(one)["low/fp32 rank=16,16"].reason
+    assert reason.startswith("faster for some heads, but too little is gained: ")
+    assert " ms with heads shared out, exact/fp32 " in reason and reason.endswith(" ms for all")
+    assert _entries(one)["low/fp32 rank=64,64"].reason.startswith("slower for head 0: ")
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_numbers_give_a_plan_within_budget_that_covers_each_head_once(
+    executors: Executors, machine: str, data: st.DataObject
+) -> None:
+    error = st.floats(0, 0.2)
+    heads = 4
+    per_head = st.lists(error, min_size=heads, max_size=heads).map(tuple)
+    share = st.lists(st.floats(0.01, 1), min_size=heads, max_size=heads).map(tuple)
+    problem = _problem(machine, len_q=data.draw(st.sampled_from((256, 8192, 32768))))
+    stats = _stats(
+        problem,
+        lower=data.draw(error),
+        rank=data.draw(per_head),
+        sparse=data.draw(per_head),
+        densities=data.draw(share),
+        magnitude=data.draw(st.floats(0, 1e6)),
+    )
+    budgets = tuple((0, head, data.draw(st.floats(0, 0.1))) for head in range(heads))
+    policy = Policy(error_budget=0.05, head_budgets=budgets)
+    decision = decide(problem, stats, fake_facts(machine), policy, executors, layer=0)
+    entries = _entries(decision)
+    measured = dict(stats.precision_errors)
+    for group in decision.plan.groups:
+        for head in group.heads or range(heads):
+            loss = measured[group.precision][head] if group.precision is not FP32 else 0.0
+            if group.method is Method.LOW_RANK:
+                loss += dict(stats.low_rank_errors)[group.rank, group.value_rank][head]
+            if group.method is Method.BLOCK_SPARSE:
+                loss += stats.block_sparse[0][2][head]
+            allowed = budgets[head][2]
+            assert loss <= allowed
+            exact = group.method is Method.EXACT and group.precision is FP32
+            assert exact or allowed > 0
+    assert decision.plan == Plan.from_dict(json.loads(json.dumps(decision.plan.to_dict())))
+    assert len(entries) == len(decision.trace)
+
+
+def test_calibrated_budgets_are_those_of_the_layer_and_the_head() -> None:
+    policy = Policy(error_budget=0.01, head_budgets=((0, 1, 0.2), (3, 0, 0.0), (0, 9, 0.5)))
+    assert head_budgets(policy, 3, 0) == (0.01, 0.2, 0.01)
+    assert head_budgets(policy, 3, 3) == (0.0, 0.01, 0.01)
+    assert head_budgets(policy, 3, -1) == (0.01, 0.01, 0.01)
+    assert head_budgets(policy, 0, 0) == ()
+
+
+def test_a_layer_with_calibrated_heads_approximates_those_alone(executors: Executors) -> None:
+    problem = _problem("cpu", len_q=16384, head_dim=128)
+    policy = Policy(error_budget=0.0, head_budgets=((2, 1, 0.05), (2, 3, 0.02)))
+    stats = _stats(problem, rank=(0.001,) * 4)
+    facts = fake_facts("cpu")
+    plan = decide(problem, stats, facts, policy, executors, layer=2).plan
+    lossy = [group for group in plan.groups if group.method is Method.LOW_RANK]
+    assert [group.heads for group in lossy] == [(1, 3)]
+    assert plan.error_budget == 0.05
+    assert decide(problem, stats, facts, policy, executors, layer=1).plan.is_exact
+
+
+def test_a_memory_budget_below_every_candidate_is_an_error_that_lists_them_all(
+    executors: Executors,
+) -> None:
+    problem = _problem("cpu", softcap=30.0)
+    with pytest.raises(PlanError, match="no executor can serve this call under policy 'tiny'") as e:
+        decide(
+            problem,
+            None,
+            fake_facts("cpu"),
+            Policy(name="tiny", memory_budget_bytes=1 << 10),
+            executors,
+        )
+    lines = dict(line.split(": ", 1) for line in e.value.trace)
+    assert {item.name for item in executors} <= {name.split("/")[0] for name in lines}
+    assert lines["chunked/fp32"].startswith("expected at most 1 KiB of workspace, got ")
+    assert lines["sdpa.flash/fp32"] == "it does not support softcap"
+    assert "raise the memory budget, or drop the feature that no executor has" in str(e.value)
+
+
+def test_approximations_do_not_serve_where_nothing_exact_could_take_over() -> None:
+    everything = ~Feature(0)
+    exact = Capability(name="x", backend="x", features=everything, materialises_scores=True)
+    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    policy = Policy(error_budget=0.1, memory_budget_bytes=64 << 20)
+    with pytest.raises(PlanError, match="low/fp32 rank=16,16: it approximates, and no exact one"):
+        decide(_problem("cpu", head_dim=128), None, fake_facts("cpu"), policy, (exact, low))
+
+
+def test_a_smaller_memory_budget_takes_smaller_chunks(executors: Executors) -> None:
+    problem = _problem("cpu", softcap=30.0)
+    facts = fake_facts("cpu")
+    rows, times = [], []
+    for budget in (None, 64 << 20, 8 << 20, 1 << 20):
+        policy = Policy(memory_budget_bytes=budget)
+        plan = decide(problem, None, facts, policy, executors).plan
+        (group,) = plan.groups
+        assert group.capability == "chunked"
+        assert budget is None or plan.workspace_bytes <= budget
+        rows.append(group.chunk_rows)
+        times.append(plan.estimated_ms)
+    assert rows == sorted(set(rows), reverse=True)
+    assert times == sorted(times)
+
+
+def test_a_memory_budget_turns_the_plan_from_the_fast_to_the_small() -> None:
+    everything = ~Feature(0)
+    big = Capability(name="big", backend="x", features=everything, materialises_scores=True)
+    big = replace(big, efficiency=1.0)
+    small = Capability(name="small", backend="x", features=everything, efficiency=0.01)
+    problem, facts = _problem("h200", len_q=1024), fake_facts("h200")
+
+    def chosen(budget: int | None) -> str:
+        policy = Policy(memory_budget_bytes=budget)
+        return decide(problem, None, facts, policy, (big, small)).plan.groups[0].capability
+
+    assert (chosen(None), chosen(1 << 20)) == ("big", "small")
+
+
+@pytest.mark.parametrize(
+    ("policy", "values", "why"),
+    [
+        (
+            Policy(error_budget=0.05, audit_rows=0),
+            {},
+            "it must be checked on sampled rows, and the policy audits none",
+        ),
+        (
+            Policy(error_budget=0.05),
+            {"len_q": 127},
+            "checking it takes 32 sampled rows of at least 128, got 127",
+        ),
+        (
+            Policy(error_budget=0.05),
+            {"len_q": 128},
+            "even at its best, with ",
+        ),
+    ],
+)
+def test_what_is_not_measured_says_why(
+    executors: Executors, policy: Policy, values: dict[str, int], why: str
+) -> None:
+    problem = _problem("cpu", **values)
+    decision = decide(problem, None, fake_facts("cpu"), policy, executors)
+    reason = _entries(decision)["low_rank/fp32 rank=8,8"].reason
+    assert reason.startswith(why)
+    assert decision.plan.is_exact and decision.plan.audit_rows == 0
+
+
+def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
+    policy = Policy(error_budget=0.05)
+    decision = decide(_problem("cpu", len_q=256), None, fake_facts("cpu"), policy, executors)
+    reason = _entries(decision)["block_sparse/fp32 mass=0.9"].reason
+    assert "ms of measuring, it would not beat sdpa.flash/fp32 at " in reason
+    assert reason.endswith(" ms")
+
+
+def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
+    everything = ~Feature(0)
+    exact = Capability(name="exact", backend="x", features=everything)
+    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    problem = make_problem(lengths_q=(512, 512), head_dim=64)
+    policy = Policy(error_budget=0.05)
+    decision = decide(problem, None, fake_facts("cpu"), policy, (exact, low))
+    assert _entries(decision)["low/fp32 rank=8,8"].reason == (
+        "errors are not measured on packed sequences yet; call it for each sequence"
+    )
+
+
+LONG = {"len_q": 32768, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("values", "policy"),
+    [
+        (LONG | {"len_q": 127}, Policy(error_budget=0.05)),
+        (LONG, Policy(error_budget=0.05, audit_rows=0)),
+        (LONG, Policy(error_budget=0.05, audit_rows=32768)),
+        (LONG, Policy(error_budget=0.0)),
+        (LONG, Policy(error_budget=0.0, head_budgets=((0, 0, 0.0),))),
+        (LONG, Policy(error_budget=0.05, methods=(Method.EXACT,), precisions=())),
+        (LONG, Policy(error_budget=0.05, memory_budget_bytes=1)),
+        ({"len_q": 256}, Policy(error_budget=0.05)),
+        ({"lengths_q": (32768, 32768), "head_dim": 128}, Policy(error_budget=0.05)),
+    ],
+)
+def test_nothing_is_measured_where_nothing_can_come_of_it(
+    executors: Executors, values: dict[str, object], policy: Policy
+) -> None:
+    assert worth_measuring(_problem("cpu", **values), fake_facts("cpu"), policy, executors) == ()
+
+
+def test_what_could_pay_is_worth_measuring(executors: Executors) -> None:
+    policy = Policy(error_budget=0.05)
+    assert worth_measuring(_problem("cpu", **LONG), fake_facts("cpu"), policy, executors) == (
+        (Method.LOW_RANK, FP32),
+        (Method.BLOCK_SPARSE, FP32),
+    )
+    found = worth_measuring(_problem("cpu_amx", **LONG), fake_facts("cpu_amx"), policy, executors)
+    assert (Method.EXACT, BF16) in found and (Method.LOW_RANK, BF16) in found
+    assert all(precision is not FP16 for _, precision in found)
+    only = replace(policy, methods=(Method.EXACT, Method.LOW_RANK))
+    assert worth_measuring(_problem("cpu", **LONG), fake_facts("cpu"), only, executors) == (
+        (Method.LOW_RANK, FP32),
+    )
+
+
+def test_an_executor_asked_for_by_name_is_measured_whether_it_pays_or_not(
+    executors: Executors,
+) -> None:
+    low = tuple(item for item in executors if item.name == "low_rank")
+    policy = Policy(error_budget=0.05)
+    small, facts = _problem("cpu", len_q=16), fake_facts("cpu")
+    assert worth_measuring(small, facts, policy, low, forced=True) == ((Method.LOW_RANK, FP32),)
+    assert worth_measuring(small, facts, policy, low) == ()
+    captured = replace(small, softcap=1.0)
+    assert worth_measuring(captured, facts, policy, low, forced=True) == ()
+    exact = replace(policy, error_budget=0.0)
+    assert worth_measuring(small, facts, exact, low, forced=True) == ()
+
+
+def test_an_executor_asked_for_by_name_serves_within_the_budget_though_it_does_not_pay(
+    executors: Executors,
+) -> None:
+    low = tuple(item for item in executors if item.name == "low_rank")
+    problem, facts = _problem("cpu", len_q=128), fake_facts("cpu")
+    policy = Policy(error_budget=0.05)
+    stats = replace(
+        _stats(problem),
+        low_rank_errors=(
+            ((8, 8), (0.01, 0.9, 0.9, 0.01)),
+            ((16, 16), (0.01, 0.04, 0.9, 0.01)),
+            ((32, 32), (0.001, 0.01, 0.03, 0.002)),
+        ),
+    )
+    decision = decide(problem, stats, facts, policy, low, forced=True)
+    served = {head: group.rank for group in decision.plan.groups for head in group.heads}
+    if not served:
+        served = dict.fromkeys(range(4), decision.plan.groups[0].rank)
+    assert sorted(served) == [0, 1, 2, 3]
+    assert served[2] == 32
+    accepted = [entry for entry in _entries(decision).values() if entry.accepted]
+    assert all(entry.reason.endswith("; it was asked for by name") for entry in accepted)
+
+
+def test_an_executor_asked_for_by_name_that_is_over_budget_for_a_head_is_an_error(
+    executors: Executors,
+) -> None:
+    low = tuple(item for item in executors if item.name == "low_rank")
+    problem = _problem("cpu", len_q=128)
+    stats = _stats(problem, rank=(0.01, 0.01, 0.9, 0.01))
+    with pytest.raises(PlanError, match="head 2 has no approximation within its error budget") as e:
+        decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.05), low, forced=True)
+    assert "low_rank/fp32 rank=8,8: over budget for some heads" in e.value.trace
+
+
+def test_an_executor_asked_for_by_name_without_numbers_is_an_error(executors: Executors) -> None:
+    low = tuple(item for item in executors if item.name == "low_rank")
+    with pytest.raises(PlanError, match="low_rank/fp32 rank=8,8: "):
+        decide(_problem("cpu"), None, fake_facts("cpu"), Policy(error_budget=0.1), low, forced=True)
+
+
+def test_a_problem_is_decided_in_its_plainest_words(executors: Executors) -> None:
+    facts = fake_facts("cpu")
+    plain = _problem("cpu", is_causal=True)
+    wordy = replace(plain, is_causal=False, window=(8192, 0))
+    assert decide(wordy, None, facts, Policy(), executors) == decide(
+        plain, None, facts, Policy(), executors
+    )
+    policy = Policy(error_budget=0.05)
+    assert worth_measuring(wordy, facts, policy, executors) == worth_measuring(
+        plain, facts, policy, executors
+    )
+
+
+@pytest.mark.parametrize("values", [{"num_heads": 0}, {"batch": 0}, {"len_k": 0}, {"len_q": 0}])
+def test_an_empty_call_has_a_plan(executors: Executors, values: dict[str, int]) -> None:
+    """A call without heads once ended in an error that listed every executor."""
+    problem = _problem("cpu", **values)
+    decision = decide(problem, None, fake_facts("cpu"), Policy(), executors)
+    assert decision.plan.groups[0].heads == ()
+    _entries(decision)
+
+
+def test_an_ambient_choice_of_kernels_is_honoured(executors: Executors) -> None:
+    problem = _problem("cpu", allowed_sdpa=("sdpa.math",))
+    sdpa = tuple(item for item in executors if item.backend == "sdpa")
+    decision = decide(problem, None, fake_facts("cpu"), Policy(), sdpa)
+    assert decision.plan.groups[0].capability == "sdpa.math"
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "capability"),
+    [
+        ("h200", {"precision": BF16}, "sdpa.cudnn"),
+        ("a100", {"precision": BF16}, "sdpa.flash2"),
+        ("v100", {"precision": FP16}, "sdpa.efficient"),
+        ("h200", {}, "sdpa.efficient"),
+        ("cpu", {}, "sdpa.flash"),
+        ("cpu", {"softcap": 1.0}, "chunked"),
+        ("cpu", {"len_q": 1, "num_heads": 32, "num_kv_heads": 4}, "grouped"),
+        ("h200", {"precision": BF16, "window": (512, -1), "is_causal": True}, "sdpa.flash2"),
+    ],
+)
+def test_the_exact_path_of_each_machine(
+    executors: Executors, machine: str, values: dict[str, object], capability: str
+) -> None:
+    problem = _problem(machine, **({"len_k": 8192} | values))
+    decision = decide(problem, None, fake_facts(machine), Policy(), executors)
+    assert decision.plan.groups[0].capability == capability
+    assert decision.policy == "custom"

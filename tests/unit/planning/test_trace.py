@@ -1,0 +1,152 @@
+"""What became of each candidate, said in one sentence with the numbers that decided."""
+
+from dataclasses import replace
+
+import pytest
+
+from adaattn.planning.candidates import Candidate
+from adaattn.planning.trace import format_ms, trace_of
+from adaattn.spec import Capability, Cost, Decision, HeadGroup, Method, Plan, Precision
+
+NUM_HEADS = 4
+
+
+def _candidate(name: str, time_ms: float, **values: object) -> Candidate:
+    return Candidate(
+        **{
+            "group": HeadGroup(capability=name),
+            "capability": Capability(name=name, backend=name),
+            "cost": Cost(flops=1.0, bytes_moved=1.0, workspace_bytes=64, time_ms=time_ms),
+            "num_heads": NUM_HEADS,
+            **values,
+        }
+    )
+
+
+def _lossy(name: str, time_ms: float, errors: tuple[float, ...], **values: object) -> Candidate:
+    group = HeadGroup(capability=name, method=Method.LOW_RANK, rank=8)
+    budgets = (0.05,) * NUM_HEADS
+    return _candidate(name, time_ms, group=group, errors=errors, budgets=budgets, **values)
+
+
+EXACT = _candidate("fused", 8.0)
+SLOW = _candidate("naive", 20.0)
+REFUSED = _candidate("flex", 0.0, cost=None, refusal="it runs on cuda, the tensors are on cpu")
+LOW = _lossy("low_rank", 4.0, (0.01, 0.02, 0.01, 0.03))
+
+
+def _reasons(
+    judged: list[Candidate], chosen: list[Candidate], exact: Candidate | None
+) -> list[str]:
+    entries = trace_of(judged, chosen, exact)
+    assert [entry.candidate for entry in entries] == [item.name for item in judged]
+    return [entry.reason for entry in entries]
+
+
+def test_the_exact_path_taken_for_all_heads() -> None:
+    taken, slow, refused = trace_of([EXACT, SLOW, REFUSED], [EXACT] * NUM_HEADS, EXACT)
+    assert (taken.accepted, slow.accepted, refused.accepted) == (True, False, False)
+    assert taken.reason == "taken for all heads: 8 ms, the fastest that loses nothing"
+    assert slow.reason == "slower: 20 ms, fused/fp32 8 ms"
+    assert refused.reason == "it runs on cuda, the tensors are on cpu"
+    assert taken.heads == () and taken.cost == EXACT.cost and taken.error_estimate is None
+    assert refused.cost is None
+
+
+def test_an_approximation_taken_for_all_heads_names_its_error_and_what_exact_would_cost() -> None:
+    taken, exact = trace_of([LOW, EXACT], [LOW] * NUM_HEADS, EXACT)
+    assert taken.reason == (
+        "taken for all heads: 4 ms, estimated error 0.03 of 0.05 allowed; "
+        "fused/fp32 would take 8 ms for all"
+    )
+    assert taken.error_estimate == 0.03
+    assert exact.reason == "slower: 8 ms, low_rank/fp32 rank=8 4 ms"
+
+
+def test_heads_shared_out_are_named_in_spans_and_only_their_time_and_error_count() -> None:
+    chosen = [LOW, EXACT, LOW, LOW]
+    low, exact = trace_of([LOW, EXACT], chosen, EXACT)
+    assert low.heads == (0, 2, 3) and exact.heads == (1,)
+    assert low.reason == (
+        "taken for heads 0, 2-3: 3 ms for its heads, estimated error 0.03 of 0.05 allowed; "
+        "fused/fp32 would take 8 ms for all"
+    )
+    assert exact.reason == "taken for head 1: 2 ms for its heads, the fastest that loses nothing"
+
+
+def test_kept_blocks_are_averaged_over_the_heads_served() -> None:
+    sparse = _lossy(
+        "sparse",
+        1.0,
+        (0.01,) * NUM_HEADS,
+        densities=(0.2, 0.4, 1.0, 1.0),
+        head_costs_ms=(0.5, 0.7, 3.0, 3.0),
+    )
+    low, exact = _reasons([sparse, EXACT], [sparse, sparse, EXACT, EXACT], EXACT)
+    assert low.startswith("taken for heads 0-1: 1.2 ms for its heads, estimated error 0.01 of 0.05")
+    assert ", 30% of blocks kept; fused/fp32 would take 8 ms for all" in low
+    assert exact.startswith("taken for heads 2-3: 4 ms for its heads")
+
+
+def test_the_tightest_budget_of_the_heads_served_is_the_one_named() -> None:
+    tight = replace(LOW, budgets=(0.05, 0.03, 0.05, 0.04))
+    reason, _ = _reasons([tight, EXACT], [tight] * NUM_HEADS, EXACT)
+    assert "estimated error 0.03 of 0.03 allowed" in reason
+
+
+def test_an_approximation_is_compared_on_the_heads_that_it_may_serve() -> None:
+    """It was once compared over all heads with another's best case, and `slower` could be false."""
+    some = _lossy("other", 12.0, (0.01, 0.9, 0.01, 0.9))
+    _, _, reason = _reasons([EXACT, LOW, some], [LOW, EXACT, EXACT, EXACT], EXACT)
+    assert reason == "slower for heads 0, 2: 6 ms, low_rank/fp32 rank=8 and fused/fp32 3 ms"
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "reason"),
+    [
+        (9.0, "slower: 9 ms, fused/fp32 8 ms"),
+        (8.0, "no faster: 8 ms, fused/fp32 8 ms"),
+        (7.8, "not faster by enough: 7.8 ms, fused/fp32 8 ms"),
+    ],
+)
+def test_the_word_for_not_taken_is_true(time_ms: float, reason: str) -> None:
+    other = _lossy("other", time_ms, (0.01,) * NUM_HEADS)
+    assert _reasons([EXACT, other], [EXACT] * NUM_HEADS, EXACT)[1] == reason
+
+
+def test_an_approximation_asked_for_by_name_says_so() -> None:
+    (reason,) = _reasons([LOW], [LOW] * NUM_HEADS, None)
+    assert reason.endswith("estimated error 0.03 of 0.05 allowed; it was asked for by name")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 ms"),
+        (0.012345, "0.0123 ms"),
+        (12.345, "12.3 ms"),
+        (999.4, "999 ms"),
+        (999.6, "1000 ms"),
+        (12345.6, "12346 ms"),
+    ],
+)
+def test_milliseconds_are_never_powers_of_ten(value: float, text: str) -> None:
+    assert format_ms(value) == text
+
+
+def test_a_decision_prints_the_accepted_first_and_its_notes_last() -> None:
+    plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS, error_budget=0.01)
+    entries = trace_of([REFUSED, SLOW, EXACT], [EXACT] * NUM_HEADS, EXACT)
+    decision = Decision(plan=plan, trace=entries, policy="balanced", notes=("one remark",))
+    assert str(decision).splitlines() == [
+        "policy balanced (error budget 0.01)",
+        "  + fused/fp32  taken for all heads: 8 ms, the fastest that loses nothing",
+        "  - flex/fp32   it runs on cuda, the tensors are on cpu",
+        "  - naive/fp32  slower: 20 ms, fused/fp32 8 ms",
+        "  note: one remark",
+    ]
+
+
+def test_a_candidate_in_a_lower_format_is_not_exact() -> None:
+    half = replace(EXACT, group=HeadGroup(capability="fused", precision=Precision.BF16))
+    assert EXACT.is_exact and not half.is_exact and not LOW.is_exact

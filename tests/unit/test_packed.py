@@ -1,0 +1,175 @@
+"""Packed sequences through the public call, and the host's copy of their bounds."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import AuxRequest, packing
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from adaattn.testing import assert_matches
+
+LENGTHS_Q, LENGTHS_K = (5, 0, 9, 2), (7, 3, 9, 0)
+
+
+def starts(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def packed() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    tokens_q, tokens_k = sum(LENGTHS_Q), sum(LENGTHS_K)
+    tensors = [torch.randn(1, 4, tokens_q, 8), *(torch.randn(1, 2, tokens_k, 8) for _ in range(2))]
+    return tensors, {"cu_seqlens_q": starts(LENGTHS_Q), "cu_seqlens_k": starts(LENGTHS_K)}
+
+
+def one_by_one(tensors: list[torch.Tensor], **settings: Any) -> torch.Tensor:
+    """Return the attention of each sequence called alone, joined."""
+    query, *others = tensors
+    parts_q = query.split(LENGTHS_Q, dim=2)
+    parts = [item.split(LENGTHS_K, dim=2) for item in others]
+    return torch.cat(
+        [attend(q, k, v, **settings) for q, k, v in zip(parts_q, *parts, strict=True)], dim=2
+    )
+
+
+@pytest.fixture
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Note each tensor that is read on the host."""
+    reads: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+
+    def noting(tensor: torch.Tensor) -> Any:
+        reads.append(tensor)
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noting)
+    return reads
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"is_causal": True}, {"is_causal": True, "align": "bottom_right"}, {"window": (2, 1)}],
+    ids=str,
+)
+def test_packed_sequences_are_the_sequences_called_one_by_one(settings: dict[str, Any]) -> None:
+    tensors, bounds = packed()
+    settings = settings | {"enable_gqa": True}
+    exact = one_by_one([item.double() for item in tensors], **settings)
+    eager = one_by_one(tensors, **settings, backend="reference")
+    actual = attend(*tensors, **settings, **bounds)
+    assert_matches(actual, exact, eager, summands=8 + max(LENGTHS_K))
+
+
+def test_packed_tensors_may_come_without_a_batch_dimension() -> None:
+    tensors, bounds = packed()
+    flat = [item[0] for item in tensors]
+    output, aux = attend(*flat, enable_gqa=True, return_aux=AuxRequest(lse=True), **bounds)
+    assert torch.equal(output, attend(*tensors, enable_gqa=True, **bounds)[0])
+    assert aux.lse.shape == (4, sum(LENGTHS_Q))
+
+
+def test_bounds_are_read_once_while_they_stay_the_same(host_reads: list[torch.Tensor]) -> None:
+    tensors, bounds = packed()
+    for _ in range(3):
+        attend(*tensors, enable_gqa=True, **bounds)
+    assert [any(read is given for given in bounds.values()) for read in host_reads] == [True, True]
+
+
+def test_a_change_in_place_is_noticed() -> None:
+    query = torch.randn(1, 2, 12, 8)
+    bounds = starts((4, 8))
+    settings = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    before = attend(query, query, query, **settings)
+    bounds[1] = 6
+    after = attend(query, query, query, **settings)
+    fresh = starts((6, 6))
+    again = attend(query, query, query, cu_seqlens_q=fresh, cu_seqlens_k=fresh)
+    assert torch.equal(after, again)
+    assert not torch.equal(before, after)
+
+
+def test_another_tensor_is_never_taken_for_a_freed_one() -> None:
+    """CPython gives a freed tensor's id to the next one."""
+    query = torch.randn(1, 2, 12, 8)
+    for cut in (3, 9) * 10:
+        bounds = starts((cut, 12 - cut))
+        output = attend(query, query, query, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+        alone = attend(query[:, :, :cut], query[:, :, :cut], query[:, :, :cut])
+        assert_matches(output[:, :, :cut], alone.double(), alone, summands=20)
+
+
+def test_bounds_made_in_inference_mode_serve() -> None:
+    """Such tensors have no version counter, so each call reads them."""
+    with torch.inference_mode():
+        tensors, bounds = packed()
+        assert attend(*tensors, enable_gqa=True, **bounds).shape == (1, 4, 16, 8)
+        bounds["cu_seqlens_k"][1] += 1
+        moved = attend(*tensors, enable_gqa=True, **bounds)
+    bounds = {name: item.clone() for name, item in bounds.items()}
+    tensors = [item.clone() for item in tensors]
+    assert torch.equal(attend(*tensors, enable_gqa=True, **bounds), moved)
+
+
+def test_the_host_keeps_few_bounds() -> None:
+    query = torch.randn(1, 1, 4, 8)
+    kept = [starts((4,)) for _ in range(40)]
+    for bounds in kept:
+        attend(query, query, query, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    assert len(packing._HOST_BOUNDS) <= packing._KEPT_BOUNDS
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "one alone": ({"cu_seqlens_k": None}, ArgumentError, r"both or neither, got one of them"),
+    "int64": (
+        {"cu_seqlens_q": starts((12,)).long()},
+        DTypeError,
+        r"cu_seqlens_q: expected an int32 tensor \[N \+ 1\], got int64\[2\]",
+    ),
+    "a list": ({"cu_seqlens_q": [0, 12]}, DTypeError, r"int32 tensor \[N \+ 1\], got list"),
+    "two dimensions": (
+        {"cu_seqlens_k": starts((12,))[None]},
+        DTypeError,
+        r"cu_seqlens_k: .* got int32\[1, 2\]",
+    ),
+    "another device": (
+        {"cu_seqlens_q": starts((12,)).to("meta")},
+        DeviceError,
+        r"cu_seqlens_q: expected device cpu, got meta",
+    ),
+    "falling numbers": (
+        {"cu_seqlens_q": torch.tensor([0, 9, 3, 12], dtype=torch.int32)},
+        ArgumentError,
+        r"rising numbers from 0 to 12, got \[0, 9, 3, 12\]",
+    ),
+    "a wrong end": (
+        {"cu_seqlens_k": starts((4, 7))},
+        ArgumentError,
+        r"cu_seqlens_k: expected rising numbers from 0 to 12, got \[0, 4, 11\]",
+    ),
+    "no sequence": (
+        {"cu_seqlens_q": starts(())},
+        ArgumentError,
+        r"rising numbers from 0 to 12, got \[0\]",
+    ),
+    "different numbers of sequences": (
+        {"cu_seqlens_k": starts((4, 4, 4))},
+        ShapeError,
+        r"cu_seqlens_k: expected 3 entries as cu_seqlens_q, got 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_bounds_end_in_one_typed_error(name: str) -> None:
+    changed, error, match = WRONG[name]
+    query = torch.randn(1, 2, 12, 8)
+    given = {"cu_seqlens_q": starts((4, 8)), "cu_seqlens_k": starts((4, 8))} | changed
+    with pytest.raises(error, match=match):
+        attend(query, query, query, **given)
+
+
+def test_packed_tensors_have_no_batch() -> None:
+    query, bounds = torch.randn(2, 2, 12, 8), starts((4, 8))
+    with pytest.raises(ShapeError, match=r"packed tensors: expected \[1, H, T, D\], got batch 2"):
+        attend(query, query, query, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
