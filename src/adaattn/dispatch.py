@@ -126,6 +126,26 @@ def _layer_of(tag: str) -> int:
     return int(digits) if digits != tag and digits.isdigit() else -1
 
 
+def check_plan(call: Call, plan: Plan) -> None:
+    """Refuse a plan that does not fit the call.
+
+    Raises:
+        ArgumentError: it was made for another number of heads.
+        UnsupportedError: one of its executors cannot serve the call.
+    """
+    if plan.num_heads != call.problem.num_heads:
+        raise ArgumentError(
+            expected_got(
+                "plan", f"one for {call.problem.num_heads} heads", f"one for {plan.num_heads}"
+            )
+        )
+    facts = hardware.probe(call.tensors.query.device)
+    for group in plan.groups:
+        found = reasons(capability_named(group.capability), call.problem, facts)
+        if found:
+            raise UnsupportedError(f"the plan's executor {group.capability}", found)
+
+
 @lru_cache(maxsize=256)
 def _selected(backend: str) -> tuple[Capability, ...]:
     """Return the capabilities that a backend argument means."""

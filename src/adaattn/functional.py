@@ -30,7 +30,7 @@ from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.policies import PRESETS, current_policy, resolve_policy
 from adaattn.spec import Align, AttentionProblem, Aux, Decision, HeadGroup, Plan, Policy
-from adaattn.validation import Arguments, Call, build_call, without_autocast
+from adaattn.validation import Arguments, Call, build_call
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
@@ -219,8 +219,7 @@ def plan_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
     call = build_call(query, key, value, arguments)
-    with without_autocast(call.problem.device_type):
-        return decide_call(call, resolve_policy(policy), backend, layer)
+    return decide_call(call, resolve_policy(policy), backend, layer)
 
 
 def _planned(

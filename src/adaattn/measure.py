@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors
 from adaattn.backends.block_sparse import STRIDE, blocks_needed
@@ -26,7 +27,7 @@ from adaattn.backends.low_rank import project
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks
-from adaattn.spec import AttentionProblem, Aux, Method, Precision, TensorStats
+from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
 
 __all__ = ["Sample", "audit", "check_finite", "measure"]
 
@@ -56,7 +57,7 @@ def check_finite(tensors: Tensors) -> float:
     items = [tensors.query.detach(), tensors.key.detach(), tensors.value.detach()]
     largest = torch.stack(
         [
-            torch.linalg.vector_norm(item, float("inf")).double()
+            torch.stack(torch.aminmax(item)).abs().amax().double()
             if item.numel()
             else item.new_zeros((), dtype=torch.float64)
             for item in items
@@ -159,11 +160,18 @@ def _exact_rows(
     tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (weights [B, Hq, R, Sk], outputs [B, Hq, R, Dv], mean entropy in bits [Hq])."""
+    weights = _row_weights(tensors, problem, rows)
+    exact = grouped_product(weights, tensors.value.to(weights.dtype))
+    entropy = torch.special.entr(weights).sum(-1) / LN_2
+    return weights, exact, entropy.mean(dim=(0, 2))
+
+
+def _row_weights(tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:
+    """Return the softmax weights [B, Hq, R, Sk] of some rows; zeros where nothing is seen."""
     scores = tile_scores(tensors, problem, rows, range(problem.len_k))
-    found = softmax_rows(scores, tensors.sinks, Aux.ENTROPY)
-    exact = grouped_product(found.weights, tensors.value.to(found.weights.dtype))
-    assert found.entropy is not None
-    return found.weights, exact, found.entropy.mean(dim=(0, 2))
+    if tensors.sinks is not None:
+        return softmax_rows(scores, tensors.sinks).weights
+    return torch.softmax(scores, dim=-1).nan_to_num_(0.0)
 
 
 def _cast_rows(
@@ -178,8 +186,7 @@ def _cast_rows(
         key=tensors.key.to(dtype),
         value=tensors.value.to(dtype),
     )
-    scores = tile_scores(rounded, problem, rows, range(problem.len_k))
-    weights = softmax_rows(scores, tensors.sinks).weights.to(dtype).to(wide)
+    weights = _row_weights(rounded, problem, rows).to(dtype).to(wide)
     return grouped_product(weights, rounded.value.to(wide))
 
 
@@ -199,7 +206,7 @@ def _low_rank_errors(
             key=projected.key[..., :rank],
             value=projected.value[..., :value_rank],
         )
-        weights = softmax_rows(tile_scores(part, problem, rows, range(problem.len_k)), None).weights
+        weights = _row_weights(part, problem, rows)
         output = grouped_product(weights, part.value.to(weights.dtype))
         if basis is not None:
             output = grouped_product(output, basis[..., :value_rank].mT.to(weights.dtype))
@@ -225,8 +232,7 @@ def _sparse_errors(
     owner = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in scored], device=device)
     member = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in numbers], device=device)
     rows = torch.tensor(scored, device=device)
-    scores = tile_scores(tensors, problem, rows, range(problem.len_k))
-    scored_weights = softmax_rows(scores, None).weights
+    scored_weights = _row_weights(tensors, problem, rows)
     diagonal = _diagonal_blocks(problem, blocks, device)
     visible = _visible_blocks(problem, torch.tensor(numbers, device=device), device)
     value = tensors.value.to(weights.dtype)

@@ -102,7 +102,7 @@ def build_call(
         UnsupportedError: nested tensors.
     """
     _check_tensors(query, key, value)
-    query, key, value = (_autocast(item) for item in (query, key, value))
+    query, key, value = (_autocast(item, query.device.type) for item in (query, key, value))
     _check_dtypes(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
     query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
@@ -234,14 +234,13 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     return contextlib.nullcontext()
 
 
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+def _autocast(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
     """Return a tensor as autocast wants it, which is what SDPA does; fp64 stays as it is."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(device_type):
         return tensor
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
 def _causal_bias(
@@ -267,7 +266,7 @@ def _causal_bias(
         )
     variant = getattr(mask, "variant", None)
     if variant is None or type(mask).__name__ != "CausalBias":
-        return _autocast(mask), False, align
+        return _autocast(mask, query.device.type), False, align
     lengths = (getattr(mask, "seq_len_q", None), getattr(mask, "seq_len_kv", None))
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ShapeError(

@@ -8,6 +8,7 @@ from typing import Final
 from adaattn.planning.cost import estimate
 from adaattn.planning.launch import choose_chunk_rows
 from adaattn.planning.precision import (
+    UNMEASURED,
     PrecisionChoice,
     choose_precisions,
     lower_precisions,
@@ -202,7 +203,7 @@ def _judge(
     elif group.method is Method.BLOCK_SPARSE:
         densities, errors = _sparse_stats(stats, group.kept_mass)
     if not errors:
-        return replace(item, refusal="measuring could not have paid for itself")
+        return replace(item, refusal=UNMEASURED)
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Final
 
 from adaattn.errors import PlanError
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
@@ -30,7 +31,11 @@ MARGIN = 0.05
 TIE = 0.15
 """Predicted times of exact candidates that differ by less are called equal."""
 
-_MEASURE_VARIANTS = 4
+_VARIANTS: Final = {Method.EXACT: 1, Method.LOW_RANK: 4, Method.BLOCK_SPARSE: 5}
+"""How often measuring a method computes the sampled rows again."""
+
+_SAFETY: Final = 4
+"""Output errors of a format are taken to stay below this many of its rounding errors."""
 
 _LOSES_NOTHING = "it approximates, and the error budget is 0"
 _NOT_EXACT = "it approximates, and no exact one could take over where an audit finds too much"
@@ -108,7 +113,8 @@ def worth_measuring(
     """Return the (method, precision) pairs that could beat the exact path at their very best.
 
     At best means: the smallest rank and the lowest density have no error. The time of
-    measuring counts. Empty when nothing is worth a look, so that nothing is measured.
+    measuring counts. A lower format that will surely hold the budget raises the bar for the
+    rest. Empty when nothing is worth a look, so that nothing is measured.
     """
     if _allows_no_loss(policy):
         return ()
@@ -121,17 +127,39 @@ def worth_measuring(
     if exact is None:
         return ()
     rows = policy.audit_rows
-    overhead = measuring_ms(problem, hardware, rows, _MEASURE_VARIANTS)
     if rows == 0 or problem.len_q < 4 * rows or problem.num_sequences:
         return ()
-    pays = {
-        (item.group.method, item.group.precision)
+    bar = exact.time_ms
+    pays: list[tuple[Method, Precision]] = []
+    for item in _lower_precisions(candidates):
+        if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
+            pays.append((Method.EXACT, item.group.precision))
+            if _SAFETY * item.group.precision.unit_roundoff <= policy.error_budget:
+                bar = item.time_ms
+    for item in candidates:
+        if item.refusal or item.group.method is Method.EXACT:
+            continue
+        if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
+            pays.append((item.group.method, item.group.precision))
+    return tuple(sorted(set(pays)))
+
+
+def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the exact method's candidates in lower formats, the most accurate first."""
+    found = [
+        item
         for item in candidates
-        if not item.refusal
-        and not item.is_exact
-        and item.time_ms + overhead < (1 - MARGIN) * exact.time_ms
-    }
-    return tuple(sorted(pays))
+        if not (item.refusal or item.is_exact) and item.group.method is Method.EXACT
+    ]
+    return sorted(found, key=lambda item: (item.group.precision.unit_roundoff, item.time_ms))
+
+
+def _overhead_ms(
+    item: Candidate, problem: AttentionProblem, hardware: HardwareFacts, policy: Policy
+) -> float:
+    """Return what measuring a candidate adds to the call."""
+    variants = _VARIANTS[item.group.method]
+    return measuring_ms(problem, hardware, policy.audit_rows, variants)
 
 
 def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...]:
@@ -199,7 +227,7 @@ def _why_unmeasured(
         return "errors are not measured on packed sequences yet; call it for each sequence"
     if problem.len_q < 4 * rows:
         return f"checking it takes {rows} sampled rows of at least {4 * rows}, got {problem.len_q}"
-    overhead = measuring_ms(problem, hardware, rows, _MEASURE_VARIANTS)
+    overhead = measuring_ms(problem, hardware, rows, _VARIANTS[Method.EXACT])
     return (
         f"even at its best, with {format_ms(overhead)} of measuring, it would not beat "
         f"{exact.name} at {format_ms(exact.time_ms)}"

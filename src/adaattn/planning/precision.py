@@ -5,7 +5,9 @@ from typing import Final
 
 from adaattn.spec import AttentionProblem, HardwareFacts, Policy, Precision, TensorStats
 
-__all__ = ["PrecisionChoice", "choose_precisions", "lower_precisions"]
+__all__ = ["UNMEASURED", "PrecisionChoice", "choose_precisions", "lower_precisions"]
+
+UNMEASURED: Final = "even at its best it would not pay for its measurement"
 
 _FP16_SAFE: Final = 32752.0
 """Half of fp16's largest number: leaves room for the rounding of products' inputs."""
@@ -82,7 +84,7 @@ def _with_errors(
     if choice.precision is Precision.FP16 and stats.max_magnitude > _FP16_SAFE:
         refusal = f"elements reach {stats.max_magnitude:.3g}; fp16 is safe up to {_FP16_SAFE:g}"
     elif choice.precision not in measured:
-        refusal = "its error was not measured for this call"
+        refusal = UNMEASURED
     return PrecisionChoice(
         precision=choice.precision,
         errors=measured.get(choice.precision, ()),

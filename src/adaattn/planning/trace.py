@@ -18,7 +18,11 @@ def trace_of(
         chosen: the candidate of each head.
         exact: the cheapest candidate that loses nothing.
     """
-    return tuple(_entry(item, chosen, exact) for item in judged)
+    usable = [item.time_ms for item in judged if item.is_exact and not item.refusal]
+    why = "the fastest that loses nothing"
+    if exact is not None and exact.time_ms > min(usable, default=exact.time_ms):
+        why = "PyTorch's own choice, and nothing exact is faster by enough"
+    return tuple(_entry(item, chosen, exact, why) for item in judged)
 
 
 def format_ms(value: float) -> str:
@@ -31,12 +35,14 @@ def format_ms(value: float) -> str:
     return f"{value:.3g} ms" if value < 999.5 else f"{value:.0f} ms"
 
 
-def _entry(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None) -> TraceEntry:
+def _entry(
+    item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None, why_exact: str
+) -> TraceEntry:
     """Return the entry of one candidate."""
     heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
     accepted = bool(heads)
     if accepted:
-        reason = _accepted_reason(item, heads, len(chosen), exact)
+        reason = _accepted_reason(item, heads, len(chosen), exact, why_exact)
     elif item.refusal:
         reason = item.refusal
     else:
@@ -52,7 +58,11 @@ def _entry(item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None
 
 
 def _accepted_reason(
-    item: Candidate, heads: Sequence[int], num_heads: int, exact: Candidate | None
+    item: Candidate,
+    heads: Sequence[int],
+    num_heads: int,
+    exact: Candidate | None,
+    why_exact: str,
 ) -> str:
     """Return why a candidate was taken."""
     served = "all heads" if len(heads) == num_heads else _named(heads)
@@ -65,7 +75,7 @@ def _accepted_reason(
         kept = sum(item.densities[head] for head in heads) / len(heads)
         words += f", {kept:.0%} of blocks kept"
     if item is exact:
-        return words + ", the fastest that loses nothing"
+        return f"{words}, {why_exact}"
     if exact is None:
         return words + "; it was asked for by name"
     return words + f"; {exact.name} would take {format_ms(exact.time_ms)} for all"

@@ -53,4 +53,4 @@ def test_a_chunk_fits_every_budget_that_one_row_fits(
 
     chosen = choose_chunk_rows(problem, budget)
     assert workspace(chosen) <= budget or chosen == 1
-    assert chosen == 1024 or chosen >= len_q or workspace(2 * chosen) > budget
+    assert chosen == 1024 or 2 * chosen > len_q or workspace(2 * chosen) > budget

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn.errors import PlanError
 from adaattn.planning import decide, head_budgets, worth_measuring
 from adaattn.planning.candidates import KEPT_MASSES
 from adaattn.planning.cost import estimate
-from adaattn.planning.plan import MARGIN
+from adaattn.planning.plan import MARGIN, TIE
 from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
     AttentionProblem,
@@ -316,207 +315,6 @@ def test_a_layer_with_calibrated_heads_approximates_those_alone(executors: Execu
     assert decide(problem, stats, facts, policy, executors, layer=1).plan.is_exact
 
 
-def test_a_memory_budget_below_every_candidate_is_an_error_that_lists_them_all(
-    executors: Executors,
-) -> None:
-    problem = _problem("cpu", softcap=30.0)
-    with pytest.raises(PlanError, match="no executor can serve this call under policy 'tiny'") as e:
-        decide(
-            problem,
-            None,
-            fake_facts("cpu"),
-            Policy(name="tiny", memory_budget_bytes=1 << 10),
-            executors,
-        )
-    lines = dict(line.split(": ", 1) for line in e.value.trace)
-    assert {item.name for item in executors} <= {name.split("/")[0] for name in lines}
-    assert lines["chunked/fp32"].startswith("expected at most 1 KiB of workspace, got ")
-    assert lines["sdpa.flash/fp32"] == "it does not support softcap"
-    assert "raise the memory budget, or drop the feature that no executor has" in str(e.value)
-
-
-def test_approximations_do_not_serve_where_nothing_exact_could_take_over() -> None:
-    everything = ~Feature(0)
-    exact = Capability(name="x", backend="x", features=everything, materialises_scores=True)
-    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
-    policy = Policy(error_budget=0.1, memory_budget_bytes=64 << 20)
-    with pytest.raises(PlanError, match="low/fp32 rank=16,16: it approximates, and no exact one"):
-        decide(_problem("cpu", head_dim=128), None, fake_facts("cpu"), policy, (exact, low))
-
-
-def test_a_smaller_memory_budget_takes_smaller_chunks(executors: Executors) -> None:
-    problem = _problem("cpu", softcap=30.0)
-    facts = fake_facts("cpu")
-    rows, times = [], []
-    for budget in (None, 64 << 20, 8 << 20, 1 << 20):
-        policy = Policy(memory_budget_bytes=budget)
-        plan = decide(problem, None, facts, policy, executors).plan
-        (group,) = plan.groups
-        assert group.capability == "chunked"
-        assert budget is None or plan.workspace_bytes <= budget
-        rows.append(group.chunk_rows)
-        times.append(plan.estimated_ms)
-    assert rows == sorted(set(rows), reverse=True)
-    assert times == sorted(times)
-
-
-def test_a_memory_budget_turns_the_plan_from_the_fast_to_the_small() -> None:
-    everything = ~Feature(0)
-    big = Capability(name="big", backend="x", features=everything, materialises_scores=True)
-    big = replace(big, efficiency=1.0)
-    small = Capability(name="small", backend="x", features=everything, efficiency=0.01)
-    problem, facts = _problem("h200", len_q=1024), fake_facts("h200")
-
-    def chosen(budget: int | None) -> str:
-        policy = Policy(memory_budget_bytes=budget)
-        return decide(problem, None, facts, policy, (big, small)).plan.groups[0].capability
-
-    assert (chosen(None), chosen(1 << 20)) == ("big", "small")
-
-
-@pytest.mark.parametrize(
-    ("policy", "values", "why"),
-    [
-        (
-            Policy(error_budget=0.05, audit_rows=0),
-            {},
-            "it must be checked on sampled rows, and the policy audits none",
-        ),
-        (
-            Policy(error_budget=0.05),
-            {"len_q": 127},
-            "checking it takes 32 sampled rows of at least 128, got 127",
-        ),
-        (
-            Policy(error_budget=0.05),
-            {"len_q": 128},
-            "even at its best, with ",
-        ),
-    ],
-)
-def test_what_is_not_measured_says_why(
-    executors: Executors, policy: Policy, values: dict[str, int], why: str
-) -> None:
-    problem = _problem("cpu", **values)
-    decision = decide(problem, None, fake_facts("cpu"), policy, executors)
-    reason = _entries(decision)["low_rank/fp32 rank=8,8"].reason
-    assert reason.startswith(why)
-    assert decision.plan.is_exact and decision.plan.audit_rows == 0
-
-
-def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
-    policy = Policy(error_budget=0.05)
-    decision = decide(_problem("cpu", len_q=256), None, fake_facts("cpu"), policy, executors)
-    reason = _entries(decision)["block_sparse/fp32 mass=0.9"].reason
-    assert "ms of measuring, it would not beat sdpa.flash/fp32 at " in reason
-    assert reason.endswith(" ms")
-
-
-def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
-    everything = ~Feature(0)
-    exact = Capability(name="exact", backend="x", features=everything)
-    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
-    problem = make_problem(lengths_q=(512, 512), head_dim=64)
-    policy = Policy(error_budget=0.05)
-    decision = decide(problem, None, fake_facts("cpu"), policy, (exact, low))
-    assert _entries(decision)["low/fp32 rank=8,8"].reason == (
-        "errors are not measured on packed sequences yet; call it for each sequence"
-    )
-
-
-LONG = {"len_q": 32768, "head_dim": 128}
-
-
-@pytest.mark.parametrize(
-    ("values", "policy"),
-    [
-        (LONG | {"len_q": 127}, Policy(error_budget=0.05)),
-        (LONG, Policy(error_budget=0.05, audit_rows=0)),
-        (LONG, Policy(error_budget=0.05, audit_rows=32768)),
-        (LONG, Policy(error_budget=0.0)),
-        (LONG, Policy(error_budget=0.0, head_budgets=((0, 0, 0.0),))),
-        (LONG, Policy(error_budget=0.05, methods=(Method.EXACT,), precisions=())),
-        (LONG, Policy(error_budget=0.05, memory_budget_bytes=1)),
-        ({"len_q": 256}, Policy(error_budget=0.05)),
-        ({"lengths_q": (32768, 32768), "head_dim": 128}, Policy(error_budget=0.05)),
-    ],
-)
-def test_nothing_is_measured_where_nothing_can_come_of_it(
-    executors: Executors, values: dict[str, object], policy: Policy
-) -> None:
-    assert worth_measuring(_problem("cpu", **values), fake_facts("cpu"), policy, executors) == ()
-
-
-def test_what_could_pay_is_worth_measuring(executors: Executors) -> None:
-    policy = Policy(error_budget=0.05)
-    assert worth_measuring(_problem("cpu", **LONG), fake_facts("cpu"), policy, executors) == (
-        (Method.LOW_RANK, FP32),
-        (Method.BLOCK_SPARSE, FP32),
-    )
-    found = worth_measuring(_problem("cpu_amx", **LONG), fake_facts("cpu_amx"), policy, executors)
-    assert (Method.EXACT, BF16) in found and (Method.LOW_RANK, BF16) in found
-    assert all(precision is not FP16 for _, precision in found)
-    only = replace(policy, methods=(Method.EXACT, Method.LOW_RANK))
-    assert worth_measuring(_problem("cpu", **LONG), fake_facts("cpu"), only, executors) == (
-        (Method.LOW_RANK, FP32),
-    )
-
-
-def test_an_executor_asked_for_by_name_is_measured_whether_it_pays_or_not(
-    executors: Executors,
-) -> None:
-    low = tuple(item for item in executors if item.name == "low_rank")
-    policy = Policy(error_budget=0.05)
-    small, facts = _problem("cpu", len_q=16), fake_facts("cpu")
-    assert worth_measuring(small, facts, policy, low, forced=True) == ((Method.LOW_RANK, FP32),)
-    assert worth_measuring(small, facts, policy, low) == ()
-    captured = replace(small, softcap=1.0)
-    assert worth_measuring(captured, facts, policy, low, forced=True) == ()
-    exact = replace(policy, error_budget=0.0)
-    assert worth_measuring(small, facts, exact, low, forced=True) == ()
-
-
-def test_an_executor_asked_for_by_name_serves_within_the_budget_though_it_does_not_pay(
-    executors: Executors,
-) -> None:
-    low = tuple(item for item in executors if item.name == "low_rank")
-    problem, facts = _problem("cpu", len_q=128), fake_facts("cpu")
-    policy = Policy(error_budget=0.05)
-    stats = replace(
-        _stats(problem),
-        low_rank_errors=(
-            ((8, 8), (0.01, 0.9, 0.9, 0.01)),
-            ((16, 16), (0.01, 0.04, 0.9, 0.01)),
-            ((32, 32), (0.001, 0.01, 0.03, 0.002)),
-        ),
-    )
-    decision = decide(problem, stats, facts, policy, low, forced=True)
-    served = {head: group.rank for group in decision.plan.groups for head in group.heads}
-    if not served:
-        served = dict.fromkeys(range(4), decision.plan.groups[0].rank)
-    assert sorted(served) == [0, 1, 2, 3]
-    assert served[2] == 32
-    accepted = [entry for entry in _entries(decision).values() if entry.accepted]
-    assert all(entry.reason.endswith("; it was asked for by name") for entry in accepted)
-
-
-def test_an_executor_asked_for_by_name_that_is_over_budget_for_a_head_is_an_error(
-    executors: Executors,
-) -> None:
-    low = tuple(item for item in executors if item.name == "low_rank")
-    problem = _problem("cpu", len_q=128)
-    stats = _stats(problem, rank=(0.01, 0.01, 0.9, 0.01))
-    with pytest.raises(PlanError, match="head 2 has no approximation within its error budget") as e:
-        decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.05), low, forced=True)
-    assert "low_rank/fp32 rank=8,8: over budget for some heads" in e.value.trace
-
-
-def test_an_executor_asked_for_by_name_without_numbers_is_an_error(executors: Executors) -> None:
-    low = tuple(item for item in executors if item.name == "low_rank")
-    with pytest.raises(PlanError, match="low_rank/fp32 rank=8,8: "):
-        decide(_problem("cpu"), None, fake_facts("cpu"), Policy(error_budget=0.1), low, forced=True)
-
-
 def test_a_problem_is_decided_in_its_plainest_words(executors: Executors) -> None:
     facts = fake_facts("cpu")
     plain = _problem("cpu", is_causal=True)
@@ -566,3 +364,25 @@ def test_the_exact_path_of_each_machine(
     decision = decide(problem, None, fake_facts(machine), Policy(), executors)
     assert decision.plan.groups[0].capability == capability
     assert decision.policy == "custom"
+
+
+@pytest.mark.parametrize(
+    ("slower_by", "default", "taken"),
+    [
+        (TIE - 0.01, "pytorch", "pytorch"),
+        (TIE + 0.01, "pytorch", "best"),
+        (TIE - 0.01, "", "best"),
+        (TIE - 0.01, "somebody else", "best"),
+    ],
+)
+def test_the_kernel_that_pytorch_would_take_is_left_only_for_a_clearly_faster_one(
+    slower_by: float, default: str, taken: str
+) -> None:
+    everything = ~Feature(0)
+    best = Capability(name="best", backend="x", features=everything, is_fused=True, efficiency=0.6)
+    other = replace(best, name="pytorch", efficiency=0.6 / (1 + slower_by))
+    problem = _problem("cpu", len_q=32768, sdpa_default=default)
+    decision = decide(problem, None, fake_facts("cpu"), Policy(), (best, other))
+    assert [group.capability for group in decision.plan.groups] == [taken]
+    claims = _entries(decision)[f"{taken}/fp32"].reason.endswith("the fastest that loses nothing")
+    assert claims is (taken == "best")

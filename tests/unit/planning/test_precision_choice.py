@@ -109,7 +109,9 @@ def test_unmeasured_formats_are_allowed_before_measuring_and_refused_after_it() 
     before = choose_precisions(problem, None, facts, LOSSY)
     assert {item.refusal for item in before} == {""}
     after = choose_precisions(problem, TensorStats(), facts, LOSSY)
-    assert [item.refusal for item in after[1:]] == ["its error was not measured for this call"] * 2
+    assert [item.refusal for item in after[1:]] == [
+        "even at its best it would not pay for its measurement"
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_the_exact_path_taken_for_all_heads() -> None:
     assert refused.cost is None
 
 
+def test_an_exact_path_that_is_not_quite_the_fastest_does_not_claim_to_be() -> None:
+    faster = _candidate("faster", 7.5)
+    taken, other = _reasons([EXACT, faster], [EXACT] * NUM_HEADS, EXACT)
+    assert taken == (
+        "taken for all heads: 8 ms, PyTorch's own choice, and nothing exact is faster by enough"
+    )
+    assert other == "not faster by enough: 7.5 ms, fused/fp32 8 ms"
+
+
 def test_an_approximation_taken_for_all_heads_names_its_error_and_what_exact_would_cost() -> None:
     taken, exact = trace_of([LOW, EXACT], [LOW] * NUM_HEADS, EXACT)
     assert taken.reason == (

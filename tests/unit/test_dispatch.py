@@ -1,0 +1,432 @@
+"""Backends by name, steps down, audits and events of the public call."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import (
+    AttentionEvent,
+    HardwareFacts,
+    HeadGroup,
+    Method,
+    Plan,
+    Policy,
+    plan_attention,
+    record_events,
+    save_policy,
+    use_policy,
+)
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import capabilities, registry
+from adaattn.backends.interface import Executor, Result
+from adaattn.dispatch import FALLBACKS
+from adaattn.errors import ArgumentError, PlanError, UnsupportedError
+from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
+
+LOSSY = Policy(name="lossy", error_budget=0.05)
+
+
+def draw(length: int = 32, heads: int = 4) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, length, 16) for _ in range(3)]
+
+
+def draw_low_rank(length: int = 256, heads: int = 4, dim: int = 64) -> list[torch.Tensor]:
+    """Return q, k and v of rank 8: the low-rank executor loses nothing but rounding."""
+    return [torch.randn(2, heads, length, 8) @ torch.randn(2, heads, 8, dim) / 8 for _ in range(3)]
+
+
+def exactly(tensors: list[torch.Tensor], **settings: Any) -> torch.Tensor:
+    return attend(*(item.double() for item in tensors), **settings)
+
+
+def wrap(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Result], Result]
+) -> list[HeadGroup]:
+    """Change what an executor returns; return the list of the groups that it runs."""
+    groups: list[HeadGroup] = []
+    honest: Executor = registry.load(name)
+
+    def changed(tensors: Any, problem: Any, group: HeadGroup) -> Result:
+        groups.append(group)
+        return change(honest(tensors, problem, group))
+
+    monkeypatch.setitem(registry._EXECUTORS, name, changed)
+    return groups
+
+
+def break_executor(
+    monkeypatch: pytest.MonkeyPatch, name: str, error: Exception | None = None
+) -> None:
+    """Make an executor raise."""
+
+    def broken(result: Result) -> Result:
+        raise error or RuntimeError(f"{name} ran out of luck\nand of this line")
+
+    wrap(monkeypatch, name, broken)
+
+
+@pytest.fixture
+def events() -> Any:
+    """Record the events of one test."""
+    found: list[AttentionEvent] = []
+    with record_events(found.append):
+        yield found
+
+
+CPU_EXACT = [
+    item.name
+    for item in capabilities()
+    if "cpu" in item.device_types and item.method is Method.EXACT
+]
+
+
+class TestExplicitBackend:
+    """A backend asked for by name serves or says why not; it never falls back."""
+
+    @pytest.mark.parametrize("name", CPU_EXACT)
+    def test_the_named_executor_serves(self, name: str) -> None:
+        query, key, value = draw()
+        query = query[:, :, :4]
+        key, value = key[:, :2], value[:, :2]
+        output, aux = attend(query, key, value, enable_gqa=True, backend=name, return_aux=True)
+        assert [group.capability for group in aux.decision.plan.groups] == [name]
+        exact = exactly([query, key, value], enable_gqa=True)
+        eager = attend(query, key, value, enable_gqa=True, backend="reference")
+        assert_matches(output, exact, eager, summands=48)
+
+    def test_the_name_of_a_module_means_the_best_of_its_executors(self) -> None:
+        decision = plan_attention(*draw(), backend="sdpa")
+        assert decision.plan.groups[0].capability == "sdpa.flash"
+        assert {entry.candidate.split(".")[0] for entry in decision.trace} == {"sdpa"}
+
+    def test_a_refusal_lists_every_reason(self) -> None:
+        with pytest.raises(UnsupportedError, match="backend 'sdpa.flash' cannot serve") as caught:
+            attend(*draw(), softcap=2.0, window=(3, 0), dilation=2, backend="sdpa.flash")
+        assert caught.value.reasons == (
+            "sdpa.flash: it does not support a sliding window",
+            "sdpa.flash: it does not support a dilated pattern",
+            "sdpa.flash: it does not support softcap",
+        )
+        assert "Pass backend='auto'" in str(caught.value)
+
+    def test_a_refusal_names_each_executor_of_a_module(self) -> None:
+        with pytest.raises(UnsupportedError, match="backend 'sdpa' cannot serve") as caught:
+            attend(*draw(), softcap=2.0, backend="sdpa")
+        kernels = [item.name for item in capabilities() if item.backend == "sdpa"]
+        assert {reason.split(":")[0] for reason in caught.value.reasons} == set(kernels)
+        assert "sdpa.flash2: it runs on cuda, the tensors are on cpu" in caught.value.reasons
+
+    def test_an_approximation_needs_an_error_budget(self) -> None:
+        with pytest.raises(UnsupportedError, match="has an error budget of 0; pass policy="):
+            attend(*draw_low_rank(), backend="low_rank")
+
+    def test_a_budget_of_heads_alone_is_a_budget(self) -> None:
+        policy = Policy(head_budgets=tuple((0, head, 0.05) for head in range(4)))
+        tensors = draw_low_rank()
+        decision = plan_attention(*tensors, policy=policy, backend="low_rank", layer=0)
+        assert {group.method for group in decision.plan.groups} == {Method.LOW_RANK}
+
+    def test_a_method_that_the_policy_leaves_out_is_refused(self) -> None:
+        policy = Policy(name="mine", error_budget=0.05, methods=(Method.EXACT,))
+        with pytest.raises(UnsupportedError, match="policy 'mine' does not use this method"):
+            attend(*draw_low_rank(), policy=policy, backend="low_rank")
+
+    def test_an_approximation_over_budget_is_refused_with_what_was_measured(self) -> None:
+        with pytest.raises(UnsupportedError, match="backend 'low_rank'") as caught:
+            attend(*draw(length=256), policy=LOSSY, backend="low_rank")
+        assert any("expected an error of at most 0.05, got" in r for r in caught.value.reasons)
+
+    def test_its_failure_is_the_callers_to_see(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        break_executor(monkeypatch, "chunked")
+        before = FALLBACKS.copy()
+        with pytest.raises(RuntimeError, match="chunked ran out of luck"):
+            attend(*draw(), backend="chunked")
+        assert before == FALLBACKS
+
+
+class TestStepsDown:
+    """``auto`` steps down where an executor fails; it says so, logs it and counts it."""
+
+    def test_the_next_candidate_serves(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        events: list[AttentionEvent],
+    ) -> None:
+        tensors = draw()
+        before = FALLBACKS["sdpa.flash"]
+        break_executor(monkeypatch, "sdpa.flash")
+        with caplog.at_level(logging.WARNING, logger="adaattn"):
+            output, aux = attend(*tensors, return_aux=True)
+        sentence = "sdpa.flash failed (sdpa.flash ran out of luck); the next candidate was tried"
+        assert caplog.messages == [sentence]
+        assert FALLBACKS["sdpa.flash"] == before + 1
+        assert sentence in aux.decision.notes
+        assert events[0].fallbacks == (sentence,)
+        assert aux.decision.plan.groups[0].capability != "sdpa.flash"
+        eager = attend(*tensors, backend="reference")
+        assert_matches(output, exactly(tensors, backend="reference"), eager, summands=48)
+
+    def test_a_call_that_stepped_down_leaves_no_shortcut(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tensors = draw(length=23)
+        with monkeypatch.context() as context:
+            break_executor(context, "sdpa.flash")
+            attend(*tensors)
+        _, aux = attend(*tensors, return_aux=True)
+        assert aux.decision.plan.groups[0].capability == "sdpa.flash"
+        with record_events(lambda event: None):
+            assert torch.equal(attend(*tensors), attend(*tensors, backend="sdpa.flash"))
+
+    def test_steps_are_taken_one_after_another(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        broken = ("sdpa.flash", "sdpa.math", "chunked")
+        for name in broken:
+            break_executor(monkeypatch, name)
+        attend(*draw())
+        assert sorted(text.split(" ")[0] for text in events[0].fallbacks) == sorted(broken)
+        assert events[0].decision.plan.groups[0].capability == "reference"
+
+    def test_the_last_error_is_raised_when_nothing_is_left(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in CPU_EXACT:
+            break_executor(monkeypatch, name)
+        with pytest.raises(RuntimeError, match="ran out of luck"):
+            attend(*draw())
+
+    def test_an_approximation_that_fails_is_replaced_by_an_exact_executor(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        facts = fake_facts("cpu")
+        monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+        tensors = draw_low_rank(length=2048)
+        break_executor(monkeypatch, "low_rank")
+        output = attend(*tensors, policy="balanced")
+        assert events[0].fallbacks[0].startswith("low_rank failed")
+        assert events[0].decision.plan.is_exact
+        assert torch.equal(output, attend(*tensors))
+
+    def test_a_mistake_of_ours_is_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        break_executor(monkeypatch, "sdpa.flash", AssertionError("a broken invariant"))
+        with pytest.raises(AssertionError, match="a broken invariant"):
+            attend(*draw())
+
+
+class TestAudit:
+    """After an approximation ran, heads over their budget are computed exactly."""
+
+    @staticmethod
+    def scaling(*factors: float) -> Callable[[Result], Result]:
+        """Return a change that multiplies each head by a factor."""
+
+        def change(result: Result) -> Result:
+            return replace(result, output=result.output * torch.tensor(factors)[:, None, None])
+
+        return change
+
+    def test_heads_over_budget_are_repaired_and_the_others_kept(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        events: list[AttentionEvent],
+    ) -> None:
+        tensors = draw_low_rank()
+        before = FALLBACKS["audit"]
+        honest = attend(*tensors, policy=LOSSY, backend="low_rank")
+        wrap(monkeypatch, "low_rank", self.scaling(1.0, 1.2, 1.02, 0.5))
+        with caplog.at_level(logging.INFO, logger="adaattn"):
+            output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
+        assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+        chunked = attend(*tensors, backend="chunked")
+        assert torch.equal(output[:, 0], honest[:, 0])
+        assert torch.equal(output[:, 2], honest[:, 2] * 1.02)
+        for head in (1, 3):
+            assert_matches(output[:, head], exactly(tensors)[:, head], chunked[:, head])
+            assert aux.error_estimate[:, head].eq(0).all()
+        sentence = (
+            "audit: heads 1, 3 had errors up to 0.5, 0.05 allowed; they were computed exactly"
+        )
+        assert caplog.messages == [sentence]
+        assert sentence in aux.decision.notes
+        assert events[-1].fallbacks == (sentence,)
+        assert FALLBACKS["audit"] == before + 1
+
+    @pytest.mark.parametrize("factor", [0.0, -1.0, 1.2, float("nan"), float("inf")])
+    def test_a_result_that_is_wrong_in_every_head_is_repaired(
+        self, monkeypatch: pytest.MonkeyPatch, factor: float
+    ) -> None:
+        tensors = draw_low_rank()
+        wrap(monkeypatch, "low_rank", self.scaling(*[factor] * 4))
+        output = attend(*tensors, policy=LOSSY, backend="low_rank")
+        assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+
+    def test_errors_within_the_budget_are_reported_and_left(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        tensors = draw_low_rank()
+        wrap(monkeypatch, "low_rank", self.scaling(1.0, 1.01, 1.02, 1.03))
+        output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
+        true_errors = head_errors(output, exactly(tensors)).float()
+        unit = torch.finfo(torch.float32).eps * (64 + 256)
+        assert (aux.error_estimate - true_errors).abs().amax() < unit
+        assert events[0].fallbacks == ()
+        assert events[0].head_errors == tuple(aux.error_estimate.amax(0).tolist())
+        assert events[0].error_estimate == max(events[0].head_errors)
+
+    def test_each_head_is_held_against_its_own_budget(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        """The audit once allowed every head the largest budget of all."""
+        policy = replace(LOSSY, head_budgets=((3, 1, 0.001), (4, 2, 0.001)))
+        tensors = draw_low_rank()
+        wrap(monkeypatch, "low_rank", self.scaling(*[1.01] * 4))
+        for layer, head in ((3, 1), (4, 2)):
+            _, aux = attend(
+                *tensors, policy=policy, backend="low_rank", tag=f"layer{layer}", return_aux=True
+            )
+            repaired = aux.error_estimate.amax(0).eq(0).nonzero().flatten().tolist()
+            assert repaired == [head]
+            assert events[-1].tag == f"layer{layer}"
+
+    def test_gradients_flow_through_repaired_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrap(monkeypatch, "low_rank", self.scaling(1.0, 2.0, 1.0, 1.0))
+        tensors = [item.requires_grad_() for item in draw_low_rank()]
+        output = attend(*tensors, policy=LOSSY, backend="low_rank")
+        gradients = torch.autograd.grad(output[:, 1].sum(), tensors)
+        wide = [item.detach().double().requires_grad_() for item in tensors]
+        exact = torch.autograd.grad(attend(*wide)[:, 1].sum(), wide)
+        eager = torch.autograd.grad(attend(*tensors, backend="chunked")[:, 1].sum(), tensors)
+        for actual, reference, yardstick in zip(gradients, exact, eager, strict=True):
+            assert_matches(actual, reference, yardstick, summands=256 + 64)
+
+    def test_dropout_is_no_error(self, events: list[AttentionEvent]) -> None:
+        """The audit once took dropped weights for a wrong result and repaired every head."""
+        tensors = draw_low_rank()
+        settings = {"policy": LOSSY, "backend": "low_rank", "return_aux": True}
+        _, aux = attend(*tensors, dropout_p=0.5, **settings)
+        assert events[0].fallbacks == ()
+        assert aux.error_estimate.amax() < LOSSY.error_budget
+
+
+class TestPolicies:
+    """A policy comes as a value, a preset's name, a file, or from the context."""
+
+    def test_each_form_of_a_policy_is_followed(self, tmp_path: Any) -> None:
+        policy = Policy(name="saved", error_budget=0.125)
+        path = tmp_path / "mine.json"
+        save_policy(policy, path)
+        tensors = draw()
+        for given in (policy, str(path)):
+            decision = plan_attention(*tensors, policy=given)
+            assert (decision.policy, decision.plan.error_budget) == ("saved", 0.125)
+        assert plan_attention(*tensors, policy="speed").plan.error_budget == 0.05
+        assert plan_attention(*tensors).policy == "quality"
+
+    def test_the_ambient_policy_serves_calls_that_name_none(self) -> None:
+        tensors = draw()
+        with use_policy("balanced"):
+            assert plan_attention(*tensors).policy == "balanced"
+            with use_policy(Policy(name="inner")):
+                assert plan_attention(*tensors).policy == "inner"
+            assert plan_attention(*tensors, policy="speed").policy == "speed"
+            assert plan_attention(*tensors).policy == "balanced"
+        assert plan_attention(*tensors).policy == "quality"
+
+    def test_a_memory_budget_that_nothing_keeps_is_an_error_with_the_trace(self) -> None:
+        with pytest.raises(PlanError, match="raise the memory budget") as caught:
+            attend(*draw(), policy=Policy(memory_budget_bytes=1))
+        assert any("expected at most" in line and "MiB" in line for line in caught.value.trace)
+
+    def test_a_memory_budget_is_kept_by_smaller_chunks(self) -> None:
+        tensors = draw(length=512)
+        roomy = plan_attention(*tensors, softcap=5.0).plan
+        budget = roomy.workspace_bytes // 4
+        tight = plan_attention(*tensors, softcap=5.0, policy=Policy(memory_budget_bytes=budget))
+        assert tight.plan.workspace_bytes <= budget
+        assert tight.plan.groups[0].chunk_rows < 512
+
+
+class TestEvents:
+    """Every eager call emits one event."""
+
+    def test_an_event_says_what_was_asked_and_chosen(self, events: list[AttentionEvent]) -> None:
+        tensors = draw()
+        attend(*tensors, is_causal=True, tag="layer7")
+        (event,) = events
+        assert (event.tag, event.time_ms, event.fallbacks) == ("layer7", None, ())
+        assert event.problem.is_causal
+        assert event.decision == plan_attention(*tensors, is_causal=True)
+        assert event.workspace_bytes == event.decision.plan.workspace_bytes
+        assert (event.error_estimate, event.head_errors) == (None, ())
+
+    def test_time_is_taken_when_a_sink_asks(self) -> None:
+        found: list[AttentionEvent] = []
+        tensors = draw()
+        with record_events(found.append, timing=True):
+            attend(*tensors)
+            attend(*tensors, plan=found[0].decision.plan)
+        assert all(event.time_ms is not None and event.time_ms > 0 for event in found)
+
+    def test_a_given_plan_emits_its_event_too(self, events: list[AttentionEvent]) -> None:
+        tensors = draw()
+        plan = plan_attention(*tensors).plan
+        attend(*tensors, plan=plan, tag="mine")
+        (event,) = events
+        assert (event.decision.plan, event.tag) == (plan, "mine")
+
+    def test_entropy_is_reported_where_it_was_measured(self, events: list[AttentionEvent]) -> None:
+        attend(*draw_low_rank(), policy=LOSSY, backend="low_rank")
+        assert len(events[0].entropy_bits) == 4
+        assert all(0 <= bits <= 8 for bits in events[0].entropy_bits)
+
+    def test_a_sink_that_fails_stops_no_call(self, caplog: pytest.LogCaptureFixture) -> None:
+        def failing(event: AttentionEvent) -> None:
+            raise ValueError("a broken observer")
+
+        seen: list[AttentionEvent] = []
+        with record_events(failing), record_events(seen.append):
+            attend(*draw())
+        assert len(seen) == 1
+        assert "an event sink failed" in caplog.text
+
+
+class TestGivenPlans:
+    """A plan that the caller gives is run as it is."""
+
+    def test_it_runs_what_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        groups = wrap(monkeypatch, "chunked", lambda result: result)
+        tensors = draw()
+        plan = Plan(groups=(HeadGroup(capability="chunked", chunk_rows=5),), num_heads=4)
+        output, aux = attend(*tensors, plan=plan, return_aux=True)
+        assert groups == list(plan.groups)
+        assert aux.decision is None
+        assert torch.equal(aux.error_estimate, torch.zeros(2, 4))
+        assert_matches(output, exactly(tensors), attend(*tensors, backend="reference"), summands=48)
+
+    def test_an_approximation_given_is_not_said_to_be_exact(self) -> None:
+        group = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8)
+        _, aux = attend(*draw(), plan=Plan(groups=(group,), num_heads=4), return_aux=True)
+        assert aux.error_estimate is None
+
+
+def test_facts_of_a_device_without_an_executor_refuse_nothing_silently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan's executor is checked against the device that the tensors are on."""
+    facts: HardwareFacts = fake_facts("h200")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+    plan = Plan(groups=(HeadGroup(capability="sdpa.cudnn"),), num_heads=4)
+    with pytest.raises(UnsupportedError, match="it runs on cuda, the tensors are on cpu"):
+        attend(*draw(), plan=plan)
+
+
+def test_an_unknown_backend_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ArgumentError, match="backend: expected 'auto' or one of"):
+        plan_attention(*draw(), backend="flash5")
