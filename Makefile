@@ -6,9 +6,6 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check --constraint const
 READY := $(VENV)/.ready
 
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-# On Linux the package index serves torch built for CUDA, gigabytes of it. Where there is no
-# NVIDIA driver, PyTorch's own CPU index is looked at too (quietly: it may be out of reach).
-CPU_INDEX := $(if $(shell command -v nvidia-smi),,--quiet --retries 1 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu)
 SOURCES := $(shell find src -type f -not -name '*.pyc')
 DEMO_HTML := build/evaluate.html
 
@@ -53,7 +50,7 @@ $(READY)/base: constraints.txt
 
 # torch alone and first: asked for with packages that need it, it may come as the CUDA build.
 $(READY)/torch: $(READY)/base
-	$(PIP) --no-deps $(CPU_INDEX) "$(TORCH)"
+	$(PIP) --no-deps "$(TORCH)"
 	$(PIP) "$(TORCH)"
 	touch $@
 

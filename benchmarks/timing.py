@@ -61,7 +61,7 @@ def machine_facts(device: str) -> dict[str, Any]:
     """Return what a reader needs to repeat a figure."""
     facts = hardware.probe(device)
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
+        ["git", "rev-parse", "--short", "HEAD"],
         capture_output=True,
         text=True,
         check=False,

@@ -68,9 +68,14 @@ class UnsupportedError(AdaAttnError, RuntimeError):
 
     def __init__(self, request: str, reasons: Sequence[str], hint: str = "") -> None:
         self.reasons = tuple(reasons)
+        super().__init__(request, self.reasons, hint)
+
+    def __str__(self) -> str:
+        """Return the request, every reason and the hint; made of ``args``, so pickling keeps it."""
+        request, reasons, hint = self.args
         text = f"{request} cannot serve this call:"
-        text += "".join(f"\n  - {reason}" for reason in self.reasons)
-        super().__init__(text + (f"\n{hint}" if hint else ""))
+        text += "".join(f"\n  - {reason}" for reason in reasons)
+        return text + (f"\n{hint}" if hint else "")
 
 
 class PlanError(AdaAttnError, RuntimeError):

@@ -165,7 +165,9 @@ def scaled_dot_product_attention(
         return _with_plan(call, plan, return_aux, tag)
     if fast_key is not None and not _is_as_given(call, query, key, value, attn_mask):
         fast_key = None
-    return _planned(call, policy, backend, return_aux, tag, fast_key)
+    # Planning reads numbers on the host: a graph breaks here and goes on behind.
+    planned = torch.compiler.disable(_planned) if is_compiling() else _planned
+    return planned(call, policy, backend, return_aux, tag, fast_key)
 
 
 def plan_attention(
@@ -254,12 +256,8 @@ def _with_plan(call: Call, plan: Plan, return_aux: AuxRequest | bool | None, tag
 
 
 def _is_as_given(call: Call, *given: torch.Tensor | None) -> bool:
-    """Return whether an executor may take the caller's own q, k, v and mask.
-
-    It may not when they were broadcast or cast, or when the mask became a flag.
-    """
-    tensors = call.tensors
-    query, key, value, mask = given
+    """Return whether q, k and v were neither broadcast nor cast, and no mask became a flag."""
+    tensors, (query, key, value, mask) = call.tensors, given
     whole = tensors.query is query and tensors.key is key and tensors.value is value
     return whole and (tensors.mask is None) == (mask is None)
 

@@ -15,7 +15,7 @@ import torch
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors
-from adaattn.backends.block_sparse import STRIDE, blocks_needed
+from adaattn.backends.block_sparse import blocks_needed, scored_rows
 from adaattn.backends.common import (
     accumulation_dtype,
     grouped_product,
@@ -31,7 +31,8 @@ from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
 
 __all__ = ["Sample", "audit", "check_finite", "measure"]
 
-_BLOCKS = 8
+_BLOCKS = 32
+"""Errors of block selection come in blocks of queries: few rows of many blocks see them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +152,15 @@ def _choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]
     numbers: list[int] = []
     for block in blocks:
         inside = range(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len_q))
-        between = [row for row in inside if row % STRIDE] or list(inside)
+        scored = set(_scored(block, len_q))
+        between = [row for row in inside if row not in scored] or list(inside)
         numbers += sorted(generator.sample(between, min(each, len(between))))
     return blocks, numbers
+
+
+def _scored(block: int, len_q: int) -> list[int]:
+    """Return the rows of a block of queries that block selection scores."""
+    return scored_rows(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len_q), BLOCK_SIZE)
 
 
 def _exact_rows(
@@ -224,11 +231,7 @@ def _sparse_errors(
     """Return densities and errors of each kept mass, by the selection that the executor makes."""
     blocks, numbers = sampled
     device = weights.device
-    scored = [
-        row
-        for block in blocks
-        for row in range(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, problem.len_q), STRIDE)
-    ]
+    scored = [row for block in blocks for row in _scored(block, problem.len_q)]
     owner = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in scored], device=device)
     member = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in numbers], device=device)
     rows = torch.tensor(scored, device=device)

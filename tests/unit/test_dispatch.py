@@ -1,8 +1,7 @@
 """Backends by name, steps down, audits and events of the public call."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Executor, Result
 from adaattn.dispatch import FALLBACKS
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError
-from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
+from adaattn.testing import assert_matches, fake_facts
 
 LOSSY = Policy(name="lossy", error_budget=0.05)
 
@@ -70,7 +69,7 @@ def break_executor(
 
 
 @pytest.fixture
-def events() -> Any:
+def events() -> Iterator[list[AttentionEvent]]:
     """Record the events of one test."""
     found: list[AttentionEvent] = []
     with record_events(found.append):
@@ -101,10 +100,12 @@ class TestExplicitBackend:
     def test_the_name_of_a_module_means_the_best_of_its_executors(self) -> None:
         decision = plan_attention(*draw(), backend="sdpa")
         assert decision.plan.groups[0].capability == "sdpa.flash"
-        assert {entry.candidate.split(".")[0] for entry in decision.trace} == {"sdpa"}
+        executors = {entry.candidate.split("/")[0] for entry in decision.trace}
+        kernels = {item.name for item in capabilities() if item.backend == "sdpa"}
+        assert executors - {"any executor"} == kernels
 
     def test_a_refusal_lists_every_reason(self) -> None:
-        with pytest.raises(UnsupportedError, match="backend 'sdpa.flash' cannot serve") as caught:
+        with pytest.raises(UnsupportedError, match=r"'sdpa\.flash' cannot serve") as caught:
             attend(*draw(), softcap=2.0, window=(3, 0), dilation=2, backend="sdpa.flash")
         assert caught.value.reasons == (
             "sdpa.flash: it does not support a sliding window",
@@ -219,102 +220,6 @@ class TestStepsDown:
             attend(*draw())
 
 
-class TestAudit:
-    """After an approximation ran, heads over their budget are computed exactly."""
-
-    @staticmethod
-    def scaling(*factors: float) -> Callable[[Result], Result]:
-        """Return a change that multiplies each head by a factor."""
-
-        def change(result: Result) -> Result:
-            return replace(result, output=result.output * torch.tensor(factors)[:, None, None])
-
-        return change
-
-    def test_heads_over_budget_are_repaired_and_the_others_kept(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-        events: list[AttentionEvent],
-    ) -> None:
-        tensors = draw_low_rank()
-        before = FALLBACKS["audit"]
-        honest = attend(*tensors, policy=LOSSY, backend="low_rank")
-        wrap(monkeypatch, "low_rank", self.scaling(1.0, 1.2, 1.02, 0.5))
-        with caplog.at_level(logging.INFO, logger="adaattn"):
-            output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
-        assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
-        chunked = attend(*tensors, backend="chunked")
-        assert torch.equal(output[:, 0], honest[:, 0])
-        assert torch.equal(output[:, 2], honest[:, 2] * 1.02)
-        for head in (1, 3):
-            assert_matches(output[:, head], exactly(tensors)[:, head], chunked[:, head])
-            assert aux.error_estimate[:, head].eq(0).all()
-        sentence = (
-            "audit: heads 1, 3 had errors up to 0.5, 0.05 allowed; they were computed exactly"
-        )
-        assert caplog.messages == [sentence]
-        assert sentence in aux.decision.notes
-        assert events[-1].fallbacks == (sentence,)
-        assert FALLBACKS["audit"] == before + 1
-
-    @pytest.mark.parametrize("factor", [0.0, -1.0, 1.2, float("nan"), float("inf")])
-    def test_a_result_that_is_wrong_in_every_head_is_repaired(
-        self, monkeypatch: pytest.MonkeyPatch, factor: float
-    ) -> None:
-        tensors = draw_low_rank()
-        wrap(monkeypatch, "low_rank", self.scaling(*[factor] * 4))
-        output = attend(*tensors, policy=LOSSY, backend="low_rank")
-        assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
-
-    def test_errors_within_the_budget_are_reported_and_left(
-        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
-    ) -> None:
-        tensors = draw_low_rank()
-        wrap(monkeypatch, "low_rank", self.scaling(1.0, 1.01, 1.02, 1.03))
-        output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
-        true_errors = head_errors(output, exactly(tensors)).float()
-        unit = torch.finfo(torch.float32).eps * (64 + 256)
-        assert (aux.error_estimate - true_errors).abs().amax() < unit
-        assert events[0].fallbacks == ()
-        assert events[0].head_errors == tuple(aux.error_estimate.amax(0).tolist())
-        assert events[0].error_estimate == max(events[0].head_errors)
-
-    def test_each_head_is_held_against_its_own_budget(
-        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
-    ) -> None:
-        """The audit once allowed every head the largest budget of all."""
-        policy = replace(LOSSY, head_budgets=((3, 1, 0.001), (4, 2, 0.001)))
-        tensors = draw_low_rank()
-        wrap(monkeypatch, "low_rank", self.scaling(*[1.01] * 4))
-        for layer, head in ((3, 1), (4, 2)):
-            _, aux = attend(
-                *tensors, policy=policy, backend="low_rank", tag=f"layer{layer}", return_aux=True
-            )
-            repaired = aux.error_estimate.amax(0).eq(0).nonzero().flatten().tolist()
-            assert repaired == [head]
-            assert events[-1].tag == f"layer{layer}"
-
-    def test_gradients_flow_through_repaired_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        wrap(monkeypatch, "low_rank", self.scaling(1.0, 2.0, 1.0, 1.0))
-        tensors = [item.requires_grad_() for item in draw_low_rank()]
-        output = attend(*tensors, policy=LOSSY, backend="low_rank")
-        gradients = torch.autograd.grad(output[:, 1].sum(), tensors)
-        wide = [item.detach().double().requires_grad_() for item in tensors]
-        exact = torch.autograd.grad(attend(*wide)[:, 1].sum(), wide)
-        eager = torch.autograd.grad(attend(*tensors, backend="chunked")[:, 1].sum(), tensors)
-        for actual, reference, yardstick in zip(gradients, exact, eager, strict=True):
-            assert_matches(actual, reference, yardstick, summands=256 + 64)
-
-    def test_dropout_is_no_error(self, events: list[AttentionEvent]) -> None:
-        """The audit once took dropped weights for a wrong result and repaired every head."""
-        tensors = draw_low_rank()
-        settings = {"policy": LOSSY, "backend": "low_rank", "return_aux": True}
-        _, aux = attend(*tensors, dropout_p=0.5, **settings)
-        assert events[0].fallbacks == ()
-        assert aux.error_estimate.amax() < LOSSY.error_budget
-
-
 class TestPolicies:
     """A policy comes as a value, a preset's name, a file, or from the context."""
 
@@ -342,7 +247,8 @@ class TestPolicies:
     def test_a_memory_budget_that_nothing_keeps_is_an_error_with_the_trace(self) -> None:
         with pytest.raises(PlanError, match="raise the memory budget") as caught:
             attend(*draw(), policy=Policy(memory_budget_bytes=1))
-        assert any("expected at most" in line and "MiB" in line for line in caught.value.trace)
+        refused = "sdpa.math/fp32: expected at most 1 bytes of workspace, got "
+        assert any(line.startswith(refused) for line in caught.value.trace)
 
     def test_a_memory_budget_is_kept_by_smaller_chunks(self) -> None:
         tensors = draw(length=512)

@@ -1,6 +1,6 @@
 """Attention over the blocks of keys that hold most of each row's probability.
 
-Selection: every `STRIDE`-th query row is scored exactly against all keys that it sees; a
+Selection: the rows that `scored_rows` names are scored exactly against all keys that they see; a
 block of keys is kept for a block of queries if any of its scored rows needs it to reach
 the kept mass (the worst row decides, which loses far less than a mean would), and the
 diagonal is always kept. Computation: the kept blocks are gathered for each block of
@@ -20,7 +20,7 @@ from adaattn.backends.common import (
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
 
-__all__ = ["CAPABILITIES", "STRIDE", "blocks_needed", "run", "select_blocks"]
+__all__ = ["CAPABILITIES", "STRIDE", "blocks_needed", "run", "scored_rows", "select_blocks"]
 
 STRIDE = 16
 _ROWS_AT_ONCE = 64
@@ -86,18 +86,28 @@ def select_blocks(
     step = _ROWS_AT_ONCE * STRIDE
     for start in range(0, problem.len_q, step):
         stop = min(start + step, problem.len_q)
-        rows = torch.arange(start, stop, STRIDE, device=keep.device)
+        numbers = scored_rows(start, stop, size)
         begin, end = key_range(problem, start, stop)
         if begin == end:
             continue
         begin -= begin % size
+        rows = torch.tensor(numbers, device=keep.device)
         scores = tile_scores(tensors, problem, rows, range(begin, end))
         needed = blocks_needed(softmax_rows(scores, None).weights, size, kept_mass)
         columns = slice(begin // size, begin // size + needed.shape[-1])
-        for row in range(needed.shape[2]):
-            block = (start + row * STRIDE) // size
-            keep[:, :, block, columns] |= needed[:, :, row]
+        for index, row in enumerate(numbers):
+            keep[:, :, row // size, columns] |= needed[:, :, index]
     return keep | _diagonal(problem, size, keep.device)
+
+
+def scored_rows(start: int, stop: int, size: int) -> list[int]:
+    """Return which of the query rows ``start..stop`` selection scores.
+
+    Beside every `STRIDE`-th row it is the last of each block: a head that looks at its
+    neighbourhood needs the next block for its last rows alone.
+    """
+    last = range(start + (-start - 1) % size, stop, size)
+    return sorted({*range(start, stop, STRIDE), *last, stop - 1})
 
 
 def blocks_needed(weights: torch.Tensor, size: int, kept_mass: float) -> torch.Tensor:

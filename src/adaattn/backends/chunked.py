@@ -24,7 +24,7 @@ from adaattn.backends.common import (
     tile_scores,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -100,7 +100,8 @@ def _is_plain(problem: AttentionProblem) -> bool:
     if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
         return False
     # A bias in 16 bits would lose distances past 256.
-    return not (problem.precision.bits == 16 and problem.has_alibi)
+    half = problem.precision in (Precision.BF16, Precision.FP16)
+    return not (half and problem.has_alibi)
 
 
 def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:

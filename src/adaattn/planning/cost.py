@@ -10,6 +10,7 @@ Formulas, with P the (query, key) pairs that are computed, per batch and query h
 They rank candidates; they do not predict a stopwatch.
 """
 
+import math
 from functools import lru_cache
 from typing import Final
 
@@ -108,6 +109,8 @@ def estimate(
     if problem.len_q <= _DECODE_ROWS and not capability.materialises_scores:
         compute_s = min(compute_s, memory_s)
     time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0)
+    if group.method is Method.LOW_RANK:
+        time_s += _eigen_s(problem, hardware)
     return Cost(
         flops=flops + extra_flops,
         bytes_moved=moved + extra_bytes + score_bytes,
@@ -193,8 +196,7 @@ def _approximation_work(
         dim = max(problem.head_dim, problem.value_dim)
         gram = 2.0 * tokens * dim * dim + 2.0 * problem.len_k * kv_heads * dim * dim
         projections = 2.0 * tokens * dim * (group.rank + group.value_rank)
-        eigen = 3.0 * kv_heads * 50.0 * dim**3 * 4
-        return gram + projections + eigen, 4.0 * tokens * dim * 4, 60
+        return gram + projections, 4.0 * tokens * dim * 4, 60
     if group.method is Method.BLOCK_SPARSE:
         pairs = visible_pairs(problem)
         selection = 2.0 * pairs * problem.head_dim * heads / SELECTION_STRIDE
@@ -204,6 +206,21 @@ def _approximation_work(
         gathered = 2.0 * density * pairs / max(group.block_size, 1) * columns * heads
         return selection, score_bytes + gathered * _element_bytes(problem, group), 12 * blocks + 20
     return 0.0, 0.0, 0
+
+
+def _eigen_s(problem: AttentionProblem, hardware: HardwareFacts) -> float:
+    """Return the seconds of the symmetric eigenproblems behind the projections.
+
+    Three for each key head: two for the scores, one for the values. A CPU takes about
+    45 D^3 operations' worth of its fp32 matrix rate for each (9 D^3 at a fifth of the rate:
+    0.2 ms at D 64, 14 ms at D 512 on two cores); a GPU is bound by its steps, not by
+    arithmetic: 1.6 ms at D 128 on an H200.
+    """
+    dim = max(problem.head_dim, problem.value_dim)
+    count = 3 * problem.batch * problem.num_kv_heads
+    if problem.device_type == "cuda":
+        return count * 1.6e-3 * math.pow(dim / 128, 1.5)
+    return count * (1e-4 + 45.0 * dim**3 / max(hardware.rates.flops_of(Precision.FP32), 1.0))
 
 
 def _flops_rate(

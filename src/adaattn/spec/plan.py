@@ -186,15 +186,22 @@ class Decision:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the trace as text, the accepted candidates first."""
+        """Return the trace as text, the accepted candidates first.
+
+        Candidates of one executor that share a reason share a line.
+        """
+        lines: dict[tuple[bool, str, str], list[str]] = {}
+        for entry in sorted(self.trace, key=lambda entry: not entry.accepted):
+            executor = entry.candidate.split("/")[0]
+            shared = (entry.accepted, executor, entry.reason)
+            lines.setdefault(shared, []).append(entry.candidate)
+        names = [_counted(candidates) for candidates in lines.values()]
+        width = max((len(name) for name in names), default=0)
         budget = f"error budget {self.plan.error_budget:g}"
-        head = [f"policy {self.policy or 'none'} ({budget})"]
-        entries = sorted(self.trace, key=lambda entry: not entry.accepted)
-        width = max((len(entry.candidate) for entry in entries), default=0)
-        for entry in entries:
-            mark = "+" if entry.accepted else "-"
-            head.append(f"  {mark} {entry.candidate:<{width}}  {entry.reason}")
-        return "\n".join([*head, *(f"  note: {note}" for note in self.notes)])
+        text = [f"policy {self.policy or 'none'} ({budget})"]
+        for name, (accepted, _, reason) in zip(names, lines, strict=True):
+            text.append(f"  {'+' if accepted else '-'} {name:<{width}}  {reason}")
+        return "\n".join([*text, *(f"  note: {note}" for note in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as plain JSON values."""
@@ -204,3 +211,8 @@ class Decision:
             "trace": [asdict(entry) for entry in self.trace],
             "notes": list(self.notes),
         }
+
+
+def _counted(names: list[str]) -> str:
+    """Return the first name, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

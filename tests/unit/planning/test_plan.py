@@ -169,20 +169,31 @@ def test_heads_of_one_call_go_different_ways(executors: Executors) -> None:
     assert exact_ms and decision.plan.estimated_ms < (1 - MARGIN) * exact_ms.time_ms
 
 
-def test_heads_that_share_keys_are_costed_apart_when_their_group_is_torn(
-    executors: Executors,
+@pytest.mark.parametrize(
+    ("good", "kv_heads"), [((0, 1, 2, 3), (1, 1)), ((0, 1), (2, 6)), ((0, 4), (2, 6))]
+)
+def test_heads_keep_sharing_keys_only_where_their_whole_group_goes_one_way(
+    executors: Executors, good: tuple[int, ...], kv_heads: tuple[int, int]
 ) -> None:
     facts = fake_facts("cpu")
-    policy = Policy(error_budget=0.02)
-    problem = _problem("cpu", num_heads=4, num_kv_heads=2, len_q=16384, head_dim=128)
-    plans = []
-    for good in ((0, 1), (0, 2)):
-        rank = tuple(0.001 if head in good else 0.9 for head in range(4))
-        plans.append(decide(problem, _stats(problem, rank=rank), facts, policy, executors).plan)
-    whole, torn = plans
-    assert [group.heads for group in whole.groups] == [(0, 1), (2, 3)]
-    assert [group.heads for group in torn.groups] == [(0, 2), (1, 3)]
-    assert whole.estimated_ms < torn.estimated_ms
+    problem = _problem("cpu", num_heads=8, num_kv_heads=2, len_q=16384, head_dim=128)
+    rank = tuple(0.001 if head in good else 0.9 for head in range(8))
+    stats = _stats(problem, rank=rank, densities=(1.0,) * 8, sparse=(0.9,) * 8)
+    plan = decide(problem, stats, facts, Policy(error_budget=0.02), executors).plan
+    by_name = {item.name: item for item in executors}
+    low, exact = sorted(plan.groups, key=lambda group: group.capability)
+    assert low.heads == good and low.method is Method.LOW_RANK
+    costs = [
+        estimate(
+            replace(problem, num_heads=len(group.heads), num_kv_heads=shared),
+            by_name[group.capability],
+            group,
+            facts,
+        )
+        for group, shared in zip((low, exact), kv_heads, strict=True)
+    ]
+    assert plan.estimated_ms == pytest.approx(sum(cost.time_ms for cost in costs))
+    assert plan.workspace_bytes == max(cost.workspace_bytes for cost in costs)
 
 
 def test_one_way_for_all_heads_is_one_group_without_head_numbers(executors: Executors) -> None:

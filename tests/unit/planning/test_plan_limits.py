@@ -151,6 +151,9 @@ def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
     assert _entries(decision)["low/fp32 rank=8,8"].reason == (
         "errors are not measured on packed sequences yet; call it for each sequence"
     )
+    for lengths, wanted in (((32768, 32768), ()), ((), ((Method.LOW_RANK, FP32),))):
+        long = make_problem(lengths_q=lengths, len_q=65536, head_dim=128)
+        assert worth_measuring(long, fake_facts("cpu"), policy, (exact, low)) == wanted
 
 
 LONG = {"len_q": 32768, "head_dim": 128}
@@ -189,6 +192,17 @@ def test_what_could_pay_is_worth_measuring(executors: Executors) -> None:
     assert worth_measuring(_problem("cpu", **LONG), fake_facts("cpu"), only, executors) == (
         (Method.LOW_RANK, FP32),
     )
+
+
+def test_a_format_that_will_surely_hold_the_budget_is_what_the_rest_must_beat(
+    executors: Executors,
+) -> None:
+    facts, problem = fake_facts("cpu_amx"), _problem("cpu_amx", **LONG)
+    sparse = (Method.BLOCK_SPARSE, FP32)
+    for budget, wanted in ((0.05, False), (0.01, True)):
+        found = worth_measuring(problem, facts, Policy(error_budget=budget), executors)
+        assert (Method.EXACT, BF16) in found
+        assert (sparse in found) is wanted
 
 
 def test_an_executor_asked_for_by_name_is_measured_whether_it_pays_or_not(

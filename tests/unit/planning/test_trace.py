@@ -159,3 +159,15 @@ def test_a_decision_prints_the_accepted_first_and_its_notes_last() -> None:
 def test_a_candidate_in_a_lower_format_is_not_exact() -> None:
     half = replace(EXACT, group=HeadGroup(capability="fused", precision=Precision.BF16))
     assert EXACT.is_exact and not half.is_exact and not LOW.is_exact
+
+
+def test_candidates_of_one_executor_with_one_reason_share_a_printed_line() -> None:
+    plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS)
+    ranks = [replace(LOW, group=replace(LOW.group, rank=rank), refusal="no") for rank in (8, 16)]
+    other = replace(ranks[1], group=replace(ranks[1].group, rank=32), refusal="too much")
+    entries = trace_of([EXACT, *ranks, other], [EXACT] * NUM_HEADS, EXACT)
+    assert len(entries) == 4
+    assert str(Decision(plan=plan, trace=entries)).splitlines()[2:] == [
+        "  - low_rank/fp32 rank=8 and 1 more  no",
+        "  - low_rank/fp32 rank=32            too much",
+    ]

@@ -1,0 +1,396 @@
+"""Approximations under an error budget: taken where they hold it, refused where they do not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from adaattn import (
+    Decision,
+    HeadGroup,
+    Method,
+    Plan,
+    Policy,
+    Precision,
+    plan_attention,
+)
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import low_rank
+from adaattn.errors import UnsupportedError
+from adaattn.linalg.projections import score_projections, value_basis
+from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
+
+BALANCED = Policy(name="tenth of a percent", error_budget=0.001)
+DIM = 64
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def invented_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for one invented machine, whatever the test runs on."""
+    facts = fake_facts("cpu")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+
+
+def exactly(tensors: Heads, **settings: object) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*(item.double() for item in tensors), **settings)
+
+
+def low_rank_heads(length: int = 2048, heads: int = 2, rank: int = 8) -> Heads:
+    """Return q, k and v of a rank that the low-rank executor keeps whole."""
+
+    def one() -> torch.Tensor:
+        return torch.randn(1, heads, length, rank) @ torch.randn(1, heads, rank, DIM) / rank**0.5
+
+    return one(), one(), one()
+
+
+def full_rank_heads(length: int = 2048, heads: int = 2) -> Heads:
+    return tuple(torch.randn(1, heads, length, DIM) for _ in range(3))
+
+
+def local_heads(length: int = 4096, heads: int = 2, sharpness: float = 4.0) -> Heads:
+    """Return heads that look at a neighbourhood: positions as angles of many frequencies."""
+    angles = torch.arange(length)[:, None] * torch.arange(1, DIM // 2 + 1) * 2 * torch.pi / length
+    places = torch.cat([angles.cos(), angles.sin()], -1).expand(1, heads, length, DIM)
+    query, key, value = full_rank_heads(length, heads)
+    return sharpness**0.5 * places + 0.1 * query, sharpness**0.5 * places + 0.1 * key, value
+
+
+def sink_heads(length: int = 4096, heads: int = 2) -> Heads:
+    """Return heads that look at the first token, and a little at everything."""
+    query, key, value = full_rank_heads(length, heads)
+    query, key = 0.1 * query, 0.1 * key
+    query[..., 0] = 8.0
+    key[..., 0, 0] = 20.0
+    return query, key, value
+
+
+def methods_of(decision: Decision) -> set[Method]:
+    return {group.method for group in decision.plan.groups}
+
+
+def reasons_of(decision: Decision, candidate: str) -> list[str]:
+    return [entry.reason for entry in decision.trace if entry.candidate.startswith(candidate)]
+
+
+class TestLowRank:
+    """Low rank under a policy."""
+
+    @pytest.mark.parametrize("policy", ["balanced", "speed", BALANCED], ids=str)
+    def test_it_is_taken_where_the_rank_is_low_and_keeps_the_budget(self, policy: str) -> None:
+        tensors = low_rank_heads()
+        output, aux = attend(*tensors, policy=policy, return_aux=True)
+        assert methods_of(aux.decision) == {Method.LOW_RANK}
+        budget = aux.decision.plan.error_budget
+        assert_within_budget(output, exactly(tensors), budget)
+        assert aux.error_estimate.amax() <= budget
+        assert aux.decision.notes == ()
+
+    def test_full_rank_is_refused_with_the_error_that_was_measured(self) -> None:
+        tensors = full_rank_heads()
+        decision = plan_attention(*tensors, policy="speed")
+        assert decision.plan.is_exact
+        refusals = reasons_of(decision, "low_rank")
+        assert refusals
+        assert all("expected an error of at most 0.05, got" in reason for reason in refusals)
+
+    def test_a_budget_of_zero_is_the_exact_path_bit_for_bit(self) -> None:
+        tensors = low_rank_heads()
+        exact = F.scaled_dot_product_attention(*tensors)
+        for policy in (Policy(error_budget=0.0), "quality", None):
+            assert torch.equal(attend(*tensors, policy=policy), exact)
+
+    def test_the_error_does_not_grow_with_the_rank(self) -> None:
+        spectrum = 0.8 ** torch.arange(DIM)
+        tensors = tuple(item * spectrum for item in full_rank_heads(length=256))
+        exact = exactly(tensors)
+        last = torch.full((1, 2), float("inf"), dtype=torch.float64)
+        for rank in (4, 8, 16, 32, 48, 64):
+            group = HeadGroup(
+                capability="low_rank", method=Method.LOW_RANK, rank=rank, value_rank=rank
+            )
+            output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
+            errors = head_errors(output, exact)
+            assert (errors <= last).all()
+            last = errors
+        assert_matches(output, exact, F.scaled_dot_product_attention(*tensors), summands=256 + DIM)
+
+
+def with_a_needle(tensors: Heads) -> Heads:
+    """Give one key a direction of its own that every query looks for."""
+    query, key, value = (item.clone() for item in tensors)
+    direction = torch.randn(DIM)
+    query += direction / direction.norm()
+    key[:, :, 77] += 30 * direction / direction.norm()
+    return query, key, value
+
+
+def with_an_outlier_column(tensors: Heads) -> Heads:
+    """Let one column of q be huge and the same column of k tiny."""
+    query, key, value = (item.clone() for item in tensors)
+    query[..., 5] *= 1e4
+    key[..., 5] *= 1e-4
+    return query, key, value
+
+
+def with_a_huge_value(tensors: Heads) -> Heads:
+    """Let one token's value outweigh all others."""
+    query, key, value = (item.clone() for item in tensors)
+    value[:, :, 1000] *= 1e4
+    return query, key, value
+
+
+def with_opposite_halves(tensors: Heads) -> Heads:
+    """Let the second half of the queries look for the opposite of the first."""
+    query, key, value = (item.clone() for item in tensors)
+    query[:, :, query.shape[2] // 2 :] *= -1
+    return query, key, value
+
+
+def with_equal_tokens(tensors: Heads) -> Heads:
+    """Let every token be the same one."""
+    return tuple(item[:, :, :1].expand_as(item) for item in tensors)
+
+
+def with_cancelling_values(tensors: Heads) -> Heads:
+    """Let values nearly cancel, so that little is left for an error to be measured against."""
+    query, key, value = (item.clone() for item in tensors)
+    value[:, :, 1::2] = -value[:, :, ::2]
+    return 0.01 * query, key, value
+
+
+def with_a_rank_between_candidates(tensors: Heads) -> Heads:
+    """Let the rank be one more than the smallest that is tried."""
+    more = low_rank_heads(rank=9)
+    return tuple(item[:, :, : tensors[0].shape[2]] for item in more)
+
+
+def with_zeros(tensors: Heads) -> Heads:
+    """Let one head be zero, whose relative error has no denominator."""
+    query, key, value = (item.clone() for item in tensors)
+    value[:, 1] = 0
+    return query, key, value
+
+
+def with_sharp_scores(tensors: Heads) -> Heads:
+    """Let each row see little more than one key."""
+    query, key, value = tensors
+    return 30 * query, key, value
+
+
+ADVERSARIES: tuple[Callable[[Heads], Heads], ...] = (
+    with_a_needle,
+    with_an_outlier_column,
+    with_a_huge_value,
+    with_opposite_halves,
+    with_equal_tokens,
+    with_cancelling_values,
+    with_a_rank_between_candidates,
+    with_zeros,
+    with_sharp_scores,
+)
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.__name__)
+@pytest.mark.parametrize("heads", [low_rank_heads, full_rank_heads, local_heads, sink_heads])
+def test_the_budget_holds_on_inputs_made_to_break_it(
+    heads: Callable[..., Heads], adversary: Callable[[Heads], Heads]
+) -> None:
+    tensors = adversary(heads(length=2048))
+    exact = exactly(tensors)
+    output, aux = attend(*tensors, policy="balanced", return_aux=True)
+    rounding = head_errors(F.scaled_dot_product_attention(*tensors), exact).amax().item()
+    assert_within_budget(output, exact, max(0.01, 2 * rounding))
+    for backend in ("low_rank", "block_sparse"):
+        try:
+            output = attend(*tensors, policy="balanced", backend=backend)
+        except UnsupportedError as error:
+            assert any("expected an error of at most 0.01" in reason for reason in error.reasons)
+        else:
+            assert_within_budget(output, exact, max(0.01, 2 * rounding))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("heads", [low_rank_heads, full_rank_heads, local_heads, sink_heads])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+def test_the_budget_holds_on_random_inputs(
+    heads: Callable[..., Heads], seed: int, is_causal: bool
+) -> None:
+    torch.manual_seed(seed)
+    tensors = heads(length=2048)
+    output, aux = attend(*tensors, is_causal=is_causal, policy="balanced", return_aux=True)
+    assert_within_budget(output, exactly(tensors, is_causal=is_causal), 0.01)
+    assert aux.error_estimate.amax() <= 0.01
+
+
+class TestBlockSparse:
+    """Block sparsity under a policy, on heads with planted peaks."""
+
+    @pytest.mark.parametrize("heads", [local_heads, sink_heads])
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+    def test_it_is_taken_at_long_sequences_and_keeps_the_budget(
+        self, heads: Callable[..., Heads], is_causal: bool
+    ) -> None:
+        tensors = heads(length=4096)
+        policy = Policy(error_budget=0.01, methods=(Method.EXACT, Method.BLOCK_SPARSE))
+        output, aux = attend(*tensors, is_causal=is_causal, policy=policy, return_aux=True)
+        assert methods_of(aux.decision) == {Method.BLOCK_SPARSE}
+        assert_within_budget(output, exactly(tensors, is_causal=is_causal), 0.01)
+        assert aux.error_estimate.amax() <= 0.01
+
+    def test_heads_without_peaks_are_refused(self) -> None:
+        tensors = full_rank_heads(length=4096)
+        decision = plan_attention(*tensors, policy="balanced")
+        assert decision.plan.is_exact
+        assert len(reasons_of(decision, "block_sparse")) == 3
+
+    def test_the_error_does_not_grow_with_the_kept_mass(self) -> None:
+        tensors = local_heads(length=1024, sharpness=2.0)
+        exact = exactly(tensors)
+        last = torch.full((1, 2), float("inf"), dtype=torch.float64)
+        for mass in (0.5, 0.8, 0.9, 0.97, 0.99, 0.999, 1.0):
+            group = HeadGroup(
+                capability="block_sparse",
+                method=Method.BLOCK_SPARSE,
+                block_size=64,
+                kept_mass=mass,
+            )
+            output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
+            errors = head_errors(output, exact)
+            assert (errors <= last).all()
+            last = errors
+        eager = F.scaled_dot_product_attention(*tensors)
+        assert_matches(output, exact, eager, summands=1024 + DIM)
+
+    def test_a_window_and_a_corner_are_honoured(self) -> None:
+        query, key, value = local_heads(length=1024)
+        query = query[:, :, 512:]
+        settings = {"align": "bottom_right", "window": (200, 0)}
+        group = HeadGroup(
+            capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.99
+        )
+        output = attend(query, key, value, **settings, plan=Plan(groups=(group,), num_heads=2))
+        exact = attend(query.double(), key.double(), value.double(), **settings)
+        assert head_errors(output, exact).amax() < 0.01
+
+
+class TestMixedPlans:
+    """A plan that differs by head is each head's own computation."""
+
+    @pytest.mark.parametrize("group_size", [1, 2])
+    def test_heads_of_different_kinds_get_a_method_each(self, group_size: int) -> None:
+        low, full = low_rank_heads(heads=2), full_rank_heads(heads=2)
+        query, key, value = (
+            torch.cat([one[:, :1], other, one[:, 1:]], dim=1)
+            for one, other in zip(low, full, strict=True)
+        )
+        query = query.repeat_interleave(group_size, dim=1)
+        settings = {"enable_gqa": group_size > 1}
+        output, aux = attend(query, key, value, policy="balanced", return_aux=True, **settings)
+        plan = aux.decision.plan
+        assert {Method.EXACT, Method.LOW_RANK} == methods_of(aux.decision)
+        num_heads = query.shape[1]
+        exact = F.scaled_dot_product_attention(
+            query.double(), key.double(), value.double(), **settings
+        )
+        assert_within_budget(output, exact, 0.01)
+        for group in plan.groups:
+            outer = {head for head in group.heads if head in (0, num_heads - 1)}
+            assert bool(outer) == (group.method is Method.LOW_RANK)
+            rows = list(group.heads)
+            columns = sorted({head // group_size for head in rows})
+            alone = attend(
+                query[:, rows],
+                key[:, columns],
+                value[:, columns],
+                plan=Plan(groups=(replace(group, heads=()),), num_heads=len(rows)),
+                **settings,
+            )
+            assert torch.equal(output[:, rows], alone)
+
+    def test_heads_that_share_a_key_head_may_part(self) -> None:
+        query, key, value = torch.randn(1, 4, 40, 16), *torch.randn(2, 1, 2, 40, 16)
+        plan = Plan(
+            groups=(
+                HeadGroup(capability="sdpa.math", heads=(3, 0)),
+                HeadGroup(capability="chunked", heads=(1, 2), chunk_rows=7),
+            ),
+            num_heads=4,
+        )
+        output = attend(query, key, value, enable_gqa=True, plan=plan)
+        for head in range(4):
+            name = "sdpa.math" if head in (0, 3) else "chunked"
+            pair = (item[:, head // 2 : head // 2 + 1] for item in (key, value))
+            tensors = (query[:, head : head + 1], *pair)
+            alone = attend(*tensors, backend=name)
+            assert_matches(output[:, head : head + 1], exactly(tensors), alone, summands=56)
+
+
+class TestGradients:
+    """Gradients of the approximations are those of what they compute."""
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+    @pytest.mark.parametrize("kv_heads", [1, 2])
+    def test_low_rank_differentiates_the_projected_computation(
+        self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, is_causal: bool
+    ) -> None:
+        """Projections are constants to autograd, so finite differences must hold them too."""
+        group = HeadGroup(
+            capability="low_rank",
+            method=Method.LOW_RANK,
+            precision=Precision.FP64,
+            rank=3,
+            value_rank=2,
+        )
+        plan = Plan(groups=(group,), num_heads=2)
+        shapes = [(1, 2, 5, 6), (1, kv_heads, 5, 6), (1, kv_heads, 5, 4)]
+        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+        folded = tensors[0].detach().reshape(1, kv_heads, -1, 6)
+        projections = score_projections(folded, tensors[1].detach(), 3)
+        basis = value_basis(tensors[2].detach(), 2)
+
+        def call(*items: torch.Tensor) -> torch.Tensor:
+            return attend(*items, is_causal=is_causal, enable_gqa=True, plan=plan)
+
+        free = call(*tensors)
+        monkeypatch.setattr(low_rank, "score_projections", lambda q, k, rank: projections)
+        monkeypatch.setattr(low_rank, "value_basis", lambda v, rank: basis)
+        assert torch.equal(call(*tensors), free)
+        assert torch.autograd.gradcheck(call, tensors)
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
+    @pytest.mark.parametrize("kv_heads", [1, 2])
+    def test_block_sparse_differentiates_the_kept_blocks(
+        self, kv_heads: int, is_causal: bool
+    ) -> None:
+        """Which blocks are kept does not change within a finite difference."""
+        group = HeadGroup(
+            capability="block_sparse",
+            method=Method.BLOCK_SPARSE,
+            precision=Precision.FP64,
+            block_size=4,
+            kept_mass=0.6,
+        )
+        plan = Plan(groups=(group,), num_heads=2)
+        shapes = [(1, 2, 10, 3), (1, kv_heads, 10, 3), (1, kv_heads, 10, 2)]
+        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+        def call(*items: torch.Tensor) -> torch.Tensor:
+            return attend(*items, is_causal=is_causal, enable_gqa=True, plan=plan)
+
+        exact = attend(*tensors, is_causal=is_causal, enable_gqa=True)
+        assert not torch.allclose(call(*tensors), exact)
+        assert torch.autograd.gradcheck(call, tensors)
+
+    def test_a_call_under_a_policy_has_the_gradients_of_its_plan(self) -> None:
+        tensors = [item.requires_grad_() for item in low_rank_heads(length=2048)]
+        output, aux = attend(*tensors, policy="balanced", return_aux=True)
+        assert methods_of(aux.decision) == {Method.LOW_RANK}
+        planned = attend(*tensors, plan=aux.decision.plan)
+        weights = torch.randn_like(output)
+        found = torch.autograd.grad((output * weights).sum(), tensors)
+        again = torch.autograd.grad((planned * weights).sum(), tensors)
+        assert all(map(torch.equal, found, again))

@@ -1,0 +1,133 @@
+"""The audit: sampled exact rows against what an approximation returned."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy, record_events
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import registry
+from adaattn.backends.interface import Result, Tensors
+from adaattn.dispatch import FALLBACKS
+from adaattn.testing import assert_matches, assert_within_budget, head_errors
+
+LOSSY = Policy(name="lossy", error_budget=0.05)
+
+
+def draw_low_rank(length: int = 256, heads: int = 4, dim: int = 64) -> list[torch.Tensor]:
+    """Return q, k and v of rank 8: the low-rank executor loses nothing but rounding."""
+    return [torch.randn(2, heads, length, 8) @ torch.randn(2, heads, 8, dim) / 8 for _ in range(3)]
+
+
+def exactly(tensors: list[torch.Tensor], **settings: Any) -> torch.Tensor:
+    return attend(*(item.double() for item in tensors), **settings)
+
+
+def scale_heads(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
+    """Make the low-rank executor return each head multiplied by a factor."""
+    honest = registry.load("low_rank")
+
+    def scaled(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+        result = honest(tensors, problem, group)
+        return replace(result, output=result.output * torch.tensor(factors)[:, None, None])
+
+    monkeypatch.setitem(registry._EXECUTORS, "low_rank", scaled)
+
+
+@pytest.fixture
+def events() -> Iterator[list[AttentionEvent]]:
+    """Record the events of one test."""
+    found: list[AttentionEvent] = []
+    with record_events(found.append):
+        yield found
+
+
+def test_heads_over_budget_are_repaired_and_the_others_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    events: list[AttentionEvent],
+) -> None:
+    tensors = draw_low_rank()
+    before = FALLBACKS["audit"]
+    honest = attend(*tensors, policy=LOSSY, backend="low_rank")
+    events.clear()
+    scale_heads(monkeypatch, 1.0, 1.2, 1.02, 0.5)
+    with caplog.at_level(logging.INFO, logger="adaattn"):
+        output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
+    exact, chunked = exactly(tensors), attend(*tensors, backend="chunked")
+    assert_within_budget(output, exact, LOSSY.error_budget)
+    assert torch.equal(output[:, 0], honest[:, 0])
+    assert torch.equal(output[:, 2], honest[:, 2] * 1.02)
+    for head in (1, 3):
+        assert_matches(output[:, head], exact[:, head], chunked[:, head])
+        assert aux.error_estimate[:, head].eq(0).all()
+    sentence = "audit: heads 1, 3 had errors up to 0.5, 0.05 allowed; they were computed exactly"
+    assert caplog.messages == [sentence]
+    assert sentence in aux.decision.notes
+    assert events[0].fallbacks == (sentence,)
+    assert FALLBACKS["audit"] == before + 1
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1.2, float("nan"), float("inf")])
+def test_a_result_that_is_wrong_in_every_head_is_repaired(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    tensors = draw_low_rank()
+    scale_heads(monkeypatch, *[factor] * 4)
+    output = attend(*tensors, policy=LOSSY, backend="low_rank")
+    assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+
+
+def test_errors_within_the_budget_are_reported_and_left(
+    monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+) -> None:
+    tensors = draw_low_rank()
+    scale_heads(monkeypatch, 1.0, 1.01, 1.02, 1.03)
+    output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
+    true_errors = head_errors(output, exactly(tensors)).float()
+    unit = torch.finfo(torch.float32).eps * (64 + 256)
+    assert (aux.error_estimate - true_errors).abs().amax() < unit
+    assert events[0].fallbacks == ()
+    assert events[0].head_errors == tuple(aux.error_estimate.amax(0).tolist())
+    assert events[0].error_estimate == max(events[0].head_errors)
+
+
+def test_each_head_is_held_against_its_own_budget(
+    monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+) -> None:
+    """The audit once allowed every head the largest budget of all."""
+    policy = replace(LOSSY, head_budgets=((3, 1, 0.001), (4, 2, 0.001)))
+    tensors = draw_low_rank()
+    scale_heads(monkeypatch, *[1.01] * 4)
+    for layer, head in ((3, 1), (4, 2)):
+        _, aux = attend(
+            *tensors, policy=policy, backend="low_rank", tag=f"layer{layer}", return_aux=True
+        )
+        repaired = aux.error_estimate.amax(0).eq(0).nonzero().flatten().tolist()
+        assert repaired == [head]
+        assert events[-1].tag == f"layer{layer}"
+
+
+def test_gradients_flow_through_repaired_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_heads(monkeypatch, 1.0, 2.0, 1.0, 1.0)
+    tensors = [item.requires_grad_() for item in draw_low_rank()]
+    output = attend(*tensors, policy=LOSSY, backend="low_rank")
+    gradients = torch.autograd.grad(output[:, 1].sum(), tensors)
+    wide = [item.detach().double().requires_grad_() for item in tensors]
+    exact = torch.autograd.grad(attend(*wide)[:, 1].sum(), wide)
+    eager = torch.autograd.grad(attend(*tensors, backend="chunked")[:, 1].sum(), tensors)
+    for actual, reference, yardstick in zip(gradients, exact, eager, strict=True):
+        assert_matches(actual, reference, yardstick, summands=256 + 64)
+
+
+def test_dropout_is_no_error(events: list[AttentionEvent]) -> None:
+    """The audit once took dropped weights for a wrong result and repaired every head."""
+    tensors = draw_low_rank()
+    settings = {"policy": LOSSY, "backend": "low_rank", "return_aux": True}
+    _, aux = attend(*tensors, dropout_p=0.5, **settings)
+    assert events[0].fallbacks == ()
+    assert aux.error_estimate.amax() < LOSSY.error_budget

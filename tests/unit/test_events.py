@@ -1,0 +1,193 @@
+"""Events reach every sink of their context, and no sink can harm a call."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import adaattn
+from adaattn import _events, dispatch
+from adaattn._events import AttentionEvent, emit, has_sinks, record_events, wants_timing
+from adaattn.spec import Decision, HeadGroup, Plan
+from adaattn.testing import make_problem
+
+EVENT = AttentionEvent(
+    problem=make_problem(),
+    decision=Decision(plan=Plan(groups=(HeadGroup(capability="x"),), num_heads=2)),
+    workspace_bytes=64,
+)
+
+
+def _call() -> torch.Tensor:
+    x = torch.randn(1, 2, 8, 16)
+    return adaattn.scaled_dot_product_attention(x, x, x)
+
+
+def _fail(event: AttentionEvent) -> None:
+    raise RuntimeError("a full disk")
+
+
+def test_an_event_says_nothing_that_was_not_measured() -> None:
+    assert EVENT.error_estimate is None and EVENT.time_ms is None
+    assert EVENT.fallbacks == EVENT.head_errors == EVENT.entropy_bits == ()
+    assert EVENT.tag == ""
+
+
+def test_a_sink_gets_each_event_inside_its_block_and_none_outside() -> None:
+    seen: list[AttentionEvent] = []
+    emit(EVENT)
+    assert not has_sinks()
+    with record_events(seen.append):
+        assert has_sinks()
+        emit(EVENT)
+        emit(EVENT)
+    emit(EVENT)
+    assert not has_sinks()
+    assert seen == [EVENT, EVENT]
+
+
+def test_nested_sinks_all_get_the_event_the_outer_one_first() -> None:
+    order: list[str] = []
+    with record_events(lambda event: order.append("outer")):
+        with record_events(lambda event: order.append("inner")):
+            emit(EVENT)
+        emit(EVENT)
+    assert order == ["outer", "inner", "outer"]
+
+
+def test_the_same_sink_twice_gets_the_event_twice() -> None:
+    seen: list[AttentionEvent] = []
+    with record_events(seen.append), record_events(seen.append):
+        emit(EVENT)
+    assert len(seen) == 2
+
+
+def test_a_block_left_by_an_error_takes_its_sink_along() -> None:
+    with pytest.raises(ZeroDivisionError), record_events(_fail):
+        raise ZeroDivisionError
+    assert not has_sinks()
+
+
+def test_a_failing_sink_is_logged_and_the_others_still_get_the_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[AttentionEvent] = []
+    with (
+        caplog.at_level(logging.ERROR, "adaattn"),
+        record_events(_fail),
+        record_events(seen.append),
+    ):
+        emit(EVENT)
+    assert seen == [EVENT]
+    assert "an event sink failed; the attention call goes on" in caplog.text
+    assert "a full disk" in caplog.text
+
+
+def test_an_interrupt_in_a_sink_is_no_failure_of_the_sink() -> None:
+    def interrupt(event: AttentionEvent) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), record_events(interrupt):
+        emit(EVENT)
+
+
+@pytest.mark.parametrize(
+    ("timings", "wanted"),
+    [((), False), ((False,), False), ((True,), True), ((True, False), True), ((False, True), True)],
+)
+def test_time_is_wanted_if_one_sink_asks_for_it(timings: tuple[bool, ...], wanted: bool) -> None:
+    def within(rest: tuple[bool, ...]) -> bool:
+        if not rest:
+            return wants_timing()
+        with record_events(_fail, timing=rest[0]):
+            return within(rest[1:])
+
+    assert within(timings) is wanted
+    assert not wants_timing()
+
+
+def test_another_thread_has_its_own_sinks() -> None:
+    seen: list[bool] = []
+    with record_events(_fail):
+        thread = threading.Thread(target=lambda: seen.append(has_sinks()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_a_task_keeps_the_sinks_of_its_own_context() -> None:
+    async def listening(seen: list[AttentionEvent], turn: asyncio.Event) -> None:
+        with record_events(seen.append):
+            turn.set()
+            await asyncio.sleep(0)
+            emit(EVENT)
+
+    async def both() -> tuple[int, int]:
+        first: list[AttentionEvent] = []
+        second: list[AttentionEvent] = []
+        turn = asyncio.Event()
+        await asyncio.gather(listening(first, turn), listening(second, turn))
+        return len(first), len(second)
+
+    assert asyncio.run(both()) == (1, 1)
+
+
+def test_each_call_emits_one_event_with_its_problem_and_its_reasons() -> None:
+    seen: list[AttentionEvent] = []
+    with adaattn.record_events(seen.append):
+        _call()
+        _call()
+    assert len(seen) == 2
+    event = seen[0]
+    assert (event.problem.num_heads, event.problem.len_q, event.problem.head_dim) == (2, 8, 16)
+    assert event.decision.policy == "quality" and event.decision.trace
+    assert event.workspace_bytes == event.decision.plan.workspace_bytes
+    assert event.time_ms is None
+
+
+def test_time_is_measured_where_a_sink_asks_for_it() -> None:
+    seen: list[AttentionEvent] = []
+    with adaattn.record_events(seen.append, timing=True):
+        _call()
+    assert seen[0].time_ms is not None and seen[0].time_ms > 0
+
+
+def test_a_failing_sink_changes_nothing_about_the_result(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    quiet = _call()
+    torch.manual_seed(1)
+    with caplog.at_level(logging.ERROR, "adaattn"), record_events(_fail):
+        loud = _call()
+    assert torch.equal(quiet, loud)
+    assert caplog.text.count("an event sink failed") == 1
+
+
+@pytest.mark.parametrize("name", ["AttentionEvent", "emit", "wants_timing", "_now"])
+def test_without_a_sink_a_call_builds_no_event_and_reads_no_clock(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"{name} was used though nobody listens")
+
+    monkeypatch.setattr(dispatch, name, touched)
+    _call()
+    with pytest.raises(AssertionError, match=name), record_events(_fail, timing=True):
+        _call()
+
+
+def test_without_a_sink_the_cost_is_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted:
+        def __init__(self, get: Callable[[], object]) -> None:
+            self.get_sinks, self.lookups = get, 0
+
+        def get(self) -> object:
+            self.lookups += 1
+            return self.get_sinks()
+
+    counted = Counted(_events._SINKS.get)
+    monkeypatch.setattr(_events, "_SINKS", counted)
+    has_sinks()
+    assert counted.lookups == 1

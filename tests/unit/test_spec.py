@@ -1,0 +1,388 @@
+"""The frozen values: what they accept, what they refuse, and what they come back as."""
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Capability,
+    Cost,
+    Decision,
+    HardwareFacts,
+    HeadGroup,
+    Method,
+    Plan,
+    Policy,
+    Precision,
+    Rates,
+    TensorStats,
+    TraceEntry,
+)
+from adaattn.testing import fake_facts, make_problem
+
+FLASH = HeadGroup(capability="sdpa.flash")
+MIXED = Plan(
+    groups=(
+        HeadGroup(capability="sdpa.flash", heads=(0, 3), precision=Precision.BF16),
+        HeadGroup(capability="low_rank", heads=(1,), method=Method.LOW_RANK, rank=16, value_rank=8),
+        HeadGroup(
+            capability="block_sparse",
+            heads=(2,),
+            method=Method.BLOCK_SPARSE,
+            block_size=64,
+            kept_mass=0.97,
+        ),
+    ),
+    num_heads=4,
+    error_budget=0.05,
+    audit_rows=32,
+    estimated_ms=1.25,
+    workspace_bytes=4096,
+)
+VALUES = [
+    make_problem(),
+    TensorStats(),
+    fake_facts("h200"),
+    Rates(),
+    Capability(name="x", backend="x"),
+    FLASH,
+    MIXED,
+    Policy(),
+    Decision(plan=MIXED),
+    TraceEntry(candidate="x", accepted=False, reason="no"),
+    Cost(flops=1.0, bytes_moved=1.0, workspace_bytes=1, time_ms=1.0),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_values_are_frozen_hashed_by_content_and_pickled(value: object) -> None:
+    field = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, field, None)
+    twin = pickle.loads(pickle.dumps(value))
+    assert twin == value and hash(twin) == hash(value)
+
+
+@pytest.mark.parametrize("kind", [AttentionProblem, HeadGroup, Plan, Policy, Capability])
+def test_values_take_keywords_alone_and_no_unknown_ones(kind: type) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        kind("x")
+    with pytest.raises(TypeError, match="eror_budget"):
+        kind(eror_budget=0.1)
+
+
+def test_formats_know_their_size_and_their_rounding() -> None:
+    assert [item.bits for item in Precision] == [64, 32, 16, 16, 8, 8, 8, 4]
+    assert [item.label for item in Precision][:4] == ["fp64", "fp32", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (Precision.FP64, "float64"),
+        (Precision.FP32, "float32"),
+        (Precision.BF16, "bfloat16"),
+        (Precision.FP16, "float16"),
+        (Precision.FP8_E4M3, "float8_e4m3fn"),
+        (Precision.FP8_E5M2, "float8_e5m2"),
+    ],
+)
+def test_the_unit_roundoff_is_half_the_step_above_1(precision: Precision, dtype: str) -> None:
+    """Those of bf16 and fp16 were once half of this."""
+    torch = pytest.importorskip("torch")
+    step = torch.finfo(getattr(torch, dtype)).eps
+    assert precision.unit_roundoff == step / 2
+    assert precision.bits == torch.finfo(getattr(torch, dtype)).bits
+
+
+def test_the_roundoff_of_integers_is_half_a_step_of_their_symmetric_range() -> None:
+    for precision in (Precision.INT8, Precision.INT4):
+        assert precision.unit_roundoff == 0.5 / (2 ** (precision.bits - 1) - 1)
+
+
+def test_a_problem_knows_its_groups_and_where_its_rows_stand() -> None:
+    problem = make_problem(num_heads=8, num_kv_heads=2, len_q=3, len_k=10)
+    assert problem.group_size == 4
+    assert problem.offset == 0
+    assert dataclasses.replace(problem, align=Align.BOTTOM_RIGHT).offset == 7
+    assert make_problem(num_heads=0).group_size == 1
+    assert make_problem(num_heads=4, num_kv_heads=0).group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "positional"),
+    [
+        ({}, False),
+        ({"has_alibi": True, "softcap": 1.0}, False),
+        ({"is_causal": True}, True),
+        ({"window": (0, -1)}, True),
+        ({"window": (-1, 3)}, True),
+        ({"dilation": 2}, True),
+    ],
+)
+def test_a_problem_is_positional_when_positions_hide_keys(
+    values: dict[str, object], positional: bool
+) -> None:
+    assert make_problem(**values).is_positional is positional
+
+
+def test_rates_are_found_by_format_and_the_most_specific_efficiency_wins() -> None:
+    rates = Rates(
+        flops=((Precision.FP32, 5.0),),
+        efficiency=(
+            ("k", 0.1),
+            ("k:fp32", 0.2),
+            ("k:bf16:64", 0.3),
+            ("k:bf16:128", 0.4),
+            ("k2:bf16:32", 0.9),
+        ),
+    )
+    assert rates.flops_of(Precision.FP32) == 5.0
+    assert rates.flops_of(Precision.FP16) == 0.0
+    assert rates.efficiency_of("k", Precision.BF16, 64, 1.0) == 0.3
+    assert rates.efficiency_of("k", Precision.BF16, 8, 1.0) == 0.3
+    assert rates.efficiency_of("k", Precision.BF16, 4096, 1.0) == 0.4
+    assert rates.efficiency_of("k", Precision.BF16, 0, 1.0) == 0.3
+    assert rates.efficiency_of("k", Precision.FP32, 64, 1.0) == 0.2
+    assert rates.efficiency_of("k", Precision.FP16, 64, 1.0) == 0.1
+    assert rates.efficiency_of("other", Precision.FP16, 64, 1.0) == 1.0
+
+
+def test_facts_of_a_device_default_to_the_formats_that_every_device_computes() -> None:
+    assert HardwareFacts(device_type="cpu").instructions == (Precision.FP64, Precision.FP32)
+
+
+@pytest.mark.parametrize(
+    ("group", "label"),
+    [
+        (FLASH, "sdpa.flash/fp32"),
+        (MIXED.groups[0], "sdpa.flash/bf16"),
+        (MIXED.groups[1], "low_rank/fp32 rank=16,8"),
+        (dataclasses.replace(MIXED.groups[1], value_rank=0), "low_rank/fp32 rank=16"),
+        (HeadGroup(capability="low_rank", method=Method.LOW_RANK), "low_rank/fp32"),
+        (MIXED.groups[2], "block_sparse/fp32 mass=0.97"),
+        (HeadGroup(capability="block_sparse", method=Method.BLOCK_SPARSE), "block_sparse/fp32"),
+    ],
+)
+def test_a_group_is_called_by_its_executor_and_what_it_changes(
+    group: HeadGroup, label: str
+) -> None:
+    assert group.label == label
+
+
+def _group(*heads: int) -> HeadGroup:
+    return HeadGroup(capability="x", heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_heads", "message"),
+    [
+        ((), 2, "plan groups: expected at least one, got none"),
+        ((_group(0),), 2, r"plan heads: expected each of 0..1 once, got \[0\]"),
+        ((_group(0, 1), _group(1)), 2, r"plan heads: expected each of 0..1 once"),
+        ((_group(0), _group(2)), 2, "each of 0..1 once"),
+        ((_group(-1), _group(0)), 2, "each of 0..1 once"),
+        ((_group(), _group(0, 1)), 2, "expected heads in each of several, got a group without"),
+        ((_group(), _group()), 2, "expected heads in each of several"),
+    ],
+)
+def test_a_plan_covers_each_head_once(
+    groups: tuple[HeadGroup, ...], num_heads: int, message: str
+) -> None:
+    """A second group that meant all heads was once accepted beside one that named them."""
+    with pytest.raises(ArgumentError, match=message):
+        Plan(groups=groups, num_heads=num_heads)
+
+
+def test_a_plan_is_exact_when_no_group_approximates() -> None:
+    assert Plan(groups=(FLASH,), num_heads=4).is_exact
+    assert Plan(groups=(_group(1), _group(0)), num_heads=2).is_exact
+    assert not MIXED.is_exact
+
+
+@given(
+    precision=st.sampled_from(Precision),
+    method=st.sampled_from(Method),
+    rank=st.integers(0, 512),
+    mass=st.floats(0, 1),
+    budget=st.floats(0, 1),
+    order=st.permutations(range(5)),
+    cut=st.integers(1, 4),
+)
+def test_a_plan_comes_back_from_json_as_it_was(
+    precision: Precision,
+    method: Method,
+    rank: int,
+    mass: float,
+    budget: float,
+    order: list[int],
+    cut: int,
+) -> None:
+    first = HeadGroup(capability="x", heads=tuple(order[:cut]), precision=precision, kept_mass=mass)
+    second = HeadGroup(capability="y", heads=tuple(order[cut:]), method=method, rank=rank)
+    plan = Plan(groups=(first, second), num_heads=5, error_budget=budget)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_a_plan_of_words_needs_only_what_has_no_default() -> None:
+    data = {"groups": [{"capability": "sdpa.flash"}], "num_heads": 4}
+    assert Plan.from_dict(data) == Plan(groups=(FLASH,), num_heads=4)
+    words = MIXED.to_dict()["groups"]
+    assert [group["method"] for group in words] == ["exact", "low_rank", "block_sparse"]
+    assert [group["precision"] for group in words] == ["bf16", "fp32", "fp32"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        [],
+        "groups",
+        {"groups": 5, "num_heads": 1},
+        {"groups": ["x"], "num_heads": 1},
+        {"groups": [{"capability": "x", "heads": 3}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": "magic"}], "num_heads": 1},
+        {"groups": [{"capability": "x", "precision": "fp12"}], "num_heads": 1},
+        {"groups": [{"capability": "x", "precision": 3}], "num_heads": 1},
+        {"groups": [{"capability": "x", "tiles": 3}], "num_heads": 1},
+        {"groups": [{}], "num_heads": 1},
+        {"groups": [{"capability": "x"}]},
+        {"groups": [{"capability": "x"}], "num_heads": 1, "colour": "red"},
+    ],
+    ids=str,
+)
+def test_what_no_plan_wrote_is_refused(data: object) -> None:
+    with pytest.raises(ArgumentError, match=r"plan: expected the values that Plan.to_dict wrote"):
+        Plan.from_dict(data)
+
+
+def test_a_saved_plan_that_covers_too_few_heads_says_which() -> None:
+    data = {"groups": [{"capability": "x", "heads": [0]}], "num_heads": 2}
+    with pytest.raises(ArgumentError, match=r"^plan heads: expected each of 0..1 once, got \[0\]"):
+        Plan.from_dict(data)
+
+
+def test_a_decision_becomes_json_with_every_reason() -> None:
+    cost = Cost(flops=2.0, bytes_moved=3.0, workspace_bytes=4, time_ms=5.0)
+    trace = (
+        TraceEntry(candidate="a", accepted=True, reason="taken", heads=(1,), cost=cost),
+        TraceEntry(candidate="b", accepted=False, reason="refused", error_estimate=0.5),
+    )
+    decision = Decision(plan=MIXED, trace=trace, policy="speed", notes=("remark",))
+    data = json.loads(json.dumps(decision.to_dict()))
+    assert data["policy"] == "speed" and data["notes"] == ["remark"]
+    assert Plan.from_dict(data["plan"]) == MIXED
+    assert [entry["reason"] for entry in data["trace"]] == ["taken", "refused"]
+    assert data["trace"][0]["cost"] == dataclasses.asdict(cost)
+    assert data["trace"][0]["heads"] == [1]
+    assert data["trace"][1]["error_estimate"] == 0.5
+
+
+def test_a_decision_without_a_trace_or_a_policy_prints_too() -> None:
+    assert str(Decision(plan=MIXED)) == "policy none (error budget 0.05)"
+
+
+@given(
+    budget=st.floats(0, 1, exclude_max=True),
+    memory=st.none() | st.integers(0, 1 << 60),
+    methods=st.sets(st.sampled_from(Method)).map(lambda found: (Method.EXACT, *sorted(found))),
+    precisions=st.lists(st.sampled_from(Precision)).map(tuple),
+    rows=st.integers(0, 1 << 20),
+    heads=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 1, exclude_max=True))
+    ).map(tuple),
+    text=st.text(),
+)
+def test_a_policy_comes_back_from_json_as_it_was(
+    budget: float,
+    memory: int | None,
+    methods: tuple[Method, ...],
+    precisions: tuple[Precision, ...],
+    rows: int,
+    heads: tuple[tuple[int, int, float], ...],
+    text: str,
+) -> None:
+    policy = Policy(
+        name=text,
+        error_budget=budget,
+        memory_budget_bytes=memory,
+        methods=methods,
+        precisions=precisions,
+        audit_rows=rows,
+        head_budgets=heads,
+        provenance=text,
+    )
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"error_budget": -0.1}, ArgumentError, r"error_budget: expected a number in \[0, 1\)"),
+        ({"error_budget": 1.0}, ArgumentError, r"error_budget: .* got 1.0"),
+        ({"error_budget": float("nan")}, ArgumentError, "error_budget: .* got nan"),
+        ({"error_budget": float("inf")}, ArgumentError, "error_budget: .* got inf"),
+        ({"error_budget": "0.1"}, ArgumentTypeError, "error_budget: .* got '0.1'"),
+        ({"error_budget": None}, ArgumentTypeError, "error_budget: .* got None"),
+        ({"memory_budget_bytes": -1}, ArgumentError, "memory_budget_bytes: expected at least 0"),
+        ({"memory_budget_bytes": 1e9}, ArgumentTypeError, "expected an integer, got 1000000000.0"),
+        ({"memory_budget_bytes": "1GB"}, ArgumentTypeError, "expected an integer, got '1GB'"),
+        ({"audit_rows": -1}, ArgumentError, "audit_rows: expected at least 0, got -1"),
+        ({"audit_rows": 2.5}, ArgumentTypeError, "audit_rows: expected an integer, got 2.5"),
+        ({"methods": (Method.LOW_RANK,)}, ArgumentError, "methods: .* with Method.EXACT in it"),
+        ({"methods": ()}, ArgumentError, "methods: .* with Method.EXACT in it"),
+        ({"methods": [Method.EXACT]}, ArgumentTypeError, "a tuple of adaattn.spec.Method, got"),
+        ({"methods": (Method.EXACT, "low_rank")}, ArgumentTypeError, "tuple of adaattn.spec.Meth"),
+        ({"precisions": ("bf16",)}, ArgumentTypeError, "a tuple of adaattn.spec.Precision, got"),
+        ({"precisions": [Precision.BF16]}, ArgumentTypeError, "a tuple of adaattn.spec.Precision"),
+        ({"head_budgets": [(0, 0, 0.1)]}, ArgumentTypeError, "head_budgets: expected a tuple, got"),
+        ({"head_budgets": ((0, 0),)}, ArgumentTypeError, r"tuples \(layer, head, error_budget\)"),
+        ({"head_budgets": ([0, 0, 0.1],)}, ArgumentTypeError, r"tuples \(layer, head, error_bud"),
+        ({"head_budgets": ((-1, 0, 0.1),)}, ArgumentError, "layer of head_budgets: .* got -1"),
+        ({"head_budgets": ((0, 0.5, 0.1),)}, ArgumentTypeError, "head of head_budgets: .* 0.5"),
+        (
+            {"head_budgets": ((2, 3, 1.5),)},
+            ArgumentError,
+            "error_budget of layer 2, head 3: .* 1.5",
+        ),
+    ],
+    ids=str,
+)
+def test_a_policy_refuses_what_no_plan_could_honour(
+    values: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Policy(**values)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"eror_budget": 0.1}, r"policy keys: expected \['audit_rows', .*, got \['eror_budget'\]"),
+        ({"error_budget": 2}, "policy values: expected those of adaattn.Policy, got Argument"),
+        ({"error_budget": "much"}, "policy values: .*error_budget"),
+        ({"methods": ["exact", "magic"]}, "policy values: .*MAGIC"),
+        ({"methods": 5}, "policy values: "),
+        ({"methods": ["low_rank"]}, "policy values: .*Method.EXACT"),
+        ({"precisions": [3]}, "policy values: "),
+        ({"head_budgets": [[0, 0]]}, "policy values: "),
+        ({"head_budgets": [[0, "x", 0.1]]}, "policy values: "),
+        ({"head_budgets": [[0, 0, 7]]}, "policy values: .*layer 0, head 0"),
+    ],
+    ids=str,
+)
+def test_words_that_are_no_policy_are_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Policy.from_dict(data)
+
+
+def test_a_policy_of_words_keeps_every_default() -> None:
+    assert Policy.from_dict({}) == Policy()
+    assert Policy.from_dict({"methods": ["exact"]}) == Policy(methods=(Method.EXACT,))

@@ -1,0 +1,230 @@
+"""The public call under torch.compile, torch.export, torch.func and checkpointing."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from adaattn import AuxRequest, HeadGroup, Method, Plan, Precision, plan_attention, record_events
+from adaattn import scaled_dot_product_attention as attend
+
+HEADS = 4
+
+
+def one(**values: Any) -> Plan:
+    return Plan(groups=(HeadGroup(**values),), num_heads=HEADS)
+
+
+PLANS: dict[str, tuple[Plan, dict[str, Any]]] = {
+    "flash": (one(capability="sdpa.flash"), {"is_causal": True}),
+    "math": (one(capability="sdpa.math"), {"is_causal": True}),
+    "chunked window": (one(capability="chunked", chunk_rows=16), {"window": (9, 3)}),
+    "chunked softcap": (one(capability="chunked", chunk_rows=16), {"softcap": 5.0}),
+    "reference": (one(capability="reference"), {"dilation": 2}),
+    "low rank": (
+        one(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8),
+        {"is_causal": True},
+    ),
+    "lower precision": (one(capability="sdpa.flash", precision=Precision.BF16), {}),
+    "mixed heads": (
+        Plan(
+            groups=(
+                HeadGroup(capability="sdpa.flash", heads=(0, 2)),
+                HeadGroup(capability="chunked", heads=(1, 3)),
+            ),
+            num_heads=HEADS,
+        ),
+        {"is_causal": True},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Start and leave without compiled code."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def draw(*, grad: bool = False, batch: tuple[int, ...] = (2,)) -> list[torch.Tensor]:
+    return [torch.randn(*batch, HEADS, 48, 16, requires_grad=grad) for _ in range(3)]
+
+
+def with_gradients(
+    function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the output and the gradients of a weighted sum of it."""
+    output = function(*tensors)
+    weights = torch.linspace(-1, 1, output.numel()).reshape(output.shape)
+    return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_given_plan_compiles_whole_forward_and_backward(name: str) -> None:
+    plan, settings = PLANS[name]
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(query, key, value, plan=plan, **settings)
+
+    tensors = draw(grad=True)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    expected = with_gradients(call, tensors)
+    for actual, reference in zip(with_gradients(compiled, tensors), expected, strict=True):
+        assert torch.equal(actual, reference)
+
+
+def test_auxiliary_outputs_come_out_of_a_compiled_call() -> None:
+    plan = one(capability="chunked")
+    request = AuxRequest(lse=True, entropy=True)
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, aux = attend(*tensors, plan=plan, return_aux=request)
+        return output, aux.lse, aux.entropy
+
+    tensors = draw()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(*tensors), call(*tensors), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_a_compiled_call_follows_autocast() -> None:
+    plan = one(capability="chunked")
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return attend(*tensors, softcap=5.0, plan=plan)
+
+    tensors = draw()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert compiled(*tensors).dtype is torch.bfloat16
+    assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+def test_a_compiled_call_emits_no_event() -> None:
+    tensors = draw()
+    plan = plan_attention(*tensors).plan
+    compiled = torch.compile(
+        lambda *items: attend(*items, plan=plan), fullgraph=True, backend="aot_eager"
+    )
+    events: list[object] = []
+    with record_events(events.append):
+        compiled(*tensors)
+    assert events == []
+
+
+def test_a_call_without_a_plan_works_around_the_graph() -> None:
+    tensors = draw()
+    compiled = torch.compile(lambda *items: attend(*items).sin(), backend="aot_eager")
+    assert torch.equal(compiled(*tensors), attend(*tensors).sin())
+
+
+class Attention(torch.nn.Module):
+    """A module that runs one plan."""
+
+    def __init__(self, plan: Plan, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.settings = settings
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(query, key, value, plan=self.plan, **self.settings)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_given_plan_exports(name: str, strict: bool) -> None:
+    module = Attention(*PLANS[name])
+    tensors = draw()
+    exported = torch.export.export(module, tuple(tensors), strict=strict)
+    others = draw()
+    assert torch.equal(exported.module()(*others), module(*others))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+class TestFunctionTransforms:
+    """torch.func works where it works with PyTorch's own function."""
+
+    @pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+    def test_vmap_maps_the_call(self, settings: dict[str, Any]) -> None:
+        tensors = draw(batch=(3, 2))
+        for _ in range(2):
+            actual = torch.func.vmap(lambda *items: attend(*items, **settings))(*tensors)
+            theirs = torch.func.vmap(
+                lambda *items: F.scaled_dot_product_attention(*items, **settings)
+            )(*tensors)
+            assert torch.equal(actual, theirs)
+
+    def test_vmap_maps_what_pytorch_has_no_kernel_for(self) -> None:
+        tensors = draw(batch=(3, 2))
+        actual = torch.func.vmap(lambda *items: attend(*items, window=(5, 3)))(*tensors)
+        assert torch.equal(actual, attend(*tensors, window=(5, 3)))
+
+    def test_a_shared_key_need_not_be_mapped(self) -> None:
+        query, key, value = draw(batch=(3, 2))
+        mapped = torch.func.vmap(attend, in_dims=(0, None, None))(query, key[0], value[0])
+        theirs = torch.func.vmap(F.scaled_dot_product_attention, in_dims=(0, None, None))(
+            query, key[0], value[0]
+        )
+        assert torch.equal(mapped, theirs)
+
+    def test_grad_differentiates_the_call(self) -> None:
+        tensors = draw()
+
+        def gradients(function: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            total = torch.func.grad(lambda *items: function(*items).square().sum(), (0, 1, 2))
+            return total(*tensors)
+
+        for _ in range(2):
+            theirs = gradients(F.scaled_dot_product_attention)
+            assert all(map(torch.equal, gradients(attend), theirs))
+
+    def test_gradients_of_each_sample_are_mapped_gradients(self) -> None:
+        tensors = draw(batch=(3, 2))
+
+        def of_samples(function: Callable[..., torch.Tensor]) -> torch.Tensor:
+            total = torch.func.grad(lambda *items: function(*items).square().sum())
+            return torch.func.vmap(total)(*tensors)
+
+        assert torch.equal(of_samples(attend), of_samples(F.scaled_dot_product_attention))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved tensors", "reentrant"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": (5, 3)}, {"softcap": 3.0}, {"dropout_p": 0.3}],
+    ids=str,
+)
+def test_checkpointing_recomputes_the_same_call(
+    settings: dict[str, Any], use_reentrant: bool
+) -> None:
+    """The recomputation may take a shortcut that the first run left."""
+    tensors = draw(grad=True)
+
+    def call(*items: torch.Tensor) -> torch.Tensor:
+        return attend(*items, **settings)
+
+    def checkpointed(*items: torch.Tensor) -> torch.Tensor:
+        return checkpoint(call, *items, use_reentrant=use_reentrant)
+
+    torch.manual_seed(1)
+    expected = with_gradients(call, tensors)
+    torch.manual_seed(1)
+    for actual, reference in zip(
+        with_gradients_of_leaves(checkpointed, tensors), expected, strict=True
+    ):
+        assert torch.equal(actual, reference)
+
+
+def with_gradients_of_leaves(
+    function: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the same as `with_gradients` by ``backward``, which reentrant checkpoints need."""
+    leaves = [item.detach().requires_grad_() for item in tensors]
+    output = function(*leaves)
+    weights = torch.linspace(-1, 1, output.numel()).reshape(output.shape)
+    (output * weights).sum().backward()
+    return [output, *(leaf.grad for leaf in leaves)]
