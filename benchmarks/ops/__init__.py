@@ -1,0 +1,1 @@
+"""Operators against their peers, cell by cell."""

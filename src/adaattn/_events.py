@@ -67,7 +67,7 @@ def emit(event: AttentionEvent) -> None:
     for sink, _ in _SINKS.get():
         try:
             sink(event)
-        except Exception:  # noqa: BLE001 - a broken observer must not stop a training run
+        except Exception:
             _LOGGER.exception("an event sink failed; the attention call goes on")
 
 

@@ -12,9 +12,9 @@ import torch
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
 from adaattn.backends import Result, capabilities, capability_named, execute
-from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
+from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.measure import Sample, audit, check_finite, measure
-from adaattn.planning import decide, head_budgets, reasons, worth_measuring
+from adaattn.planning import FP16_SAFE, decide, head_budgets, reasons, worth_measuring
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -141,7 +141,8 @@ def check_plan(call: Call, plan: Plan) -> None:
         )
     facts = hardware.probe(call.tensors.query.device)
     for group in plan.groups:
-        found = reasons(capability_named(group.capability), call.problem, facts)
+        part = replace(call.problem, precision=group.precision)
+        found = reasons(capability_named(group.capability), part, facts)
         if found:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
 
@@ -181,13 +182,14 @@ def _decide(
     if not lossy:
         return _decide_cached(problem, facts, policy, allowed, layer), None, None
     magnitude = check_finite(call.tensors) if problem.len_q > DECODE_ROWS else 0.0
-    wanted = worth_measuring(problem, facts, policy, allowed, forced=forced)
-    if not wanted:
-        return _decide_cached(problem, facts, policy, allowed, layer), None, None
-    stats, sample = measure(
-        call.tensors, problem, wanted, policy.audit_rows, max_magnitude=magnitude
-    )
+    safe = magnitude <= FP16_SAFE
+    wanted = worth_measuring(problem, facts, policy, allowed, forced=forced, fp16_safe=safe)
     try:
+        if not wanted:
+            return _decide_cached(problem, facts, policy, allowed, layer), None, None
+        stats, sample = measure(
+            call.tensors, problem, wanted, policy.audit_rows, max_magnitude=magnitude
+        )
         decision = decide(problem, stats, facts, policy, allowed, layer=layer, forced=forced)
     except PlanError as error:
         if backend == "auto":
@@ -205,9 +207,12 @@ def _check_backend(
 ) -> None:
     """Refuse an explicit backend that cannot serve, with every reason."""
     found: list[str] = []
+    lossy = policy.error_budget > 0 or bool(policy.head_budgets)
+    lower = [p for p in policy.precisions if lossy and p.bits < problem.precision.bits]
     for item in allowed:
         against = list(reasons(item, problem, facts))
-        lossy = policy.error_budget > 0 or bool(policy.head_budgets)
+        if any(not reasons(item, replace(problem, precision=p), facts) for p in lower):
+            against = []
         if item.method is not Method.EXACT and not lossy:
             against.append(
                 f"it approximates, and policy {policy.name!r} has an error budget of 0; "
@@ -239,6 +244,8 @@ def _run_decision(
             result = execute(call.tensors, call.problem, decision.plan)
             break
         except RuntimeError as error:
+            if isinstance(error, AdaAttnError):
+                raise
             names = {group.capability for group in decision.plan.groups}
             if backend != "auto" or names <= excluded:
                 raise

@@ -106,12 +106,10 @@ def build_call(
     _check_dtypes(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
     query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
-    batch, heads, len_q, head_dim = query.shape
-    len_k = key.shape[2]
-    mask = canonical_mask(mask, query, batch_shape, len_k)
+    mask = canonical_mask(mask, query, batch_shape, key.shape[2])
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
-    window, dilation, softcap, scale, dropout_p = _check_numbers(arguments, head_dim)
+    window, dilation, softcap, scale, dropout_p = _check_numbers(arguments, query.shape[3])
     bounds_q, bounds_k = packed_bounds(arguments.cu_seqlens_q, arguments.cu_seqlens_k, query, key)
     tensors = Tensors(
         query=query,
@@ -125,45 +123,57 @@ def build_call(
         bounds_q=bounds_q,
         bounds_k=bounds_k,
     )
-    lengths_q, lengths_k = sequence_lengths(bounds_q), sequence_lengths(bounds_k)
-    grad = torch.is_grad_enabled()
-    involved = [item for item in (query, key, value, mask, sinks, slopes) if item is not None]
     problem = AttentionProblem(
-        batch=batch,
-        num_heads=heads,
-        num_kv_heads=key.shape[1],
-        len_q=len_q,
-        len_k=len_k,
-        head_dim=head_dim,
-        value_dim=value.shape[3],
-        precision=precision_of(query.dtype),
-        device_type=query.device.type,
+        **_tensor_facts(tensors),
         scale=scale,
         is_causal=is_causal,
         align=align,
         window=window,
         dilation=dilation,
-        mask=_mask_kind(mask),
-        mask_shape=() if mask is None else tuple(mask.shape),
-        mask_requires_grad=grad and mask is not None and mask.requires_grad,
         softcap=softcap,
-        has_sinks=sinks is not None,
-        sinks_require_grad=grad and sinks is not None and sinks.requires_grad,
-        has_alibi=slopes is not None,
-        alibi_requires_grad=grad and slopes is not None and slopes.requires_grad,
         dropout_p=dropout_p,
-        num_sequences=len(lengths_q),
-        max_len_q=max(lengths_q, default=0),
-        max_len_k=max(lengths_k, default=0),
-        packed_square=bool(lengths_q) and bounds_q == bounds_k,
-        attended_pairs=sum(a * b for a, b in zip(lengths_q, lengths_k, strict=True)),
-        requires_grad=grad and any(item.requires_grad for item in involved),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
         aux=aux,
-        allowed_sdpa=allowed_sdpa_kernels(query.device.type),
         sdpa_default=_sdpa_default(tensors, is_causal, scale, dropout_p),
     )
     return Call(tensors=tensors, problem=simplify(problem), batch_shape=batch_shape)
+
+
+def _tensor_facts(tensors: Tensors) -> dict[str, Any]:
+    """Return the fields of the problem that follow from the tensors and the context."""
+    query, mask = tensors.query, tensors.mask
+    sinks, slopes = tensors.sinks, tensors.alibi_slopes
+    lengths_q, lengths_k = sequence_lengths(tensors.bounds_q), sequence_lengths(tensors.bounds_k)
+
+    def wants_grad(*items: torch.Tensor | None) -> bool:
+        wanting = any(item is not None and item.requires_grad for item in items)
+        return torch.is_grad_enabled() and wanting
+
+    return {
+        "batch": query.shape[0],
+        "num_heads": query.shape[1],
+        "num_kv_heads": tensors.key.shape[1],
+        "len_q": query.shape[2],
+        "len_k": tensors.key.shape[2],
+        "head_dim": query.shape[3],
+        "value_dim": tensors.value.shape[3],
+        "precision": precision_of(query.dtype),
+        "device_type": query.device.type,
+        "mask": _mask_kind(mask),
+        "mask_shape": () if mask is None else tuple(mask.shape),
+        "mask_requires_grad": wants_grad(mask),
+        "has_sinks": sinks is not None,
+        "sinks_require_grad": wants_grad(sinks),
+        "has_alibi": slopes is not None,
+        "alibi_requires_grad": wants_grad(slopes),
+        "requires_grad": wants_grad(query, tensors.key, tensors.value, mask, sinks, slopes),
+        "num_sequences": len(lengths_q),
+        "max_len_q": max(lengths_q, default=0),
+        "max_len_k": max(lengths_k, default=0),
+        "packed_square": bool(lengths_q) and tensors.bounds_q == tensors.bounds_k,
+        "attended_pairs": sum(a * b for a, b in zip(lengths_q, lengths_k, strict=True)),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "allowed_sdpa": allowed_sdpa_kernels(query.device.type),
+    }
 
 
 def allowed_sdpa_kernels(device_type: str) -> tuple[str, ...] | None:

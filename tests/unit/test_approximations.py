@@ -13,13 +13,10 @@ from adaattn import (
     Method,
     Plan,
     Policy,
-    Precision,
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import low_rank
 from adaattn.errors import UnsupportedError
-from adaattn.linalg.projections import score_projections, value_basis
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
 
 BALANCED = Policy(name="tenth of a percent", error_budget=0.001)
@@ -66,6 +63,17 @@ def sink_heads(length: int = 4096, heads: int = 2) -> Heads:
     query[..., 0] = 8.0
     key[..., 0, 0] = 20.0
     return query, key, value
+
+
+def topic_heads(length: int = 4096, heads: int = 2) -> Heads:
+    """Return heads that look at tokens of their own topic; topics change every 100 tokens."""
+    centres = 1.6 * torch.randn(1, heads, 16, DIM)
+    topics = centres[:, :, torch.arange(length) // 100 % 16]
+    query, key, value = full_rank_heads(length, heads)
+    return topics + 0.5 * query, topics + 0.5 * key, value
+
+
+KINDS = (low_rank_heads, full_rank_heads, local_heads, sink_heads, topic_heads)
 
 
 def methods_of(decision: Decision) -> set[Method]:
@@ -194,31 +202,52 @@ ADVERSARIES: tuple[Callable[[Heads], Heads], ...] = (
 )
 
 
-@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.__name__)
-@pytest.mark.parametrize("heads", [low_rank_heads, full_rank_heads, local_heads, sink_heads])
+BEYOND_SAMPLING = pytest.mark.xfail(
+    reason="one block of queries loses a block of keys that none of its scored rows needs, and "
+    "32 sampled rows see too little of it; needs a bound on the mass that each row drops",
+    raises=AssertionError,
+)
+ATTACKS = [
+    pytest.param(
+        kind,
+        adversary,
+        id=f"{kind.__name__}-{adversary.__name__}",
+        marks=[BEYOND_SAMPLING] * ((kind, adversary) == (topic_heads, with_a_needle)),
+    )
+    for kind in KINDS
+    for adversary in ADVERSARIES
+]
+
+
+@pytest.mark.parametrize(("heads", "adversary"), ATTACKS)
 def test_the_budget_holds_on_inputs_made_to_break_it(
     heads: Callable[..., Heads], adversary: Callable[[Heads], Heads]
 ) -> None:
     tensors = adversary(heads(length=2048))
     exact = exactly(tensors)
-    output, aux = attend(*tensors, policy="balanced", return_aux=True)
+    output = attend(*tensors, policy="balanced")
     rounding = head_errors(F.scaled_dot_product_attention(*tensors), exact).amax().item()
     assert_within_budget(output, exact, max(0.01, 2 * rounding))
     for backend in ("low_rank", "block_sparse"):
         try:
             output = attend(*tensors, policy="balanced", backend=backend)
         except UnsupportedError as error:
-            assert any("expected an error of at most 0.01" in reason for reason in error.reasons)
+            refusals = [reason for reason in error.reasons if reason.startswith(backend)]
+            assert all("at most 0.01, got" in r or "over budget" in r for r in refusals)
         else:
             assert_within_budget(output, exact, max(0.01, 2 * rounding))
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("heads", [low_rank_heads, full_rank_heads, local_heads, sink_heads])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("heads", KINDS)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
 def test_the_budget_holds_on_random_inputs(
     heads: Callable[..., Heads], seed: int, is_causal: bool
 ) -> None:
+    """Block selection once left out the last rows of blocks, and audits most of the blocks.
+
+    Local and topic heads then lost three times what they were allowed, unseen.
+    """
     torch.manual_seed(seed)
     tensors = heads(length=2048)
     output, aux = attend(*tensors, is_causal=is_causal, policy="balanced", return_aux=True)
@@ -327,70 +356,3 @@ class TestMixedPlans:
             tensors = (query[:, head : head + 1], *pair)
             alone = attend(*tensors, backend=name)
             assert_matches(output[:, head : head + 1], exactly(tensors), alone, summands=56)
-
-
-class TestGradients:
-    """Gradients of the approximations are those of what they compute."""
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
-    @pytest.mark.parametrize("kv_heads", [1, 2])
-    def test_low_rank_differentiates_the_projected_computation(
-        self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, is_causal: bool
-    ) -> None:
-        """Projections are constants to autograd, so finite differences must hold them too."""
-        group = HeadGroup(
-            capability="low_rank",
-            method=Method.LOW_RANK,
-            precision=Precision.FP64,
-            rank=3,
-            value_rank=2,
-        )
-        plan = Plan(groups=(group,), num_heads=2)
-        shapes = [(1, 2, 5, 6), (1, kv_heads, 5, 6), (1, kv_heads, 5, 4)]
-        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-        folded = tensors[0].detach().reshape(1, kv_heads, -1, 6)
-        projections = score_projections(folded, tensors[1].detach(), 3)
-        basis = value_basis(tensors[2].detach(), 2)
-
-        def call(*items: torch.Tensor) -> torch.Tensor:
-            return attend(*items, is_causal=is_causal, enable_gqa=True, plan=plan)
-
-        free = call(*tensors)
-        monkeypatch.setattr(low_rank, "score_projections", lambda q, k, rank: projections)
-        monkeypatch.setattr(low_rank, "value_basis", lambda v, rank: basis)
-        assert torch.equal(call(*tensors), free)
-        assert torch.autograd.gradcheck(call, tensors)
-
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["dense", "causal"])
-    @pytest.mark.parametrize("kv_heads", [1, 2])
-    def test_block_sparse_differentiates_the_kept_blocks(
-        self, kv_heads: int, is_causal: bool
-    ) -> None:
-        """Which blocks are kept does not change within a finite difference."""
-        group = HeadGroup(
-            capability="block_sparse",
-            method=Method.BLOCK_SPARSE,
-            precision=Precision.FP64,
-            block_size=4,
-            kept_mass=0.6,
-        )
-        plan = Plan(groups=(group,), num_heads=2)
-        shapes = [(1, 2, 10, 3), (1, kv_heads, 10, 3), (1, kv_heads, 10, 2)]
-        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-
-        def call(*items: torch.Tensor) -> torch.Tensor:
-            return attend(*items, is_causal=is_causal, enable_gqa=True, plan=plan)
-
-        exact = attend(*tensors, is_causal=is_causal, enable_gqa=True)
-        assert not torch.allclose(call(*tensors), exact)
-        assert torch.autograd.gradcheck(call, tensors)
-
-    def test_a_call_under_a_policy_has_the_gradients_of_its_plan(self) -> None:
-        tensors = [item.requires_grad_() for item in low_rank_heads(length=2048)]
-        output, aux = attend(*tensors, policy="balanced", return_aux=True)
-        assert methods_of(aux.decision) == {Method.LOW_RANK}
-        planned = attend(*tensors, plan=aux.decision.plan)
-        weights = torch.randn_like(output)
-        found = torch.autograd.grad((output * weights).sum(), tensors)
-        again = torch.autograd.grad((planned * weights).sum(), tensors)
-        assert all(map(torch.equal, found, again))

@@ -87,11 +87,7 @@ CAPABILITIES = (
         device_types=("cuda",),
         precisions=_HALF,
         features=(
-            Feature.CAUSAL_TOP_LEFT
-            | _MASKS
-            | Feature.DROPOUT
-            | Feature.BACKWARD
-            | Feature.LSE
+            Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.DROPOUT | Feature.BACKWARD | Feature.LSE
         ),
         max_head_dim=256,
         min_compute_capability=(9, 0),

@@ -122,10 +122,11 @@ def enumerate_candidates(
         if not refusal and not variants:
             dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
             refusal = f"expected head dimensions that a lower rank pays for, got {dims}"
+        precisions = [] if refusal else [own.precision]
         if refusal:
             found.append(_candidate(own, capability, problem, refusal=refusal))
-            continue
-        precisions = [own.precision, *_precisions_below(capability, lower)]
+        if capability.method in policy.methods:
+            precisions += _precisions_below(capability, lower, problem, hardware)
         for group in variants:
             for precision in precisions:
                 variant = replace(group, precision=precision)
@@ -133,16 +134,26 @@ def enumerate_candidates(
     return (*found, *_untried_precisions(lower, found, problem))
 
 
-def _precisions_below(capability: Capability, lower: Sequence[PrecisionChoice]) -> list[Precision]:
+def _precisions_below(
+    capability: Capability,
+    lower: Sequence[PrecisionChoice],
+    problem: AttentionProblem,
+    hardware: HardwareFacts,
+) -> list[Precision]:
     """Return the lower formats to try with a capability, the most accurate first.
 
-    An executor that materialises scores is not tried in them: it is the slow way already.
+    Some executors take those alone. One that materialises scores is not tried in them: it is
+    the slow way already.
     """
     if capability.materialises_scores:
         return []
-    usable = [item.precision for item in lower if not item.refusal]
-    known = [item for item in usable if item in capability.precisions]
-    return sorted(known, key=lambda precision: precision.unit_roundoff)
+    usable = [
+        item.precision
+        for item in lower
+        if not item.refusal
+        and not reasons(capability, replace(problem, precision=item.precision), hardware)
+    ]
+    return sorted(usable, key=lambda precision: precision.unit_roundoff)
 
 
 def _untried_precisions(

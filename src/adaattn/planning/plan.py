@@ -109,12 +109,21 @@ def worth_measuring(
     capabilities: tuple[Capability, ...],
     *,
     forced: bool = False,
+    fp16_safe: bool = True,
 ) -> tuple[tuple[Method, Precision], ...]:
     """Return the (method, precision) pairs that could beat the exact path at their very best.
 
     At best means: the smallest rank and the lowest density have no error. The time of
     measuring counts. A lower format that will surely hold the budget raises the bar for the
     rest. Empty when nothing is worth a look, so that nothing is measured.
+
+    Args:
+        problem: as for `decide`.
+        hardware: likewise.
+        policy: likewise.
+        capabilities: likewise.
+        forced: likewise.
+        fp16_safe: no element of q, k or v is too large for fp16.
     """
     if _allows_no_loss(policy):
         return ()
@@ -131,10 +140,14 @@ def worth_measuring(
         return ()
     bar = exact.time_ms
     pays: list[tuple[Method, Precision]] = []
+    budgets = (policy.error_budget, *(budget for *_, budget in policy.head_budgets))
+    strictest = min(budget for budget in budgets if budget > 0)
     for item in _lower_precisions(candidates):
+        if item.group.precision is Precision.FP16 and not fp16_safe:
+            continue
         if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
             pays.append((Method.EXACT, item.group.precision))
-            if _SAFETY * item.group.precision.unit_roundoff <= policy.error_budget:
+            if _SAFETY * item.group.precision.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
         if item.refusal or item.group.method is Method.EXACT:

@@ -5,11 +5,11 @@ from typing import Final
 
 from adaattn.spec import AttentionProblem, HardwareFacts, Policy, Precision, TensorStats
 
-__all__ = ["UNMEASURED", "PrecisionChoice", "choose_precisions", "lower_precisions"]
+__all__ = ["FP16_SAFE", "UNMEASURED", "PrecisionChoice", "choose_precisions", "lower_precisions"]
 
 UNMEASURED: Final = "even at its best it would not pay for its measurement"
 
-_FP16_SAFE: Final = 32752.0
+FP16_SAFE: Final = 32752.0
 """Half of fp16's largest number: leaves room for the rounding of products' inputs."""
 
 
@@ -81,8 +81,8 @@ def _with_errors(
     if choice.refusal:
         return choice
     refusal = ""
-    if choice.precision is Precision.FP16 and stats.max_magnitude > _FP16_SAFE:
-        refusal = f"elements reach {stats.max_magnitude:.3g}; fp16 is safe up to {_FP16_SAFE:g}"
+    if choice.precision is Precision.FP16 and stats.max_magnitude > FP16_SAFE:
+        refusal = f"elements reach {stats.max_magnitude:.3g}; fp16 is safe up to {FP16_SAFE:g}"
     elif choice.precision not in measured:
         refusal = UNMEASURED
     return PrecisionChoice(

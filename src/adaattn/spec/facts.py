@@ -107,7 +107,6 @@ class TensorStats:
 
     Args:
         sampled_rows: query rows per head that the estimates rest on.
-        finite: q, k and v hold neither NaN nor infinity.
         max_magnitude: largest absolute element of q, k and v.
         precision_errors: for each precision below the input's own, the relative Frobenius error of
             each head's sampled output rows.
@@ -121,7 +120,6 @@ class TensorStats:
     """
 
     sampled_rows: int = 0
-    finite: bool = True
     max_magnitude: float = 0.0
     precision_errors: tuple[tuple[Precision, tuple[float, ...]], ...] = ()
     entropy_bits: tuple[float, ...] = ()
