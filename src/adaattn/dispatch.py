@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -11,16 +10,20 @@ import torch
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
-from adaattn.backends import Result, capabilities, capability_named, execute
+from adaattn.auditing import FALLBACKS, Outcome, audited, is_lossy
+from adaattn.backends import (
+    capabilities,
+    capability_named,
+    execute,
+)
 from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
-from adaattn.measure import Sample, audit, check_finite, measure
-from adaattn.planning import FP16_SAFE, decide, head_budgets, reasons, worth_measuring
+from adaattn.measure import check_finite, measure
+from adaattn.planning import FP16_SAFE, decide, reasons, worth_measuring
 from adaattn.spec import (
     AttentionProblem,
     Capability,
     Decision,
     HardwareFacts,
-    HeadGroup,
     Method,
     Plan,
     Policy,
@@ -40,29 +43,12 @@ __all__ = [
     "run_plan",
 ]
 
+is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
 DECODE_ROWS: Final = 8
 """Up to this many query rows inputs are not scanned for NaN: reading k and v is the whole cost."""
 
-FALLBACKS: Counter[str] = Counter()
-"""Steps down taken by ``backend="auto"`` in this process, by the executor that failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a call gave.
-
-    Args:
-        result: the executor's outputs.
-        decision: plan and reasons; None when the plan was given.
-        head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
-        fallbacks: each step down, as a sentence.
-    """
-
-    result: Result
-    decision: Decision | None
-    head_errors: torch.Tensor | None = None
-    fallbacks: tuple[str, ...] = ()
+_TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
 
 def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
@@ -77,8 +63,8 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
     start = _now(call) if timed else 0.0
     layer = _layer_of(tag)
     with without_autocast(call.problem.device_type):
-        decision, sample, stats = _decide(call, policy, backend, layer)
-        outcome = _run_decision(call, decision, sample, policy, backend, layer)
+        decision, stats = _decide(call, policy, backend, layer)
+        outcome = _run_decision(call, decision, policy, backend, layer)
     if has_sinks():
         _emit(call, outcome, stats, tag, _now(call) - start if timed else None)
     return outcome
@@ -97,7 +83,6 @@ def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
         ArgumentError: it was made for another number of heads.
         UnsupportedError: one of its executors cannot serve the call.
     """
-    check_plan(call, plan)
     if not has_sinks():
         return run_plan(call, plan)
     timed = wants_timing()
@@ -110,14 +95,10 @@ def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
 
 
 def run_plan(call: Call, plan: Plan) -> Outcome:
-    """Return what ``plan`` computes; traceable by ``torch.compile``."""
+    """Return what ``plan`` computes, checked; traceable by ``torch.compile``."""
+    check_plan(call, plan)
     with without_autocast(call.problem.device_type):
         return Outcome(result=execute(call.tensors, call.problem, plan), decision=None)
-
-
-def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
-    """Return whether a plan loses anything that the input's own precision would keep."""
-    return not plan.is_exact or any(g.precision is not problem.precision for g in plan.groups)
 
 
 def _layer_of(tag: str) -> int:
@@ -133,16 +114,21 @@ def check_plan(call: Call, plan: Plan) -> None:
         ArgumentError: it was made for another number of heads.
         UnsupportedError: one of its executors cannot serve the call.
     """
-    if plan.num_heads != call.problem.num_heads:
+    problem = call.problem
+    if plan.num_heads != problem.num_heads:
         raise ArgumentError(
-            expected_got(
-                "plan", f"one for {call.problem.num_heads} heads", f"one for {plan.num_heads}"
-            )
+            expected_got("plan", f"one for {problem.num_heads} heads", f"one for {plan.num_heads}")
         )
-    facts = hardware.probe(call.tensors.query.device)
+    facts = None if is_compiling() else hardware.probe(call.tensors.query.device)
     for group in plan.groups:
-        part = replace(call.problem, precision=group.precision)
+        part = replace(problem, precision=group.precision)
         found = reasons(capability_named(group.capability), part, facts)
+        if plan.error_budget == 0.0 and group.precision.value > problem.precision.value:
+            found = (
+                *found,
+                f"the plan computes in {group.precision.label} and allows no error, "
+                f"the input is {problem.precision.label}",
+            )
         if found:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
 
@@ -156,7 +142,6 @@ def _selected(backend: str) -> tuple[Capability, ...]:
     return found or (capability_named(backend),)
 
 
-@lru_cache(maxsize=1024)
 def _decide_cached(
     problem: AttentionProblem,
     facts: HardwareFacts,
@@ -164,14 +149,37 @@ def _decide_cached(
     allowed: tuple[Capability, ...],
     layer: int,
 ) -> Decision:
-    """Return the decision that needs no statistics."""
+    """Return the decision that needs no statistics.
+
+    A decoding step is decided for the next power of two of keys: a growing cache would
+    otherwise be decided anew at each token.
+    """
+    if problem.len_q <= DECODE_ROWS < problem.len_k and not problem.num_sequences:
+        keys = 1 << (problem.len_k - 1).bit_length()
+        mask_shape = tuple(
+            keys if place == 3 and size > 1 else size
+            for place, size in enumerate(problem.mask_shape)
+        )
+        problem = replace(problem, len_k=keys, mask_shape=mask_shape)
+    return _decide_whole(problem, facts, policy, allowed, layer)
+
+
+@lru_cache(maxsize=1024)
+def _decide_whole(
+    problem: AttentionProblem,
+    facts: HardwareFacts,
+    policy: Policy,
+    allowed: tuple[Capability, ...],
+    layer: int,
+) -> Decision:
+    """Return the decision for exactly this problem."""
     return decide(problem, None, facts, policy, allowed, layer=layer)
 
 
 def _decide(
     call: Call, policy: Policy, backend: str, layer: int
-) -> tuple[Decision, Sample | None, TensorStats | None]:
-    """Return the decision, and the exact rows and statistics if some were measured."""
+) -> tuple[Decision, TensorStats | None]:
+    """Return the decision, and the statistics if some were measured."""
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     allowed = _selected(backend)
@@ -180,22 +188,32 @@ def _decide(
     lossy = policy.error_budget > 0 or bool(policy.head_budgets)
     forced = all(item.method is not Method.EXACT for item in allowed)
     if not lossy:
-        return _decide_cached(problem, facts, policy, allowed, layer), None, None
-    magnitude = check_finite(call.tensors) if problem.len_q > DECODE_ROWS else 0.0
+        return _decide_cached(problem, facts, policy, allowed, layer), None
+    if _is_transformed(call):
+        decision = _decide_cached(problem, facts, policy, allowed, layer)
+        return replace(decision, notes=(*decision.notes, _TRANSFORMED)), None
+    scanned = problem.len_q > DECODE_ROWS or forced
+    magnitude = check_finite(call.tensors) if scanned else 0.0
     safe = magnitude <= FP16_SAFE
     wanted = worth_measuring(problem, facts, policy, allowed, forced=forced, fp16_safe=safe)
     try:
         if not wanted:
-            return _decide_cached(problem, facts, policy, allowed, layer), None, None
-        stats, sample = measure(
-            call.tensors, problem, wanted, policy.audit_rows, max_magnitude=magnitude
-        )
+            return _decide_cached(problem, facts, policy, allowed, layer), None
+        half = max(policy.audit_rows // 2, 1)
+        stats, _ = measure(call.tensors, problem, wanted, half, max_magnitude=magnitude)
         decision = decide(problem, stats, facts, policy, allowed, layer=layer, forced=forced)
     except PlanError as error:
         if backend == "auto":
             raise
         raise UnsupportedError(f"backend {backend!r}", error.trace) from error
-    return decision, sample, stats
+    return decision, stats
+
+
+def _is_transformed(call: Call) -> bool:
+    """Return whether a transform of ``torch.func`` hides the numbers that measuring reads."""
+    tensors = call.tensors
+    hidden = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(hidden(item) for item in (tensors.query, tensors.key, tensors.value))
 
 
 def _check_backend(
@@ -231,7 +249,6 @@ def _check_backend(
 def _run_decision(
     call: Call,
     decision: Decision,
-    sample: Sample | None,
     policy: Policy,
     backend: str,
     layer: int,
@@ -244,7 +261,7 @@ def _run_decision(
             result = execute(call.tensors, call.problem, decision.plan)
             break
         except RuntimeError as error:
-            if isinstance(error, AdaAttnError):
+            if isinstance(error, (AdaAttnError, torch.AcceleratorError)):
                 raise
             names = {group.capability for group in decision.plan.groups}
             if backend != "auto" or names <= excluded:
@@ -254,15 +271,18 @@ def _run_decision(
             left = tuple(item for item in capabilities() if item.name not in excluded)
             facts = hardware.probe(call.tensors.query.device)
             exact_only = replace(policy, methods=(Method.EXACT,), precisions=())
+            if isinstance(error, torch.OutOfMemoryError):
+                less = max(decision.plan.workspace_bytes - 1, 0)
+                exact_only = replace(exact_only, memory_budget_bytes=less)
             try:
                 decision = decide(call.problem, None, facts, exact_only, left, layer=layer)
             except PlanError:
                 raise error from None
             decision = replace(decision, notes=(*decision.notes, *failed))
-    if sample is None:
-        return Outcome(result=result, decision=decision, fallbacks=tuple(failed))
-    budgets = head_budgets(policy, call.problem.num_heads, layer)
-    return _audited(call, result, decision, (sample, budgets), tuple(failed))
+    outcome = Outcome(result=result, decision=decision, fallbacks=tuple(failed))
+    if policy.audit_rows == 0 or not is_lossy(decision.plan, call.problem):
+        return outcome
+    return audited(call, outcome, policy, backend, layer)
 
 
 def _step_down(names: list[str], error: RuntimeError) -> str:
@@ -272,64 +292,6 @@ def _step_down(names: list[str], error: RuntimeError) -> str:
     FALLBACKS.update(names)
     _LOGGER.warning("%s", sentence)
     return sentence
-
-
-def _audited(
-    call: Call,
-    result: Result,
-    decision: Decision,
-    held_against: tuple[Sample, tuple[float, ...]],
-    failed: tuple[str, ...],
-) -> Outcome:
-    """Return the outcome with its errors on the sample; heads over budget are computed exactly."""
-    if not is_lossy(decision.plan, call.problem):
-        return Outcome(result=result, decision=decision, fallbacks=failed)
-    sample, budgets = held_against
-    errors = audit(_without_dropout(call, result, decision.plan), sample)
-    worst = errors.amax(0).tolist()
-    over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
-    if not over:
-        return Outcome(result=result, decision=decision, head_errors=errors, fallbacks=failed)
-    result = _repaired(call, result, over)
-    shown = ", ".join(str(head) for head in over)
-    sentence = (
-        f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
-        f"{min(budgets[head] for head in over):g} allowed; they were computed exactly"
-    )
-    _LOGGER.info("%s", sentence)
-    FALLBACKS.update(["audit"])
-    decision = replace(decision, notes=(*decision.notes, sentence))
-    return Outcome(
-        result=result,
-        decision=decision,
-        head_errors=errors.index_fill(1, torch.tensor(over, device=errors.device), 0.0),
-        fallbacks=(*failed, sentence),
-    )
-
-
-def _without_dropout(call: Call, result: Result, plan: Plan) -> torch.Tensor:
-    """Return the output to audit: with dropout, which is no error, the plan's output without."""
-    if call.problem.dropout_p == 0.0:
-        return result.output
-    with torch.no_grad():
-        return execute(call.tensors, replace(call.problem, dropout_p=0.0), plan).output
-
-
-def _repaired(call: Call, result: Result, heads: tuple[int, ...]) -> Result:
-    """Return the result with some heads replaced by exact ones."""
-    chunk = HeadGroup(capability="chunked", precision=call.problem.precision, chunk_rows=256)
-    rest = tuple(h for h in range(call.problem.num_heads) if h not in heads)
-    if not rest:
-        plan = Plan(groups=(chunk,), num_heads=call.problem.num_heads)
-        return execute(call.tensors, call.problem, plan)
-    plan = Plan(
-        groups=(replace(chunk, heads=heads), replace(chunk, heads=rest)),
-        num_heads=call.problem.num_heads,
-    )
-    exact = execute(call.tensors, call.problem, plan)
-    index = torch.tensor(heads, device=result.output.device)
-    output = result.output.index_copy(1, index, exact.output.index_select(1, index))
-    return replace(result, output=output)
 
 
 def _now(call: Call) -> float:

@@ -5,20 +5,14 @@
 Shape legend in `adaattn.spec`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from adaattn._events import has_sinks
-from adaattn.backends import Tensors, load
-from adaattn.backends.interface import Executor
-from adaattn.backends.sdpa import goes_through_sdpa
 from adaattn.dispatch import (
-    DECODE_ROWS,
     Outcome,
     decide_call,
     is_lossy,
@@ -26,29 +20,16 @@ from adaattn.dispatch import (
     run_given,
     run_plan,
 )
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.outputs import AuxOutput, AuxRequest, requested_flags
-from adaattn.policies import PRESETS, current_policy, resolve_policy
-from adaattn.spec import Align, AttentionProblem, Aux, Decision, HeadGroup, Plan, Policy
+from adaattn.policies import resolve_policy
+from adaattn.shortcuts import Key, are_plain, find, remember, shortcut_key
+from adaattn.spec import Align, Aux, Decision, Plan, Policy
 from adaattn.validation import Arguments, Call, build_call
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
-_Flag = Callable[[], bool]
-_flash_enabled: _Flag = torch.backends.cuda.flash_sdp_enabled
-_efficient_enabled: _Flag = torch.backends.cuda.mem_efficient_sdp_enabled
-_math_enabled: _Flag = torch.backends.cuda.math_sdp_enabled
-_cudnn_enabled: _Flag = torch.backends.cuda.cudnn_sdp_enabled
-
-_Direct = Callable[..., torch.Tensor]
-_Key = tuple[object, ...]
-_AUTOCAST: Final = "autocast"
-_NO_COMPANIONS: Final = (None, None, None)
-_KEPT_DIRECT: Final = 4096
-
-_DIRECT: Final[dict[tuple[object, ...], tuple[_Direct, object, object]]] = {}
-"""Shortcuts of exact calls. The policy beside each keeps its identity from being reused."""
 
 
 def scaled_dot_product_attention(
@@ -128,23 +109,25 @@ def scaled_dot_product_attention(
         >>> tuple(out.shape), tuple(aux.lse.shape)
         ((1, 4, 128, 64), (1, 4, 128))
     """
-    fast_key: _Key | None = None
-    if plan is None and return_aux is None and cu_seqlens_q is None and not is_compiling():
+    fast_key: Key | None = None
+    plain = plan is None and return_aux is None and cu_seqlens_q is None
+    if plain and are_plain(scale, softcap, dropout_p, dilation) and not is_compiling():
         try:
-            fast_key = _fast_key(
+            fast_key = shortcut_key(
                 query,
                 key,
                 value,
                 (attn_mask, sinks, alibi_slopes),
-                (dropout_p, is_causal, scale, enable_gqa, align, *window, dilation, softcap),
+                (dropout_p, is_causal, scale, enable_gqa, align, dilation, softcap),
+                window,
                 (policy, backend),
             )
-            known = _DIRECT.get(fast_key)
+            known = find(fast_key)
         except (AttributeError, TypeError, RuntimeError):
             # No tensor, a nested one, or no number: build_call says which.
             fast_key = known = None
         if known is not None and not has_sinks():
-            return known[0](query, key, value, attn_mask, sinks, alibi_slopes)
+            return known(query, key, value, attn_mask, sinks, alibi_slopes)
     arguments = Arguments(
         attn_mask=attn_mask,
         dropout_p=dropout_p,
@@ -161,6 +144,10 @@ def scaled_dot_product_attention(
         cu_seqlens_k=cu_seqlens_k,
     )
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
+    if plan is not None and (policy is not None or backend != "auto"):
+        raise ArgumentError(
+            expected_got("policy and backend with a plan", "neither", f"{policy!r}, {backend!r}")
+        )
     if plan is not None:
         return _with_plan(call, plan, return_aux, tag)
     if fast_key is not None and not _is_as_given(call, query, key, value, attn_mask):
@@ -238,7 +225,7 @@ def _planned(
     output = call.restore(outcome.result.output)
     if return_aux is None or return_aux is False:
         if fast_key is not None and outcome.decision is not None and not outcome.fallbacks:
-            _remember(fast_key, call, outcome.decision, resolved, policy)
+            remember(fast_key, call, outcome.decision, resolved, policy)
         return output
     return output, _aux_output(call, outcome)
 
@@ -280,118 +267,3 @@ def _aux_output(call: Call, outcome: Outcome) -> AuxOutput:
         weights=restore(result.weights),
         error_estimate=call.restore(errors.float()),
     )
-
-
-def _facts(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
-    """Return what a decision depends on of an optional tensor."""
-    if tensor is None:
-        return None
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
-
-
-def _fast_key(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    companions: tuple[torch.Tensor | None, ...],
-    settings: tuple[object, ...],
-    choice: tuple[Policy | str | None, str],
-) -> _Key:
-    """Return everything that the decision of an exact call depends on."""
-    policy, backend = choice
-    ambient = current_policy() if policy is None else policy
-    return (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        torch.is_grad_enabled(),
-        query.requires_grad or key.requires_grad or value.requires_grad,
-        None if companions == _NO_COMPANIONS else tuple(_facts(item) for item in companions),
-        settings,
-        backend,
-        ambient if type(ambient) is str else id(ambient),
-        _AUTOCAST if torch.is_autocast_enabled(query.device.type) else None,
-        torch.are_deterministic_algorithms_enabled(),
-        _flash_enabled(),
-        _efficient_enabled(),
-        _math_enabled(),
-        _cudnn_enabled(),
-    )
-
-
-def _remember(
-    fast_key: tuple[object, ...],
-    call: Call,
-    decision: Decision,
-    policy: Policy,
-    named: Policy | str | None,
-) -> None:
-    """Keep a shortcut for calls whose decision cannot depend on the tensors' values."""
-    problem, plan = call.problem, decision.plan
-    small = problem.len_q <= DECODE_ROWS
-    if (policy.error_budget > 0 or policy.head_budgets) and not small:
-        return
-    if named is not None and named is not policy and named not in PRESETS:
-        return  # a file, which may change
-    group = plan.groups[0]
-    exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
-    if not exact or len(call.batch_shape) != 2 or _AUTOCAST in fast_key:
-        return
-    if len(_DIRECT) >= _KEPT_DIRECT:
-        _DIRECT.clear()
-    _DIRECT[fast_key] = (_shortcut(problem, group), policy, named)
-
-
-def _shortcut(problem: AttentionProblem, group: HeadGroup) -> _Direct:
-    """Return a function of the caller's tensors that runs one decided executor."""
-    if goes_through_sdpa(problem, group):
-        return partial(
-            _sdpa_shortcut,
-            dropout_p=problem.dropout_p,
-            is_causal=problem.is_causal,
-            scale=problem.scale,
-            enable_gqa=problem.group_size > 1,
-        )
-    return partial(_executor_shortcut, load(group.capability), problem, group)
-
-
-def _sdpa_shortcut(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    **settings: Any,
-) -> torch.Tensor:
-    """Return PyTorch's own result."""
-    return F.scaled_dot_product_attention(query, key, value, mask, **settings)
-
-
-def _executor_shortcut(
-    executor: Executor,
-    problem: AttentionProblem,
-    group: HeadGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return an executor's output for q, k and v that are canonical already."""
-    tensors = Tensors(
-        query=query,
-        key=key,
-        value=value,
-        mask=mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())],
-        sinks=sinks,
-        alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
-    )
-    return executor(tensors, problem, group).output

@@ -29,7 +29,7 @@ from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
 
-__all__ = ["Sample", "audit", "check_finite", "measure"]
+__all__ = ["Sample", "audit", "check_finite", "measure", "sample_rows"]
 
 _BLOCKS = 32
 """Errors of block selection come in blocks of queries: few rows of many blocks see them."""
@@ -133,6 +133,21 @@ def measure(
 
 
 @torch.no_grad()
+def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed: int) -> Sample:
+    """Return the exact outputs of some rows.
+
+    Args:
+        tensors: canonical, not packed.
+        problem: simplified.
+        rows: how many query rows.
+        seed: of their choice.
+    """
+    chosen = torch.tensor(_choose_rows(problem.len_q, rows, seed)[1], device=tensors.query.device)
+    weights = _row_weights(tensors, problem, chosen)
+    return Sample(rows=chosen, exact=grouped_product(weights, tensors.value.to(weights.dtype)))
+
+
+@torch.no_grad()
 def audit(output: torch.Tensor, sample: Sample) -> torch.Tensor:
     """Return the relative Frobenius error [B, Hq] of an output [B, Hq, Sq, Dv] on the sample."""
     return _relative(output.index_select(2, sample.rows), sample.exact)
@@ -169,7 +184,11 @@ def _exact_rows(
     """Return (weights [B, Hq, R, Sk], outputs [B, Hq, R, Dv], mean entropy in bits [Hq])."""
     weights = _row_weights(tensors, problem, rows)
     exact = grouped_product(weights, tensors.value.to(weights.dtype))
-    entropy = torch.special.entr(weights).sum(-1) / LN_2
+    entropy = torch.special.entr(weights).sum(-1)
+    if tensors.sinks is not None:
+        rest = (1 - weights.sum(-1)).clamp_min(0.0)
+        entropy = entropy + torch.special.entr(rest)
+    entropy = entropy / LN_2
     return weights, exact, entropy.mean(dim=(0, 2))
 
 

@@ -1,5 +1,6 @@
 """The bounds of packed sequences, checked and read on the host once."""
 
+import threading
 import weakref
 from collections import OrderedDict
 from itertools import pairwise
@@ -8,7 +9,14 @@ from typing import Final
 import torch
 
 from adaattn.canonical import described
-from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError, expected_got
+from adaattn.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+    expected_got,
+)
 
 __all__ = ["packed_bounds", "sequence_lengths"]
 
@@ -41,6 +49,12 @@ def packed_bounds(
         )
     if query.shape[0] != 1:
         raise ShapeError(expected_got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}"))
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "torch.compile",
+            ["the bounds of packed sequences are read on the host, which a graph cannot do"],
+            "Call it outside the compiled function, or compile without fullgraph.",
+        )
     bounds_q = _bounds("cu_seqlens_q", starts_q, query.shape[2], query.device)
     bounds_k = _bounds("cu_seqlens_k", starts_k, key.shape[2], query.device)
     if len(bounds_q) != len(bounds_k):
@@ -53,20 +67,26 @@ def packed_bounds(
 _HOST_BOUNDS: OrderedDict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = (
     OrderedDict()
 )
-_KEPT_BOUNDS: Final = 16
+_KEPT_BOUNDS: Final = 64
+_LOCK: Final = threading.Lock()
 
 
 def _host_values(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's numbers on the host; read once while it lives and its version stays."""
-    if starts.is_inference():
-        return tuple(starts.tolist())  # no version counter would tell of a change
+    """Return a tensor's numbers on the host.
+
+    From a GPU they are read once while the tensor lives and its version stays: a write that
+    PyTorch does not see (by a kernel of the caller's, say) is not noticed.
+    """
+    if not starts.is_cuda or starts.is_inference():
+        return tuple(starts.tolist())
     known = _HOST_BOUNDS.get(id(starts))
     if known is not None and known[0]() is starts and known[1] == starts._version:
         return known[2]
     values = tuple(starts.tolist())
-    _HOST_BOUNDS[id(starts)] = (weakref.ref(starts), starts._version, values)
-    while len(_HOST_BOUNDS) > _KEPT_BOUNDS:
-        _HOST_BOUNDS.popitem(last=False)
+    with _LOCK:
+        _HOST_BOUNDS[id(starts)] = (weakref.ref(starts), starts._version, values)
+        while len(_HOST_BOUNDS) > _KEPT_BOUNDS:
+            _HOST_BOUNDS.popitem(last=False)
     return values
 
 

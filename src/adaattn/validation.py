@@ -5,14 +5,13 @@ agree and numbers are in range.
 """
 
 import contextlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from adaattn._dtypes import precision_of
+from adaattn.arguments import Arguments, checked_numbers
 from adaattn.backends import Tensors
 from adaattn.canonical import canonical_mask, canonical_tensors, described
 from adaattn.errors import (
@@ -35,25 +34,6 @@ _SDPA_NAMES: Final = {
     "cuda": {0: "sdpa.math", 1: "sdpa.flash2", 2: "sdpa.efficient", 3: "sdpa.cudnn"},
 }
 _MAX_RANK: Final = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """The arguments of the public call that say what is to be computed."""
-
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-    align: str | Align = "top_left"
-    window: Sequence[int] = (-1, -1)
-    dilation: int = 1
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +89,7 @@ def build_call(
     mask = canonical_mask(mask, query, batch_shape, key.shape[2])
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
-    window, dilation, softcap, scale, dropout_p = _check_numbers(arguments, query.shape[3])
+    window, dilation, softcap, scale, dropout_p = checked_numbers(arguments, query.shape[3])
     bounds_q, bounds_k = packed_bounds(arguments.cu_seqlens_q, arguments.cu_seqlens_k, query, key)
     tensors = Tensors(
         query=query,
@@ -160,6 +140,7 @@ def _tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "device_type": query.device.type,
         "mask": _mask_kind(mask),
         "mask_shape": () if mask is None else tuple(mask.shape),
+        "mask_is_wide": _is_wide(mask, query),
         "mask_requires_grad": wants_grad(mask),
         "has_sinks": sinks is not None,
         "sinks_require_grad": wants_grad(sinks),
@@ -246,9 +227,8 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
 
 def _autocast(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
     """Return a tensor as autocast wants it, which is what SDPA does; fp64 stays as it is."""
-    if not torch.is_autocast_enabled(device_type):
-        return tensor
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    narrows = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not (narrows and torch.is_autocast_enabled(device_type)):
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
 
@@ -290,11 +270,17 @@ def _align(align: str | Align) -> Align:
     """Return the enum of a corner's name."""
     if isinstance(align, Align):
         return align
-    if align == "top_left":
-        return Align.TOP_LEFT
-    if align == "bottom_right":
-        return Align.BOTTOM_RIGHT
+    named = {"top_left": Align.TOP_LEFT, "bottom_right": Align.BOTTOM_RIGHT}
+    if isinstance(align, str) and align in named:
+        return named[align]
     raise ArgumentError(expected_got("align", "'top_left' or 'bottom_right'", repr(align)))
+
+
+def _is_wide(mask: torch.Tensor | None, query: torch.Tensor) -> bool:
+    """Return whether an additive mask would be rounded in the query's dtype."""
+    if mask is None or mask.dtype == torch.bool:
+        return False
+    return torch.finfo(mask.dtype).bits > torch.finfo(query.dtype).bits
 
 
 def _mask_kind(mask: torch.Tensor | None) -> MaskKind:
@@ -336,52 +322,6 @@ def _check_companion(name: str, tensor: torch.Tensor, query: torch.Tensor) -> No
         raise DTypeError(expected_got(f"dtype of {name}", "floating point", tensor.dtype))
     if tensor.device != query.device:
         raise DeviceError(expected_got(name, f"device {query.device}", tensor.device))
-
-
-def _check_numbers(
-    arguments: Arguments, head_dim: int
-) -> tuple[tuple[int, int], int, float, float, float]:
-    """Return (window, dilation, softcap, scale, dropout_p), each in range."""
-    given = arguments.window
-    window = tuple(given) if isinstance(given, Sequence) else ()
-    if len(window) != 2 or not all(_is_int(edge) and edge >= -1 for edge in window):
-        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given))
-    if not _is_int(arguments.dilation) or arguments.dilation < 1:
-        raise ArgumentError(
-            expected_got("dilation", "an integer of at least 1", arguments.dilation)
-        )
-    softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ArgumentError(
-            expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
-        )
-    scale = 1 / math.sqrt(head_dim)
-    if arguments.scale is not None:
-        scale = _number("scale", arguments.scale)
-    if not math.isfinite(scale):
-        raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
-    dropout_p = _number("dropout_p", arguments.dropout_p)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ArgumentError(
-            expected_got(
-                "dropout_p", "a probability in [0, 1]", arguments.dropout_p, "0 turns it off"
-            )
-        )
-    left, right = window
-    return (left, right), arguments.dilation, softcap, scale, dropout_p
-
-
-def _number(name: str, value: Any) -> float:
-    """Return a number as a Python float."""
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(expected_got(name, "a number", repr(value))) from error
-
-
-def _is_int(value: object) -> bool:
-    """Return whether a value is an integer and no boolean."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _sdpa_default(tensors: Tensors, is_causal: bool, scale: float, dropout_p: float) -> str:

@@ -233,6 +233,7 @@ def numbers_gone_wrong() -> dict[str, Wrong]:
         ("dropout_p", NAN, ArgumentError, dropout + "nan"),
         ("dropout_p", None, ArgumentTypeError, "dropout_p: expected a number, got None"),
         ("align", "middle", ArgumentError, "align: expected 'top_left' or 'bottom_right', got"),
+        ("align", ["top_left"], ArgumentError, "or .bottom_right., got"),
         ("policy", "fastest", PolicyError, "'quality', 'balanced', 'speed', .* got 'fastest'"),
         ("policy", 3, PolicyError, "a Policy or the path of a policy file, got 3"),
         ("backend", "cudnn9", ArgumentError, "backend: expected 'auto' or one of .* got 'cudnn9'"),

@@ -34,6 +34,7 @@ CAPABILITIES = (
             Feature.CAUSAL_TOP_LEFT
             | Feature.CAUSAL_BOTTOM_RIGHT
             | Feature.WINDOW
+            | Feature.SCALE_SIGN
             | Feature.DROPOUT
             | Feature.BACKWARD
             | Feature.VALUE_DIM

@@ -99,9 +99,9 @@ def _is_plain(problem: AttentionProblem) -> bool:
     """Return whether SDPA with a mask can compute a chunk."""
     if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
         return False
-    # A bias in 16 bits would lose distances past 256.
+    # A bias in 16 bits would lose distances past 256, and what a wider mask says.
     half = problem.precision in (Precision.BF16, Precision.FP16)
-    return not (half and problem.has_alibi)
+    return not (half and (problem.has_alibi or problem.mask_is_wide))
 
 
 def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:

@@ -9,7 +9,7 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.registry import load
 from adaattn.spec import AttentionProblem, HeadGroup, Plan
 
-__all__ = ["execute", "run_group"]
+__all__ = ["execute", "run_group", "slice_heads"]
 
 
 def execute(tensors: Tensors, problem: AttentionProblem, plan: Plan) -> Result:
@@ -25,7 +25,7 @@ def execute(tensors: Tensors, problem: AttentionProblem, plan: Plan) -> Result:
     parts = []
     order: list[int] = []
     for group in plan.groups:
-        part, part_problem = _slice_heads(tensors, problem, group.heads)
+        part, part_problem = slice_heads(tensors, problem, group.heads)
         parts.append(run_group(part, part_problem, replace(group, heads=())))
         order.extend(group.heads)
     inverse = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
@@ -49,7 +49,7 @@ def run_group(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> 
     return replace(result, output=result.output.to(tensors.query.dtype))
 
 
-def _slice_heads(
+def slice_heads(
     tensors: Tensors, problem: AttentionProblem, heads: tuple[int, ...]
 ) -> tuple[Tensors, AttentionProblem]:
     """Return some query heads as a problem of their own.

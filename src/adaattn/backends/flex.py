@@ -41,6 +41,8 @@ CAPABILITIES = (
             | Feature.BOOLEAN_MASK
             | Feature.ADDITIVE_MASK
             | Feature.MASKED_POSITIONS
+            | Feature.WIDE_MASK
+            | Feature.SCALE_SIGN
             | Feature.WINDOW
             | Feature.DILATION
             | Feature.SOFTCAP
@@ -53,6 +55,7 @@ CAPABILITIES = (
             | Feature.LSE
         ),
         max_head_dim=256,
+        min_len_q=16,
         min_compute_capability=(8, 0),
         skips_hidden=True,
         is_fused=True,

@@ -37,7 +37,7 @@ CAPABILITIES = (
         name="sdpa.flash",
         backend="sdpa",
         device_types=("cpu",),
-        features=Feature.CAUSAL_TOP_LEFT | _MASKS | _TRAINING | Feature.LSE,
+        features=Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.WIDE_MASK | _TRAINING | Feature.LSE,
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
@@ -102,6 +102,7 @@ CAPABILITIES = (
             Feature.CAUSAL_TOP_LEFT
             | _MASKS
             | Feature.MASK_GRADIENT
+            | Feature.SCALE_SIGN
             | Feature.DROPOUT
             | _TRAINING
             | Feature.VALUE_DIM
@@ -193,8 +194,8 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     output = output.transpose(0, 1).unsqueeze(0) if packed else output.transpose(1, 2)
     if packed and lse.dim() == 2:
         lse = lse.unsqueeze(0)
-    blind = lse == float("inf")
-    lse = lse.masked_fill(blind, float("-inf"))
+    if Aux.LSE in problem.aux:
+        lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     return Result(output=output[..., : problem.value_dim], lse=lse)
 
 
@@ -260,14 +261,12 @@ _KERNELS = {
 
 
 def _additive(tensors: Tensors) -> torch.Tensor | None:
-    """Return the mask as numbers added to the scores, in the dtype of the query."""
+    """Return the mask as numbers added to the scores, booleans in the dtype of the query."""
     mask = tensors.mask
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros_like(mask, dtype=tensors.query.dtype)
-        return zeros.masked_fill(~mask, float("-inf"))
-    return mask.to(tensors.query.dtype)
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zeros = torch.zeros_like(mask, dtype=tensors.query.dtype)
+    return zeros.masked_fill(~mask, float("-inf"))
 
 
 def _masked_lse(

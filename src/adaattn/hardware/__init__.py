@@ -1,7 +1,7 @@
 """What the machine is and what it can do: facts, measured rates, memory."""
 
 from adaattn.hardware.memory import PeakMemory, free_memory_bytes, peak_memory
-from adaattn.hardware.probe import clear_cache, probe
+from adaattn.hardware.probe import clear_cache, on_clear, probe
 from adaattn.hardware.rates import load_rates, measure_rates
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "free_memory_bytes",
     "load_rates",
     "measure_rates",
+    "on_clear",
     "peak_memory",
     "probe",
 ]

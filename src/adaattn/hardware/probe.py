@@ -7,6 +7,7 @@ sheet's, else a cautious default.
 import functools
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,7 @@ from adaattn.hardware.defaults import default_rates
 from adaattn.hardware.memory import host_memory_bytes
 from adaattn.spec import HardwareFacts, Precision, Rates
 
-__all__ = ["clear_cache", "describe", "probe", "resolve"]
+__all__ = ["clear_cache", "describe", "on_clear", "probe", "resolve"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -64,6 +65,14 @@ def describe(device: torch.device | str | None = None) -> HardwareFacts:
     return _description("cuda", chosen.index, 0)
 
 
+_ON_CLEAR: list[Callable[[], None]] = []
+
+
+def on_clear(callback: Callable[[], None]) -> None:
+    """Call ``callback`` whenever the facts are forgotten: for caches that rest on them."""
+    _ON_CLEAR.append(callback)
+
+
 def clear_cache(*, saved: bool = False) -> None:
     """Forget the facts of every device, so that the next `probe` asks the machine again.
 
@@ -73,6 +82,8 @@ def clear_cache(*, saved: bool = False) -> None:
     _existing_index.cache_clear()
     _facts.cache_clear()
     _description.cache_clear()
+    for callback in _ON_CLEAR:
+        callback()
     if saved:
         saved_rates.delete_all()
 

@@ -136,7 +136,7 @@ def worth_measuring(
     if exact is None:
         return ()
     rows = policy.audit_rows
-    if rows == 0 or problem.len_q < 4 * rows or problem.num_sequences:
+    if rows == 0 or problem.len_q < 4 * rows or problem.num_sequences or problem.dropout_p:
         return ()
     bar = exact.time_ms
     pays: list[tuple[Method, Precision]] = []
@@ -236,6 +236,8 @@ def _why_unmeasured(
         return _LOSES_NOTHING
     if rows == 0:
         return "it must be checked on sampled rows, and the policy audits none"
+    if problem.dropout_p:
+        return "dropout hides errors of this size, so they cannot be checked"
     if problem.num_sequences:
         return "errors are not measured on packed sequences yet; call it for each sequence"
     if problem.len_q < 4 * rows:

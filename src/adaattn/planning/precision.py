@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from adaattn.spec import AttentionProblem, HardwareFacts, Policy, Precision, TensorStats
+from adaattn.spec import AttentionProblem, HardwareFacts, MaskKind, Policy, Precision, TensorStats
 
 __all__ = ["FP16_SAFE", "UNMEASURED", "PrecisionChoice", "choose_precisions", "lower_precisions"]
 
@@ -46,6 +46,10 @@ def lower_precisions(
         elif precision not in hardware.instructions:
             native = ", ".join(item.label for item in hardware.instructions)
             refusal = f"{hardware.name or hardware.device_type} computes {native} natively, not it"
+        elif problem.mask is MaskKind.ADDITIVE:
+            refusal = "the additive mask would be rounded to it as well, or overflow"
+        elif precision is Precision.FP16 and problem.requires_grad:
+            refusal = "small gradients vanish in fp16, and output errors do not show it"
         elif problem.deterministic and problem.requires_grad:
             refusal = "deterministic gradients were asked for; the input's own format is kept"
         choices.append(PrecisionChoice(precision=precision, refusal=refusal))

@@ -1,7 +1,6 @@
 """Why a capability cannot serve a problem, as sentences. An empty tuple means that it can."""
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Final
 
 from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HardwareFacts, MaskKind
@@ -28,6 +27,16 @@ _RULES: Final[tuple[_Rule, ...]] = (
         Feature.MASKED_POSITIONS,
         lambda p: p.mask is not MaskKind.NONE and (p.is_positional or p.has_alibi),
         "a mask together with causal order, a window or ALiBi",
+    ),
+    (
+        Feature.SCALE_SIGN,
+        lambda p: p.is_causal and p.scale <= 0,
+        "causal order with a scale of 0 or less",
+    ),
+    (
+        Feature.WIDE_MASK,
+        lambda p: p.mask_is_wide,
+        "an additive mask of a wider dtype than the query's",
     ),
     (Feature.WINDOW, lambda p: p.window != (-1, -1), "a sliding window"),
     (Feature.DILATION, lambda p: p.dilation > 1, "a dilated pattern"),
@@ -64,9 +73,11 @@ _CAUSAL = Feature.CAUSAL_TOP_LEFT | Feature.CAUSAL_BOTTOM_RIGHT
 
 
 def reasons(
-    capability: Capability, problem: AttentionProblem, hardware: HardwareFacts
+    capability: Capability, problem: AttentionProblem, hardware: HardwareFacts | None
 ) -> tuple[str, ...]:
     """Return every reason why ``capability`` cannot compute ``problem``, as sentences.
+
+    Without hardware facts (in a traced call, say) the device's generation is not judged.
 
     Example:
         >>> from adaattn.spec import AttentionProblem, Capability, HardwareFacts
@@ -86,8 +97,10 @@ def reasons(
         found.append(f"it takes {labels}, got {problem.precision.label}")
     found += [f"it does not support {text}" for text in _missing(capability.features, problem)]
     found += _size_reasons(capability, problem)
-    if problem.device_type == "cuda" and (
-        hardware.compute_capability < capability.min_compute_capability
+    if (
+        hardware is not None
+        and problem.device_type == "cuda"
+        and hardware.compute_capability < capability.min_compute_capability
     ):
         found.append(
             f"it needs compute capability {_dotted(capability.min_compute_capability)}, "
@@ -97,7 +110,6 @@ def reasons(
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
 def needed_features(problem: AttentionProblem) -> tuple[tuple[Feature, str], ...]:
     """Return each feature that the problem uses, with the words for it."""
     used = [(feature, text) for feature, applies, text in _RULES if applies(problem)]
@@ -123,6 +135,8 @@ def _size_reasons(capability: Capability, problem: AttentionProblem) -> Iterable
             f"it needs at least {capability.min_group_size} query heads per key head, "
             f"got {problem.group_size}"
         )
+    if problem.len_q < capability.min_len_q:
+        yield f"it is for at least {capability.min_len_q} query rows, got {problem.len_q}"
     if capability.max_len_q and problem.len_q > capability.max_len_q:
         yield f"it is for at most {capability.max_len_q} query rows, got {problem.len_q}"
 

@@ -78,6 +78,8 @@ class Feature(enum.IntFlag):
     ADDITIVE_MASK = enum.auto()
     MASK_GRADIENT = enum.auto()
     MASKED_POSITIONS = enum.auto()
+    WIDE_MASK = enum.auto()
+    SCALE_SIGN = enum.auto()
     WINDOW = enum.auto()
     DILATION = enum.auto()
     SOFTCAP = enum.auto()

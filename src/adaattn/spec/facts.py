@@ -32,6 +32,7 @@ class AttentionProblem:
         dilation: only keys with (p - j) divisible by it are seen; 1 sees all.
         mask: kind of ``attn_mask``.
         mask_shape: its shape, broadcastable to [B, Hq, Sq, Sk].
+        mask_is_wide: the additive mask has more bits than the query.
         mask_requires_grad: a gradient is wanted for an additive mask.
         softcap: c in c*tanh(s/c); 0 is none.
         has_sinks: learned logits join the denominator.
@@ -67,6 +68,7 @@ class AttentionProblem:
     dilation: int = 1
     mask: MaskKind = MaskKind.NONE
     mask_shape: tuple[int, ...] = ()
+    mask_is_wide: bool = False
     mask_requires_grad: bool = False
     softcap: float = 0.0
     has_sinks: bool = False
@@ -206,6 +208,7 @@ class Capability:
         min_compute_capability: on CUDA.
         min_group_size: least query heads per key and value head (a grouped decode needs 2).
         max_len_q: most query rows (a decode kernel takes few); 0 is unlimited.
+        min_len_q: fewest query rows that it is for.
         skips_hidden: keys hidden by causality or windows cost nothing.
         materialises_scores: allocates all Sq x Sk scores.
         expands_kv: copies k and v for each query head of a group.
@@ -230,6 +233,7 @@ class Capability:
     min_compute_capability: tuple[int, int] = (0, 0)
     min_group_size: int = 1
     max_len_q: int = 0
+    min_len_q: int = 0
     skips_hidden: bool = False
     materialises_scores: bool = False
     expands_kv: bool = False

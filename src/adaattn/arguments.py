@@ -1,0 +1,76 @@
+"""The arguments that say what is to be computed, and the checks of those that are numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.spec import Align
+
+__all__ = ["Arguments", "checked_numbers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of the public call that say what is to be computed."""
+
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    align: str | Align = "top_left"
+    window: Sequence[int] = (-1, -1)
+    dilation: int = 1
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+
+def checked_numbers(
+    arguments: Arguments, head_dim: int
+) -> tuple[tuple[int, int], int, float, float, float]:
+    """Return (window, dilation, softcap, scale, dropout_p), each in range."""
+    given = arguments.window
+    window = tuple(given) if isinstance(given, Sequence) else ()
+    if len(window) != 2 or not all(_is_int(edge) and edge >= -1 for edge in window):
+        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given))
+    if not _is_int(arguments.dilation) or arguments.dilation < 1:
+        raise ArgumentError(
+            expected_got("dilation", "an integer of at least 1", arguments.dilation)
+        )
+    softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ArgumentError(
+            expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
+        )
+    default = 1 / math.sqrt(head_dim)
+    scale = default if arguments.scale is None else _number("scale", arguments.scale)
+    if not math.isfinite(scale):
+        raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
+    dropout_p = _number("dropout_p", arguments.dropout_p)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentError(
+            expected_got(
+                "dropout_p", "a probability in [0, 1]", arguments.dropout_p, "0 turns it off"
+            )
+        )
+    return (window[0], window[1]), arguments.dilation, softcap, scale, dropout_p
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number as a Python float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(expected_got(name, "a number", repr(value))) from error
+
+
+def _is_int(value: object) -> bool:
+    """Return whether a value is an integer and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)

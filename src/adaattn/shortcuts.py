@@ -1,0 +1,172 @@
+"""Shortcuts for exact calls whose decision cannot depend on the tensors' values.
+
+A call like one before finds its executor by one lookup: a few microseconds of host time.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from adaattn import hardware
+from adaattn.backends import Tensors, load
+from adaattn.backends.interface import Executor
+from adaattn.backends.sdpa import goes_through_sdpa
+from adaattn.dispatch import DECODE_ROWS
+from adaattn.policies import PRESETS, current_policy
+from adaattn.spec import AttentionProblem, Decision, HeadGroup, Policy
+from adaattn.validation import Call
+
+__all__ = ["Key", "are_plain", "find", "remember", "shortcut_key"]
+
+_Flag = Callable[[], bool]
+_flash_enabled: _Flag = torch.backends.cuda.flash_sdp_enabled
+_efficient_enabled: _Flag = torch.backends.cuda.mem_efficient_sdp_enabled
+_math_enabled: _Flag = torch.backends.cuda.math_sdp_enabled
+_cudnn_enabled: _Flag = torch.backends.cuda.cudnn_sdp_enabled
+
+_Direct = Callable[..., torch.Tensor]
+Key = tuple[object, ...]
+_AUTOCAST: Final = "autocast"
+_PLAIN: Final = frozenset((int, float, bool, type(None)))
+_NO_COMPANIONS: Final = (None, None, None)
+_KEPT_DIRECT: Final = 4096
+
+_DIRECT: Final[dict[tuple[object, ...], tuple[_Direct, object, object]]] = {}
+"""Shortcuts of exact calls. The policy beside each keeps its identity from being reused."""
+
+hardware.on_clear(_DIRECT.clear)
+
+
+def find(key: Key) -> Callable[..., torch.Tensor] | None:
+    """Return the shortcut of a key: a function of q, k, v, mask, sinks and slopes."""
+    known = _DIRECT.get(key)
+    return None if known is None else known[0]
+
+
+def _facts(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return what a decision depends on of an optional tensor."""
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
+
+
+def are_plain(*values: object) -> bool:
+    """Return whether all are Python numbers or None: a tensor's value may change unseen."""
+    return all(type(value) in _PLAIN for value in values)
+
+
+def shortcut_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    companions: tuple[torch.Tensor | None, ...],
+    settings: tuple[object, ...],
+    window: Sequence[int],
+    choice: tuple[Policy | str | None, str],
+) -> Key:
+    """Return everything that the decision of an exact call depends on."""
+    policy, backend = choice
+    ambient = current_policy() if policy is None else policy
+    return (
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        torch.is_grad_enabled(),
+        query.requires_grad or key.requires_grad or value.requires_grad,
+        None if companions == _NO_COMPANIONS else tuple(_facts(item) for item in companions),
+        settings,
+        operator.index(window[0]),
+        operator.index(window[1]),
+        len(window),
+        backend,
+        ambient if type(ambient) is str else id(ambient),
+        _AUTOCAST if torch.is_autocast_enabled(query.device.type) else None,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        _flash_enabled(),
+        _efficient_enabled(),
+        _math_enabled(),
+        _cudnn_enabled(),
+    )
+
+
+def remember(
+    fast_key: tuple[object, ...],
+    call: Call,
+    decision: Decision,
+    policy: Policy,
+    named: Policy | str | None,
+) -> None:
+    """Keep a shortcut for calls whose decision cannot depend on the tensors' values."""
+    problem, plan = call.problem, decision.plan
+    small = problem.len_q <= DECODE_ROWS
+    if (policy.error_budget > 0 or policy.head_budgets) and not small:
+        return
+    if named is not None and named is not policy and named not in PRESETS:
+        return  # a file, which may change
+    group = plan.groups[0]
+    exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
+    if not exact or len(call.batch_shape) != 2 or _AUTOCAST in fast_key:
+        return
+    if len(_DIRECT) >= _KEPT_DIRECT:
+        _DIRECT.clear()
+    _DIRECT[fast_key] = (_shortcut(problem, group), policy, named)
+
+
+def _shortcut(problem: AttentionProblem, group: HeadGroup) -> _Direct:
+    """Return a function of the caller's tensors that runs one decided executor."""
+    if goes_through_sdpa(problem, group):
+        return partial(
+            _sdpa_shortcut,
+            dropout_p=problem.dropout_p,
+            is_causal=problem.is_causal,
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+        )
+    return partial(_executor_shortcut, load(group.capability), problem, group)
+
+
+def _sdpa_shortcut(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return PyTorch's own result."""
+    return F.scaled_dot_product_attention(query, key, value, mask, **settings)
+
+
+def _executor_shortcut(
+    executor: Executor,
+    problem: AttentionProblem,
+    group: HeadGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return an executor's output for q, k and v that are canonical already."""
+    tensors = Tensors(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())],
+        sinks=sinks,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+    )
+    return executor(tensors, problem, group).output
