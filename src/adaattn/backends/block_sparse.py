@@ -51,16 +51,19 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     size = group.block_size
     if problem.len_q == 0 or problem.len_k == 0:
         shape = (*tensors.query.shape[:-1], problem.value_dim)
-        return Result(output=tensors.query.new_zeros(shape) + tensors.query.sum() * 0)
+        tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
+        return Result(output=tensors.query.new_zeros(shape) + torch.stack(tied).sum())
     with torch.no_grad():
         keep = select_blocks(tensors, problem, size, group.kept_mass)
+        most = keep.sum(-1).amax(dim=(0, 1)).tolist()  # the one host read
     key_blocks = _blocks(tensors.key, size)
     value_blocks = _blocks(tensors.value, size)
     outputs = []
     for index, start in enumerate(range(0, problem.len_q, size)):
         stop = min(start + size, problem.len_q)
+        order, valid = _kept_first(keep[:, :, index], max(most[index], 1))
         outputs.append(
-            _attend(tensors, problem, keep[:, :, index], key_blocks, value_blocks, start, stop)
+            _attend(tensors, problem, (order, valid), (key_blocks, value_blocks), start, stop)
         )
     return Result(output=torch.cat(outputs, dim=2))
 
@@ -160,29 +163,33 @@ def _blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
     return blocks
 
 
+def _kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (block numbers, which of them are kept), [B, Hq, most], the kept ones first."""
+    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
+    return order, keep.gather(-1, order)
+
+
 def _attend(
     tensors: Tensors,
     problem: AttentionProblem,
-    keep: torch.Tensor,
-    key_blocks: torch.Tensor,
-    value_blocks: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor],
+    blocks: tuple[torch.Tensor, torch.Tensor],
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """Return the output of query rows ``start..stop`` over their kept blocks [B, Hq, Nk]."""
-    batch, heads, _ = keep.shape
+    """Return the output of query rows ``start..stop`` over their kept blocks."""
+    order, valid = kept
+    key_blocks, value_blocks = blocks
+    batch, heads, _ = order.shape
     size = key_blocks.shape[3]
-    most = max(int(keep.sum(-1).max()), 1)
-    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    valid = keep.gather(-1, order)
-    batches = torch.arange(batch, device=keep.device)[:, None, None]
-    kv_heads = torch.arange(heads, device=keep.device)[None, :, None] // problem.group_size
+    batches = torch.arange(batch, device=order.device)[:, None, None]
+    kv_heads = torch.arange(heads, device=order.device)[None, :, None] // problem.group_size
     key = key_blocks[batches, kv_heads, order].flatten(2, 3)
     value = value_blocks[batches, kv_heads, order].flatten(2, 3)
-    numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=keep.device)
+    numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=order.device)
     numbers = numbers.flatten(2)
     seen = (valid.repeat_interleave(size, dim=-1) & (numbers < problem.len_k)).unsqueeze(2)
-    rows = torch.arange(start, stop, device=keep.device).expand(batch, heads, -1)
+    rows = torch.arange(start, stop, device=order.device).expand(batch, heads, -1)
     visible = visible_tile(problem, rows, numbers)
     if visible is not None:
         seen = seen & visible

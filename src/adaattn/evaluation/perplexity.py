@@ -167,6 +167,8 @@ def evaluate(
 
 def _resolve(policies: Sequence[str | Policy]) -> list[Policy]:
     """Return each policy as a value, the names all different."""
+    if not policies:
+        raise ArgumentError(expected_got("policies", "at least one", "none", "name quality, say"))
     found = [resolve_policy(policy) for policy in policies]
     names = [_BASELINE, _EXACT, *(policy.name for policy in found)]
     doubled = sorted({name for name in names if names.count(name) > 1})

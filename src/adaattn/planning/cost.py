@@ -25,10 +25,17 @@ from adaattn.spec import (
     Precision,
 )
 
-__all__ = ["SELECTION_STRIDE", "computed_pairs", "estimate", "measuring_ms", "visible_pairs"]
+__all__ = [
+    "SELECTION_STRIDE",
+    "computed_pairs",
+    "copied_bytes",
+    "estimate",
+    "measuring_ms",
+    "visible_pairs",
+]
 
-SELECTION_STRIDE: Final = 16
-"""Block selection scores every 16th query row exactly."""
+SELECTION_STRIDE: Final = 12.8
+"""Block selection scores 5 of 64 query rows exactly."""
 
 _BACKWARD_FACTOR: Final = 3.5
 _SCORE_PASSES: Final = 6
@@ -133,6 +140,13 @@ def measuring_ms(
     return 1e3 * ((1 + variants) * (once + 15 * rates.launch_s))
 
 
+def copied_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes of q, k, v and the output: what serving some heads apart copies."""
+    columns = problem.head_dim + problem.value_dim
+    tokens = problem.num_heads * problem.len_q + problem.num_kv_heads * problem.len_k
+    return problem.batch * tokens * columns * problem.precision.bits // 8
+
+
 def _clamped_sum(count: int, start: int, high: int) -> int:
     """Return the sum of clamp(start + i, 0, high) over i in range(count)."""
     first = min(max(-start, 0), count)
@@ -174,6 +188,18 @@ def _expanded_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
     """Return the bytes of k and v repeated for every query head."""
     columns = problem.head_dim + problem.value_dim
     count = problem.batch * problem.num_heads * problem.len_k * columns
+    return count * _element_bytes(problem, group)
+
+
+def _mask_bytes(problem: AttentionProblem, capability: Capability, group: HeadGroup) -> float:
+    """Return the bytes of the mask as a kernel reads it: numbers, and on a GPU stored whole."""
+    if problem.mask is MaskKind.NONE or group.chunk_rows:
+        return 0.0
+    count = float(math.prod(problem.mask_shape))
+    if problem.device_type == "cuda" and capability.is_fused:
+        count = float(problem.len_q * problem.len_k * math.prod(problem.mask_shape[:2]))
+    elif problem.mask is MaskKind.ADDITIVE:
+        return 0.0
     return count * _element_bytes(problem, group)
 
 
@@ -262,12 +288,13 @@ def _workspace(
 ) -> int:
     """Return the bytes allocated beside inputs and output."""
     heads, kv_heads = problem.batch * problem.num_heads, problem.batch * problem.num_kv_heads
-    total = 4.0 * heads * problem.len_q
+    score = 8.0 if problem.precision is Precision.FP64 else 4.0
+    total = score * heads * problem.len_q + _mask_bytes(problem, capability, group)
     if capability.materialises_scores:
-        total += 2 * 4.0 * heads * problem.len_q * problem.len_k
+        total += 2 * score * heads * problem.len_q * problem.len_k
     if group.chunk_rows:
         rows = min(group.chunk_rows, problem.len_q)
-        total += 3 * 4.0 * heads * rows * problem.len_k
+        total += 3 * score * heads * rows * problem.len_k
     if capability.expands_kv and problem.group_size > 1:
         total += _expanded_bytes(problem, group)
     columns = problem.head_dim + problem.value_dim

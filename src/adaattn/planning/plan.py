@@ -7,7 +7,7 @@ from typing import Final
 
 from adaattn.errors import PlanError
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
-from adaattn.planning.cost import estimate, measuring_ms
+from adaattn.planning.cost import copied_bytes, estimate, measuring_ms
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
@@ -85,7 +85,9 @@ def decide(
     groups = _groups(chosen)
     total_ms, workspace = _mixed_cost(groups, judged, problem, hardware)
     mixed = len({id(item) for item in chosen}) > 1
-    if exact is not None and mixed and total_ms > (1 - MARGIN) * exact.time_ms:
+    limit = policy.memory_budget_bytes
+    too_large = limit is not None and workspace > limit
+    if exact is not None and mixed and (too_large or total_ms > (1 - MARGIN) * exact.time_ms):
         judged = _without_mixing(judged, exact, total_ms)
         chosen = [exact] * problem.num_heads
         groups = _groups(chosen)
@@ -326,6 +328,7 @@ def _mixed_cost(
             )
         density = sum(item.density(head) for head in heads) / len(heads)
         cost = estimate(part, item.capability, group, hardware, density=density)
-        time_ms += cost.time_ms
-        workspace = max(workspace, cost.workspace_bytes)
+        copied = copied_bytes(part) if group.heads else 0
+        time_ms += cost.time_ms + 2e3 * copied / max(hardware.rates.bandwidth, 1.0)
+        workspace = max(workspace, cost.workspace_bytes + copied)
     return time_ms, workspace
