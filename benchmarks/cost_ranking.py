@@ -112,7 +112,7 @@ def main() -> None:
     ordered, pairs = (sum(row[key] for row in rows) for key in ("ordered_pairs", "pairs"))
     worst = max(row["regret"] for row in rows)
     print(f"ordered as the clock does: {ordered} of {pairs} pairs; worst regret {worst:.2f}x")
-    print(save(f"cost_ranking_{options.device}", options.device, rows, options.out))
+    print(save(f"cost_ranking_{options.device}", options, rows))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def main() -> None:
     options = arguments(__doc__ or "").parse_args()
     rows = call_overhead(options.device, options.rounds)
     rows += import_overhead(options.rounds)
-    print(save(f"host_{options.device}", options.device, rows, options.out))
+    print(save(f"host_{options.device}", options, rows))
 
 
 if __name__ == "__main__":

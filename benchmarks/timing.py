@@ -82,11 +82,14 @@ def machine_facts(device: str) -> dict[str, Any]:
     }
 
 
-def save(name: str, device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
+def save(name: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> Path:
     """Write rows with machine facts to ``results/<name>.json`` and return the path."""
-    target = (folder or RESULTS) / f"{name}.json"
+    device = options.device
+    target = (options.out or RESULTS) / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    document = {"benchmark": name, "machine": machine_facts(device), "rows": rows}
+    machine = machine_facts(device)
+    machine["commit"] = options.commit or machine["commit"]
+    document = {"benchmark": name, "machine": machine, "rows": rows}
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return target
 
@@ -98,6 +101,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON result")
+    parser.add_argument("--commit", default="", help="what to record where there is no checkout")
     parser.add_argument("--only", default="", help="run the cells whose name contains this")
     return parser
 

@@ -58,7 +58,7 @@ def main() -> None:
             rows.append(compare(cell, options.device, options.rounds))
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-    print(save(f"ops_{options.device}", options.device, rows, options.out))
+    print(save(f"ops_{options.device}", options, rows))
 
 
 if __name__ == "__main__":
