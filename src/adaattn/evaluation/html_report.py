@@ -1,6 +1,7 @@
 """An evaluation as one self-contained HTML page: nothing is loaded from anywhere."""
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
 from adaattn.errors import AssetError, expected_got
@@ -53,7 +54,8 @@ def html_report(result: EvaluationResult) -> str:
     figures = [_difference_figure(go, result)]
     if result.entropy_bits:
         figures.append(_entropy_figure(go, result))
-    figures += [_method_figure(go, run) for run in result.runs if run.chosen]
+    labels = _labels(result.runs)
+    figures += [_method_figure(go, run, labels) for run in result.runs if run.chosen]
     plots = "".join(
         '<div class="plot">'
         + to_html(
@@ -113,8 +115,12 @@ def _entropy_figure(go: Any, result: EvaluationResult) -> Any:
     return figure
 
 
-def _method_figure(go: Any, run: RunResult) -> Any:
-    labels = sorted({label for layer in run.chosen for label in layer})
+def _labels(runs: Sequence[RunResult]) -> list[str]:
+    """Return every method in use, so that all figures give each the same colour."""
+    return sorted({label for run in runs for layer in run.chosen for label in layer})
+
+
+def _method_figure(go: Any, run: RunResult, labels: list[str]) -> Any:
     number = {label: index for index, label in enumerate(labels)}
     escaped = [html.escape(label) for label in labels]
     figure = go.Figure(
