@@ -123,8 +123,8 @@ def scaled_dot_product_attention(
                 (policy, backend),
             )
             known = find(fast_key)
-        except (AttributeError, TypeError, RuntimeError):
-            # No tensor, a nested one, or no number: build_call says which.
+        except (AttributeError, IndexError, TypeError, RuntimeError):
+            # No tensor, a nested one, no number, too few: build_call says which.
             fast_key = known = None
         if known is not None and not has_sinks():
             return known(query, key, value, attn_mask, sinks, alibi_slopes)

@@ -32,7 +32,6 @@ _Direct = Callable[..., torch.Tensor]
 Key = tuple[object, ...]
 _AUTOCAST: Final = "autocast"
 _PLAIN: Final = frozenset((int, float, bool, type(None)))
-_NO_COMPANIONS: Final = (None, None, None)
 _KEPT_DIRECT: Final = 4096
 
 _DIRECT: Final[dict[tuple[object, ...], tuple[_Direct, object, object]]] = {}
@@ -83,7 +82,9 @@ def shortcut_key(
         value.device,
         torch.is_grad_enabled(),
         query.requires_grad or key.requires_grad or value.requires_grad,
-        None if companions == _NO_COMPANIONS else tuple(_facts(item) for item in companions),
+        _facts(companions[0]),
+        _facts(companions[1]),
+        _facts(companions[2]),
         settings,
         operator.index(window[0]),
         operator.index(window[1]),

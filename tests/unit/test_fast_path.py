@@ -7,15 +7,26 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn import AttentionEvent, Policy, functional, record_events, save_policy, use_policy
+from adaattn import (
+    AttentionEvent,
+    Policy,
+    dispatch,
+    functional,
+    hardware,
+    record_events,
+    save_policy,
+    shortcuts,
+    use_policy,
+)
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.errors import PlanError
+from adaattn.errors import ArgumentError, PlanError
+from adaattn.testing import assert_matches
 
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Forget every shortcut, and note each call that is built and decided from scratch."""
-    functional._DIRECT.clear()
+    shortcuts._DIRECT.clear()
     calls: list[object] = []
     build = functional.build_call
 
@@ -59,7 +70,7 @@ def test_other_numbers_in_the_same_shapes_take_the_shortcut(decided: list[Any]) 
     one, other = draw(), draw()
     attend(*one, window=(5, 3))
     shortcut = attend(*other, window=(5, 3))
-    functional._DIRECT.clear()
+    shortcuts._DIRECT.clear()
     assert torch.equal(attend(*other, window=(5, 3)), shortcut)
     assert len(decided) == 2
 
@@ -149,8 +160,63 @@ def test_gradients_of_a_companion_survive_calls_without_them(
 
 
 def test_the_shortcuts_are_bounded(monkeypatch: pytest.MonkeyPatch, decided: list[Any]) -> None:
-    monkeypatch.setattr(functional, "_KEPT_DIRECT", 4)
+    monkeypatch.setattr(shortcuts, "_KEPT_DIRECT", 4)
     for length in range(1, 12):
         attend(*draw(length=length))
-        assert len(functional._DIRECT) <= 4
+        assert len(shortcuts._DIRECT) <= 4
     assert len(decided) == 11
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_in_a_tensor_that_changes_in_place_is_noticed(name: str) -> None:
+    tensors = draw()
+    number = torch.tensor(0.5)
+    before = attend(*tensors, **{name: number})
+    assert torch.equal(before, attend(*tensors, **{name: 0.5}))
+    number.fill_(2.0)
+    after = attend(*tensors, **{name: number})
+    assert torch.equal(after, attend(*tensors, **{name: 2.0}))
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("window", [(5.0, 3), (5, 3.0), (5,), (5, 3, 1)], ids=str)
+def test_a_wrong_window_is_refused_after_a_right_one_like_it(window: Any) -> None:
+    tensors = draw()
+    for _ in range(2):
+        attend(*tensors, window=(5, 3))
+    with pytest.raises(ArgumentError, match=r"window: expected \(left, right\)"):
+        attend(*tensors, window=window)
+
+
+@pytest.mark.parametrize("policy", ["quality", "balanced"])
+def test_a_growing_cache_is_decided_once_for_each_power_of_two(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch._decide_whole.cache_clear()
+    decided: list[int] = []
+    decide = dispatch.decide
+
+    def counting(problem: Any, *args: Any, **settings: Any) -> Any:
+        decided.append(problem.len_k)
+        return decide(problem, *args, **settings)
+
+    monkeypatch.setattr(dispatch, "decide", counting)
+    query, key, value = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 2, 140, 16)
+    settings = {"is_causal": True, "align": "bottom_right", "enable_gqa": True}
+    outputs = []
+    for length in range(100, 141):
+        grown = (query, key[:, :, :length], value[:, :, :length])
+        outputs.append((grown, attend(*grown, policy=policy, **settings)))
+    assert decided == [128, 256]
+    for grown, output in outputs:
+        exact = attend(*(item.double() for item in grown), backend="reference", **settings)
+        eager = attend(*grown, backend="reference", **settings)
+        assert_matches(output, exact, eager, summands=16 + grown[1].shape[2])
+
+
+def test_forgetting_the_devices_facts_forgets_the_shortcuts() -> None:
+    """Decisions rest on the facts; the same holds for whoever registers with `on_clear`."""
+    attend(*draw())
+    assert shortcuts._DIRECT
+    hardware.clear_cache()
+    assert not shortcuts._DIRECT

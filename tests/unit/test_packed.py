@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,11 +70,40 @@ def test_packed_tensors_may_come_without_a_batch_dimension() -> None:
     assert aux.lse.shape == (4, sum(LENGTHS_Q))
 
 
-def test_bounds_are_read_once_while_they_stay_the_same(host_reads: list[torch.Tensor]) -> None:
+@pytest.mark.gpu
+def test_bounds_on_a_gpu_are_read_once_while_they_stay_the_same(
+    host_reads: list[torch.Tensor],
+) -> None:
     tensors, bounds = packed()
+    tensors = [item.cuda() for item in tensors]
+    bounds = {name: item.cuda() for name, item in bounds.items()}
     for _ in range(3):
         attend(*tensors, enable_gqa=True, **bounds)
     assert [any(read is given for given in bounds.values()) for read in host_reads] == [True, True]
+
+
+def test_bounds_on_a_cpu_are_read_by_each_call(host_reads: list[torch.Tensor]) -> None:
+    """Reading them costs nothing there, and whoever shares their memory may change them."""
+    tensors, bounds = packed()
+    for _ in range(3):
+        attend(*tensors, enable_gqa=True, **bounds)
+    read = [any(item is given for given in bounds.values()) for item in host_reads]
+    assert read == [True] * 6
+
+
+def test_a_change_of_shared_memory_is_noticed() -> None:
+    """A write through NumPy moves no version counter."""
+    query = torch.randn(1, 2, 12, 8)
+    numbers = np.array([0, 4, 12], dtype=np.int32)
+    bounds = torch.from_numpy(numbers)
+    settings = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    before = attend(query, query, query, **settings)
+    numbers[1] = 6
+    after = attend(query, query, query, **settings)
+    fresh = starts((6, 6))
+    again = attend(query, query, query, cu_seqlens_q=fresh, cu_seqlens_k=fresh)
+    assert torch.equal(after, again)
+    assert not torch.equal(before, after)
 
 
 def test_a_change_in_place_is_noticed() -> None:
@@ -111,12 +141,13 @@ def test_bounds_made_in_inference_mode_serve() -> None:
     assert torch.equal(attend(*tensors, enable_gqa=True, **bounds), moved)
 
 
+@pytest.mark.gpu
 def test_the_host_keeps_few_bounds() -> None:
-    query = torch.randn(1, 1, 4, 8)
-    kept = [starts((4,)) for _ in range(40)]
+    query = torch.randn(1, 1, 4, 8, device="cuda")
+    kept = [starts((4,)).cuda() for _ in range(100)]
     for bounds in kept:
         attend(query, query, query, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    assert len(packing._HOST_BOUNDS) <= packing._KEPT_BOUNDS
+    assert len(packing._HOST_BOUNDS) == packing._KEPT_BOUNDS
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -48,6 +48,7 @@ from adaattn.testing import (
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
 HARDWARE = {device: describe(device) for device in DEVICES}
 PRECISIONS = (Precision.FP32, Precision.FP64, Precision.BF16, Precision.FP16)
+HALVES = (Precision.BF16, Precision.FP16)
 ALL_AUX = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY | Aux.WEIGHTS
 
 SEMANTICS: dict[str, dict[str, Any]] = {
@@ -65,6 +66,8 @@ SEMANTICS: dict[str, dict[str, Any]] = {
     "boolean mask with hidden rows": {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
     "additive mask": {"mask": MaskKind.ADDITIVE},
     "additive mask with hidden rows": {"mask": MaskKind.ADDITIVE, "num_hidden_rows": 2},
+    "negative scale, causal": {"is_causal": True, "scale": -0.7},
+    "zero scale, causal": {"is_causal": True, "scale": 0.0},
     "mask over keys": {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 33), "len_k": 33},
     "mask over heads": {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 4, 1, 1), "num_heads": 4},
     "softcap": {"softcap": 1.5},
@@ -111,6 +114,12 @@ COMBINED: dict[str, dict[str, Any]] = {
     "decode with statistics": DECODE | {"aux": ALL_AUX},
     "sinks over hidden rows": {"has_sinks": True, "aux": ALL_AUX, "mask": MaskKind.BOOLEAN}
     | {"num_hidden_rows": 2},
+}
+WIDE_MASKS: dict[str, dict[str, Any]] = {
+    "wide additive mask": {},
+    "wide additive mask with hidden rows": {"num_hidden_rows": 2},
+    "wide additive mask over keys": {"mask_shape": (1, 1, 1, 33), "len_k": 33},
+    "wide additive mask and softcap": {"softcap": 1.5},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"len_q": 32},
@@ -186,6 +195,9 @@ def all_cases() -> list[Case]:
         cases += make_cases(kind, options | {"is_causal": is_causal}, Precision.BF16)[:1]
     for (name, options), precision in itertools.product(COMBINED.items(), PRECISIONS):
         cases += make_cases(name, options, precision)
+    for (name, options), precision in itertools.product(WIDE_MASKS.items(), HALVES):
+        wide = {"mask": MaskKind.ADDITIVE, "mask_is_wide": True}
+        cases += make_cases(name, wide | options, precision)
     return cases
 
 

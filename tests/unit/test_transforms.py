@@ -1,6 +1,7 @@
 """The public call under torch.compile, torch.export, torch.func and checkpointing."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from adaattn import AuxRequest, HeadGroup, Method, Plan, Precision, plan_attention, record_events
+from adaattn import (
+    AttentionEvent,
+    AuxRequest,
+    HeadGroup,
+    Method,
+    Plan,
+    Precision,
+    plan_attention,
+    record_events,
+)
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.errors import AdaAttnError, UnsupportedError
 
 HEADS = 4
 
@@ -28,7 +39,10 @@ PLANS: dict[str, tuple[Plan, dict[str, Any]]] = {
         one(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8),
         {"is_causal": True},
     ),
-    "lower precision": (one(capability="sdpa.flash", precision=Precision.BF16), {}),
+    "lower precision": (
+        replace(one(capability="sdpa.flash", precision=Precision.BF16), error_budget=0.05),
+        {},
+    ),
     "mixed heads": (
         Plan(
             groups=(
@@ -75,6 +89,58 @@ def test_a_given_plan_compiles_whole_forward_and_backward(name: str) -> None:
     expected = with_gradients(call, tensors)
     for actual, reference in zip(with_gradients(compiled, tensors), expected, strict=True):
         assert torch.equal(actual, reference)
+
+
+OTHER_CALLS: dict[str, tuple[Plan, Callable[[], dict[str, Any]], str]] = {
+    "softcap": (one(capability="sdpa.flash"), lambda: {"softcap": 2.0}, "not support softcap"),
+    "window": (one(capability="sdpa.flash"), lambda: {"window": (3, 0)}, "a sliding window"),
+    "sinks": (one(capability="sdpa.flash"), lambda: {"sinks": torch.randn(HEADS)}, "sinks"),
+    "negative scale": (
+        one(capability="sdpa.flash"),
+        lambda: {"is_causal": True, "scale": -1.0},
+        "a scale of 0 or less",
+    ),
+    "other heads": (
+        Plan(groups=(HeadGroup(capability="chunked"),), num_heads=2 * HEADS),
+        dict,
+        "one for 4 heads, got one for 8",
+    ),
+    "lower precision": (
+        one(capability="sdpa.flash", precision=Precision.BF16),
+        dict,
+        "computes in bf16 and allows no error",
+    ),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_plan_for_another_call_is_refused(name: str, traced: bool) -> None:
+    """Compiled calls once ran such a plan and left out what it did not know."""
+    plan, settings, match = OTHER_CALLS[name]
+    given = settings()
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(*tensors, plan=plan, **given)
+
+    if traced:
+        call = torch.compile(call, backend="aot_eager")
+    with pytest.raises(AdaAttnError, match=match):
+        call(*draw())
+
+
+def test_packed_calls_are_refused_inside_a_whole_graph() -> None:
+    bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
+    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    plan = one(capability="chunked")
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return attend(*tensors, plan=plan, **packed)
+
+    tensors = draw(batch=(1,))
+    assert torch.equal(call(*tensors), attend(*tensors, backend="chunked", **packed))
+    with pytest.raises(UnsupportedError, match="read on the host, which a graph cannot do"):
+        torch.compile(call, backend="aot_eager")(*tensors)
 
 
 def test_auxiliary_outputs_come_out_of_a_compiled_call() -> None:
@@ -162,6 +228,23 @@ class TestFunctionTransforms:
         tensors = draw(batch=(3, 2))
         actual = torch.func.vmap(lambda *items: attend(*items, window=(5, 3)))(*tensors)
         assert torch.equal(actual, attend(*tensors, window=(5, 3)))
+
+    @pytest.mark.parametrize("policy", ["balanced", "speed"])
+    def test_vmap_under_an_error_budget_is_exact(self, policy: str) -> None:
+        tensors = draw(batch=(3, 2))
+        actual = torch.func.vmap(lambda *items: attend(*items, policy=policy))(*tensors)
+        theirs = torch.func.vmap(F.scaled_dot_product_attention)(*tensors)
+        assert torch.equal(actual, theirs)
+
+    def test_the_decision_says_why_nothing_was_measured(self) -> None:
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            torch.func.vmap(lambda *items: attend(*items, policy="speed"))(*draw(batch=(3, 2)))
+        (event,) = events
+        assert event.decision.plan.is_exact
+        assert event.decision.notes == (
+            "inside a torch.func transform nothing can be measured; it ran exactly",
+        )
 
     def test_a_shared_key_need_not_be_mapped(self) -> None:
         query, key, value = draw(batch=(3, 2))

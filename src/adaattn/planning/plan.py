@@ -69,7 +69,7 @@ def decide(
     """
     problem = simplify(problem)
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
-    exact = _cheapest_exact(candidates, problem.sdpa_default)
+    exact = _cheapest_exact(candidates, problem.sdpa_default, hardware)
     if exact is None and not (forced and stats is not None):
         raise PlanError(
             f"no executor can serve this call under policy {policy.name!r}; "
@@ -134,7 +134,7 @@ def worth_measuring(
     if forced:
         usable = [item for item in candidates if not item.refusal]
         return tuple(sorted({(item.group.method, item.group.precision) for item in usable}))
-    exact = _cheapest_exact(candidates, problem.sdpa_default)
+    exact = _cheapest_exact(candidates, problem.sdpa_default, hardware)
     if exact is None:
         return ()
     rows = policy.audit_rows
@@ -191,15 +191,20 @@ def _allows_no_loss(policy: Policy) -> bool:
     return policy.error_budget == 0.0 and not any(budget for *_, budget in policy.head_budgets)
 
 
-def _cheapest_exact(candidates: Sequence[Candidate], default: str) -> Candidate | None:
+def _cheapest_exact(
+    candidates: Sequence[Candidate], default: str, hardware: HardwareFacts
+) -> Candidate | None:
     """Return the fastest candidate that changes nothing, or None.
 
-    Predictions closer than `TIE` are no reason to leave the kernel that PyTorch would take.
+    Predictions closer than `TIE` (a third of it where the rates were measured on this very
+    CPU) are no reason to leave the kernel that PyTorch would take.
     """
+    measured = hardware.device_type == "cpu" and hardware.rates.source == "measured"
+    tie = TIE / 3 if measured else TIE
     usable = [item for item in candidates if item.is_exact and not item.refusal]
     best = min(usable, key=lambda item: item.time_ms, default=None)
     for item in usable:
-        if best and item.group.capability == default and item.time_ms <= (1 + TIE) * best.time_ms:
+        if best and item.group.capability == default and item.time_ms <= (1 + tie) * best.time_ms:
             return item
     return best
 

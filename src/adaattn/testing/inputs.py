@@ -142,7 +142,10 @@ class _Draw:
         return dense.requires_grad_(self.problem.requires_grad)
 
     def mask(self, num_hidden_rows: int) -> torch.Tensor | None:
-        """Return a random mask whose first rows hide every key; None without one."""
+        """Return a random mask whose first rows hide every key; None without one.
+
+        A wide one has the next dtype above the query's.
+        """
         problem = self.problem
         if problem.mask is MaskKind.NONE:
             return None
@@ -151,7 +154,9 @@ class _Draw:
             numbers = torch.rand(shape, generator=self.generator)
             mask = (numbers > _HIDDEN_SHARE).to(problem.device_type)
         else:
-            mask = self.leaf(torch.randn, *shape, grad=False)
+            wide = torch.float64 if self.dtype is torch.float32 else torch.float32
+            dtype = wide if problem.mask_is_wide else self.dtype
+            mask = self.leaf(torch.randn, *shape, grad=False, dtype=dtype)
         if num_hidden_rows:
             hidden = False if problem.mask is MaskKind.BOOLEAN else float("-inf")
             mask[:, :, :num_hidden_rows] = hidden

@@ -192,8 +192,15 @@ def test_heads_keep_sharing_keys_only_where_their_whole_group_goes_one_way(
         )
         for group, shared in zip((low, exact), kv_heads, strict=True)
     ]
-    assert plan.estimated_ms == pytest.approx(sum(cost.time_ms for cost in costs))
-    assert plan.workspace_bytes == max(cost.workspace_bytes for cost in costs)
+    copied = [
+        4 * (len(group.heads) + shared) * 16384 * (128 + 128)
+        for group, shared in zip((low, exact), kv_heads, strict=True)
+    ]
+    copying_ms = 1e3 * 2 * sum(copied) / facts.rates.bandwidth
+    assert plan.estimated_ms == pytest.approx(sum(cost.time_ms for cost in costs) + copying_ms)
+    assert plan.workspace_bytes == max(
+        cost.workspace_bytes + size for cost, size in zip(costs, copied, strict=True)
+    )
 
 
 def test_one_way_for_all_heads_is_one_group_without_head_numbers(executors: Executors) -> None:

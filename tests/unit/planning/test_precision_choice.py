@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaattn.planning.precision import choose_precisions, lower_precisions
-from adaattn.spec import Policy, Precision, TensorStats
+from adaattn.spec import MaskKind, Policy, Precision, TensorStats
 from adaattn.testing import fake_facts, make_problem
 
 FP64, FP32, BF16, FP16 = Precision.FP64, Precision.FP32, Precision.BF16, Precision.FP16
@@ -90,12 +90,34 @@ def test_a_calibrated_head_opens_the_lower_formats_though_the_policy_loses_nothi
 def test_deterministic_gradients_keep_the_inputs_own_format() -> None:
     facts = fake_facts("h200")
     both = make_problem(requires_grad=True, deterministic=True)
-    assert {item.refusal for item in lower_precisions(both, facts, LOSSY)} == {
-        "deterministic gradients were asked for; the input's own format is kept"
+    kept = "deterministic gradients were asked for; the input's own format is kept"
+    refusals = {c.precision: c.refusal for c in lower_precisions(both, facts, LOSSY)}
+    assert refusals[BF16] == kept
+    assert all(refusals.values())
+    choices = lower_precisions(make_problem(deterministic=True), facts, LOSSY)
+    assert {item.refusal for item in choices} == {""}
+
+
+def test_fp16_is_kept_out_of_training_and_bf16_is_not() -> None:
+    choices = lower_precisions(make_problem(requires_grad=True), fake_facts("h200"), LOSSY)
+    assert {item.precision: item.refusal for item in choices} == {
+        BF16: "",
+        FP16: "small gradients vanish in fp16, and output errors do not show it",
     }
-    for one in ({"requires_grad": True}, {"deterministic": True}):
-        choices = lower_precisions(make_problem(**one), facts, LOSSY)
-        assert {item.refusal for item in choices} == {""}
+
+
+def test_an_additive_mask_keeps_the_inputs_own_format_and_a_boolean_one_does_not() -> None:
+    refusals = {
+        kind: {
+            item.refusal
+            for item in lower_precisions(make_problem(mask=kind), fake_facts("h200"), LOSSY)
+        }
+        for kind in (MaskKind.ADDITIVE, MaskKind.BOOLEAN)
+    }
+    assert refusals == {
+        MaskKind.ADDITIVE: {"the additive mask would be rounded to it as well, or overflow"},
+        MaskKind.BOOLEAN: {""},
+    }
 
 
 def test_the_inputs_own_format_comes_first_and_loses_nothing() -> None:

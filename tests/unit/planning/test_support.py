@@ -39,6 +39,17 @@ NEEDS = [
         "a mask together with causal order, a window or ALiBi",
     ),
     (ADDED | {"has_alibi": True}, Feature.MASKED_POSITIONS, "a mask together with causal order"),
+    (
+        {"is_causal": True, "scale": 0.0},
+        Feature.SCALE_SIGN,
+        "causal order with a scale of 0 or less",
+    ),
+    ({"is_causal": True, "scale": -0.5}, Feature.SCALE_SIGN, "a scale of 0 or less"),
+    (
+        ADDED | {"precision": Precision.BF16, "mask_is_wide": True},
+        Feature.WIDE_MASK,
+        "an additive mask of a wider dtype than the query's",
+    ),
     ({"window": (2, -1)}, Feature.WINDOW, "a sliding window"),
     ({"window": (-1, 2)}, Feature.WINDOW, "a sliding window"),
     ({"dilation": 2}, Feature.DILATION, "a dilated pattern"),
