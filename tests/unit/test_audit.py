@@ -13,14 +13,16 @@ from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
 from adaattn.dispatch import FALLBACKS
-from adaattn.testing import assert_matches, assert_within_budget, head_errors
+from adaattn.errors import UnsupportedError
+from adaattn.measure import measure
+from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
 
 LOSSY = Policy(name="lossy", error_budget=0.05)
 
 
-def draw_low_rank(length: int = 256, heads: int = 4, dim: int = 64) -> list[torch.Tensor]:
+def draw_low_rank(length: int = 2048, heads: int = 4, dim: int = 64) -> list[torch.Tensor]:
     """Return q, k and v of rank 8: the low-rank executor loses nothing but rounding."""
-    return [torch.randn(2, heads, length, 8) @ torch.randn(2, heads, 8, dim) / 8 for _ in range(3)]
+    return [torch.randn(1, heads, length, 8) @ torch.randn(1, heads, 8, dim) / 8 for _ in range(3)]
 
 
 def exactly(tensors: list[torch.Tensor], **settings: Any) -> torch.Tensor:
@@ -38,6 +40,13 @@ def scale_heads(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
     monkeypatch.setitem(registry._EXECUTORS, "low_rank", scaled)
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test see a machine on which the planner takes the low-rank executor."""
+    facts = fake_facts("cpu")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+
+
 @pytest.fixture
 def events() -> Iterator[list[AttentionEvent]]:
     """Record the events of one test."""
@@ -53,11 +62,12 @@ def test_heads_over_budget_are_repaired_and_the_others_kept(
 ) -> None:
     tensors = draw_low_rank()
     before = FALLBACKS["audit"]
-    honest = attend(*tensors, policy=LOSSY, backend="low_rank")
+    honest = attend(*tensors, policy=LOSSY)
+    assert [group.capability for group in events[0].decision.plan.groups] == ["low_rank"]
     events.clear()
     scale_heads(monkeypatch, 1.0, 1.2, 1.02, 0.5)
     with caplog.at_level(logging.INFO, logger="adaattn"):
-        output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
+        output, aux = attend(*tensors, policy=LOSSY, return_aux=True)
     exact, chunked = exactly(tensors), attend(*tensors, backend="chunked")
     assert_within_budget(output, exact, LOSSY.error_budget)
     assert torch.equal(output[:, 0], honest[:, 0])
@@ -78,8 +88,71 @@ def test_a_result_that_is_wrong_in_every_head_is_repaired(
 ) -> None:
     tensors = draw_low_rank()
     scale_heads(monkeypatch, *[factor] * 4)
-    output = attend(*tensors, policy=LOSSY, backend="low_rank")
+    output = attend(*tensors, policy=LOSSY)
     assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+
+
+def test_a_named_approximation_over_budget_is_refused(
+    monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+) -> None:
+    """What was asked for by name is never replaced by something else."""
+    tensors = draw_low_rank()
+    before = FALLBACKS.copy()
+    scale_heads(monkeypatch, 1.0, 1.2, 1.02, 0.5)
+    with pytest.raises(UnsupportedError, match="backend 'low_rank'") as caught:
+        attend(*tensors, policy=LOSSY, backend="low_rank")
+    assert caught.value.reasons == ("audit: heads 1, 3 had errors up to 0.5, 0.05 allowed",)
+    assert "pass backend='auto'" in str(caught.value)
+    assert events == []
+    assert before == FALLBACKS
+
+
+def test_audited_rows_are_others_than_those_that_planning_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An executor that is right only on the rows of the estimate is found out."""
+    tensors = draw_low_rank()
+    honest = registry.load("low_rank")
+    measured: list[torch.Tensor] = []
+
+    def noting(*args: Any, **settings: Any) -> Any:
+        stats, sample = measure(*args, **settings)
+        measured.append(sample.rows)
+        return stats, sample
+
+    def right_where_measured(
+        inputs: Tensors, problem: AttentionProblem, group: HeadGroup
+    ) -> Result:
+        result = honest(inputs, problem, group)
+        output = torch.zeros_like(result.output)
+        output[:, :, measured[0]] = result.output[:, :, measured[0]]
+        return replace(result, output=output)
+
+    monkeypatch.setattr("adaattn.dispatch.measure", noting)
+    monkeypatch.setitem(registry._EXECUTORS, "low_rank", right_where_measured)
+    output = attend(*tensors, policy=LOSSY)
+    assert measured
+    assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+
+
+def test_a_repair_keeps_the_memory_budget(
+    monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+) -> None:
+    tensors = draw_low_rank()
+    limit = 8 * sum(item.nbytes for item in tensors)
+    policy = replace(LOSSY, memory_budget_bytes=limit)
+    scale_heads(monkeypatch, 1.0, 1.2, 1.0, 1.0)
+    chunks: list[int] = []
+    chunked = registry.load("chunked")
+
+    def noting(inputs: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+        chunks.append(3 * 4 * problem.batch * problem.num_heads * group.chunk_rows * problem.len_k)
+        return chunked(inputs, problem, group)
+
+    monkeypatch.setitem(registry._EXECUTORS, "chunked", noting)
+    attend(*tensors, policy=policy)
+    assert len(chunks) == 1
+    assert 0 < chunks[0] <= limit
 
 
 def test_errors_within_the_budget_are_reported_and_left(
@@ -89,7 +162,7 @@ def test_errors_within_the_budget_are_reported_and_left(
     scale_heads(monkeypatch, 1.0, 1.01, 1.02, 1.03)
     output, aux = attend(*tensors, policy=LOSSY, backend="low_rank", return_aux=True)
     true_errors = head_errors(output, exactly(tensors)).float()
-    unit = torch.finfo(torch.float32).eps * (64 + 256)
+    unit = torch.finfo(torch.float32).eps * (64 + 2048)
     assert (aux.error_estimate - true_errors).abs().amax() < unit
     assert events[0].fallbacks == ()
     assert events[0].head_errors == tuple(aux.error_estimate.amax(0).tolist())
@@ -104,9 +177,7 @@ def test_each_head_is_held_against_its_own_budget(
     tensors = draw_low_rank()
     scale_heads(monkeypatch, *[1.01] * 4)
     for layer, head in ((3, 1), (4, 2)):
-        _, aux = attend(
-            *tensors, policy=policy, backend="low_rank", tag=f"layer{layer}", return_aux=True
-        )
+        _, aux = attend(*tensors, policy=policy, tag=f"layer{layer}", return_aux=True)
         repaired = aux.error_estimate.amax(0).eq(0).nonzero().flatten().tolist()
         assert repaired == [head]
         assert events[-1].tag == f"layer{layer}"
@@ -115,19 +186,26 @@ def test_each_head_is_held_against_its_own_budget(
 def test_gradients_flow_through_repaired_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     scale_heads(monkeypatch, 1.0, 2.0, 1.0, 1.0)
     tensors = [item.requires_grad_() for item in draw_low_rank()]
-    output = attend(*tensors, policy=LOSSY, backend="low_rank")
+    output = attend(*tensors, policy=LOSSY)
     gradients = torch.autograd.grad(output[:, 1].sum(), tensors)
     wide = [item.detach().double().requires_grad_() for item in tensors]
     exact = torch.autograd.grad(attend(*wide)[:, 1].sum(), wide)
     eager = torch.autograd.grad(attend(*tensors, backend="chunked")[:, 1].sum(), tensors)
     for actual, reference, yardstick in zip(gradients, exact, eager, strict=True):
-        assert_matches(actual, reference, yardstick, summands=256 + 64)
+        assert_matches(actual, reference, yardstick, summands=2048 + 64)
 
 
 def test_dropout_is_no_error(events: list[AttentionEvent]) -> None:
     """The audit once took dropped weights for a wrong result and repaired every head."""
     tensors = draw_low_rank()
-    settings = {"policy": LOSSY, "backend": "low_rank", "return_aux": True}
-    _, aux = attend(*tensors, dropout_p=0.5, **settings)
+    _, aux = attend(*tensors, dropout_p=0.5, policy=LOSSY, return_aux=True)
     assert events[0].fallbacks == ()
-    assert aux.error_estimate.amax() < LOSSY.error_budget
+    assert aux.decision.plan.is_exact
+    assert aux.error_estimate.eq(0).all()
+    reasons = {entry.reason for entry in aux.decision.trace if "low_rank" in entry.candidate}
+    assert "dropout hides errors of this size, so they cannot be checked" in reasons
+
+
+def test_a_named_approximation_that_dropout_keeps_from_being_checked_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="backend 'low_rank'"):
+        attend(*draw_low_rank(), dropout_p=0.5, policy=LOSSY, backend="low_rank")

@@ -14,6 +14,7 @@ from adaattn import (
     HeadGroup,
     Plan,
     Policy,
+    Precision,
     load_policy,
     plan_attention,
     save_policy,
@@ -322,6 +323,21 @@ class TestPlans:
             "it does not support a sliding window",
             "it does not support softcap",
         )
+
+    @pytest.mark.parametrize("choice", [{"policy": "speed"}, {"backend": "chunked"}], ids=str)
+    def test_a_plan_leaves_nothing_to_choose(self, choice: dict[str, str]) -> None:
+        query = rand(1, 4, 16, 8)
+        plan = plan_attention(query, query, query).plan
+        with pytest.raises(ArgumentError, match="policy and backend with a plan: .* neither"):
+            attend(query, query, query, plan=plan, **choice)
+
+    def test_a_plan_of_lower_precision_without_an_error_budget_is_refused(self) -> None:
+        query = rand(1, 4, 16, 8)
+        group = HeadGroup(capability="sdpa.flash", precision=Precision.BF16)
+        with pytest.raises(UnsupportedError, match="computes in bf16 and allows no error"):
+            attend(query, query, query, plan=Plan(groups=(group,), num_heads=4))
+        allowed = Plan(groups=(group,), num_heads=4, error_budget=0.05)
+        assert attend(query, query, query, plan=allowed).dtype is torch.float32
 
     def test_a_plan_that_names_no_executor_is_refused(self) -> None:
         query = rand(1, 4, 16, 8)

@@ -214,6 +214,38 @@ class TestStepsDown:
         assert events[0].decision.plan.is_exact
         assert torch.equal(output, attend(*tensors))
 
+    @pytest.mark.parametrize(
+        "error",
+        [UnsupportedError("an executor", ["it said no"]), torch.AcceleratorError("a sick device")],
+        ids=lambda error: type(error).__name__,
+    )
+    def test_what_no_other_executor_could_mend_is_raised(
+        self, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ) -> None:
+        before = FALLBACKS.copy()
+        break_executor(monkeypatch, "sdpa.flash", error)
+        with pytest.raises(type(error)):
+            attend(*draw())
+        assert before == FALLBACKS
+
+    def test_a_lack_of_memory_leads_to_a_way_that_takes_less(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        tensors = draw(length=512)
+        settings = {"softcap": 5.0, "backend": "auto"}
+        first = plan_attention(*tensors, **settings).plan
+        name = first.groups[0].capability
+        break_executor(monkeypatch, name, torch.OutOfMemoryError("not enough"))
+        try:
+            output = attend(*tensors, **settings)
+        except torch.OutOfMemoryError as error:
+            assert str(error) == "not enough"
+            assert events == []
+            return
+        assert events[0].decision.plan.workspace_bytes < first.workspace_bytes
+        eager = attend(*tensors, softcap=5.0, backend="reference")
+        assert_matches(output, exactly(tensors, softcap=5.0), eager, summands=528)
+
     def test_a_mistake_of_ours_is_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
         break_executor(monkeypatch, "sdpa.flash", AssertionError("a broken invariant"))
         with pytest.raises(AssertionError, match="a broken invariant"):

@@ -66,7 +66,7 @@ SEMANTICS: dict[str, dict[str, Any]] = {
     "boolean mask with hidden rows": {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
     "additive mask": {"mask": MaskKind.ADDITIVE},
     "additive mask with hidden rows": {"mask": MaskKind.ADDITIVE, "num_hidden_rows": 2},
-    "negative scale, causal": {"is_causal": True, "scale": -0.7},
+    "negative scale, causal": {"is_causal": True, "scale": -0.3},
     "zero scale, causal": {"is_causal": True, "scale": 0.0},
     "mask over keys": {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 33), "len_k": 33},
     "mask over heads": {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 4, 1, 1), "num_heads": 4},

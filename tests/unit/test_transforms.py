@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
 from adaattn import (
@@ -113,9 +114,10 @@ OTHER_CALLS: dict[str, tuple[Plan, Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "compiled"])
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize("form", ["eager", "compiled", "compiled whole"])
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_a_plan_for_another_call_is_refused(name: str, traced: bool) -> None:
+def test_a_plan_for_another_call_is_refused(name: str, form: str) -> None:
     """Compiled calls once ran such a plan and left out what it did not know."""
     plan, settings, match = OTHER_CALLS[name]
     given = settings()
@@ -123,10 +125,13 @@ def test_a_plan_for_another_call_is_refused(name: str, traced: bool) -> None:
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         return attend(*tensors, plan=plan, **given)
 
-    if traced:
-        call = torch.compile(call, backend="aot_eager")
+    if form == "compiled whole":  # the compiler words an error inside a graph its own way
+        with pytest.raises((AdaAttnError, Unsupported)):
+            torch.compile(call, fullgraph=True, backend="aot_eager")(*draw())
+        return
+    run = torch.compile(call, backend="aot_eager") if form == "compiled" else call
     with pytest.raises(AdaAttnError, match=match):
-        call(*draw())
+        run(*draw())
 
 
 def test_packed_calls_are_refused_inside_a_whole_graph() -> None:
