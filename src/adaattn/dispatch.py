@@ -236,6 +236,8 @@ def _check_backend(
                 f"it approximates, and policy {policy.name!r} has an error budget of 0; "
                 "pass policy='balanced' or a Policy(error_budget=...)"
             )
+        if item.method is not Method.EXACT and problem.dropout_p > 0:
+            against.append("dropout hides errors of this size, so they cannot be checked")
         if item.method not in policy.methods:
             against.append(f"policy {policy.name!r} does not use this method")
         if not against:

@@ -110,8 +110,8 @@ def scaled_dot_product_attention(
         ((1, 4, 128, 64), (1, 4, 128))
     """
     fast_key: Key | None = None
-    plain = plan is None and return_aux is None and cu_seqlens_q is None
-    if plain and are_plain(scale, softcap, dropout_p, dilation) and not is_compiling():
+    plain = plan is None and return_aux is None and cu_seqlens_q is None and type(dilation) is int
+    if plain and are_plain(scale, softcap, dropout_p) and not is_compiling():
         try:
             fast_key = shortcut_key(
                 query,

@@ -231,20 +231,23 @@ class TestStepsDown:
     def test_a_lack_of_memory_leads_to_a_way_that_takes_less(
         self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
     ) -> None:
-        tensors = draw(length=512)
-        settings = {"softcap": 5.0, "backend": "auto"}
-        first = plan_attention(*tensors, **settings).plan
-        name = first.groups[0].capability
-        break_executor(monkeypatch, name, torch.OutOfMemoryError("not enough"))
-        try:
-            output = attend(*tensors, **settings)
-        except torch.OutOfMemoryError as error:
-            assert str(error) == "not enough"
-            assert events == []
-            return
+        facts = fake_facts("cpu")
+        monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+        tensors = draw_low_rank(length=2048)
+        first = plan_attention(*tensors, policy="balanced").plan
+        break_executor(monkeypatch, "low_rank", torch.OutOfMemoryError("not enough"))
+        output = attend(*tensors, policy="balanced")
+        assert events[0].fallbacks[0].startswith("low_rank failed (not enough)")
         assert events[0].decision.plan.workspace_bytes < first.workspace_bytes
-        eager = attend(*tensors, softcap=5.0, backend="reference")
-        assert_matches(output, exactly(tensors, softcap=5.0), eager, summands=528)
+        assert torch.equal(output, attend(*tensors))
+
+    def test_a_lack_of_memory_is_raised_where_every_other_way_takes_more(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        break_executor(monkeypatch, "sdpa.flash", torch.OutOfMemoryError("not enough"))
+        with pytest.raises(torch.OutOfMemoryError, match="not enough"):
+            attend(*draw(length=512))
+        assert events == []
 
     def test_a_mistake_of_ours_is_not_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
         break_executor(monkeypatch, "sdpa.flash", AssertionError("a broken invariant"))

@@ -368,3 +368,35 @@ class TestAuxiliaryOutputs:
 def test_plan_attention_refuses_unknown_keywords() -> None:
     with pytest.raises(ArgumentTypeError, match=r"keyword arguments: .*'widnow'"):
         plan_attention(*draw(*SHAPES["square"]), widnow=(1, 1))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa.flash", "chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_mask_is_not_rounded_to_the_querys_dtype(dtype: torch.dtype, backend: str) -> None:
+    """An offset that all keys share changes nothing, unless rounding eats the differences."""
+    tensors = draw(*[(2, 3, 17, 16)] * 3, dtype=dtype)
+    mask = torch.randint(-32, 32, (2, 3, 17, 17)) / 16
+    shifted = mask + 4096.0
+    assert not torch.equal(shifted.to(dtype).float(), shifted)
+    actual = attend(*tensors, shifted, backend=backend)
+    exact = attend(*(item.double() for item in tensors), mask.double(), backend="reference")
+    eager = F.scaled_dot_product_attention(*tensors, mask.to(dtype))
+    assert_matches(actual, exact, eager, summands=16 + 17)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("lengths", [(17, 17), (17, 29), (29, 17)], ids=str)
+def test_causal_order_holds_for_scales_that_are_not_positive(
+    scale: float, lengths: tuple[int, int]
+) -> None:
+    """Fused kernels hide keys by -inf before scaling, and 0 * -inf is NaN."""
+    len_q, len_k = lengths
+    shapes = (2, 3, len_q, 16), (2, 3, len_k, 16), (2, 3, len_k, 16)
+    tensors = [item.requires_grad_() for item in draw(*shapes)]
+    output = attend(*tensors, is_causal=True, scale=scale)
+    gradients = torch.autograd.grad(output.square().sum(), tensors)
+    assert all(item.isfinite().all() for item in (output, *gradients))
+    wide = [item.detach().double() for item in tensors]
+    exact = attend(*wide, is_causal=True, scale=scale, backend="reference")
+    eager = attend(*tensors, is_causal=True, scale=scale, backend="reference")
+    assert_matches(output, exact, eager, summands=16 + len_k)
