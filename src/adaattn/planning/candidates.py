@@ -8,10 +8,12 @@ from typing import Final
 from adaattn.planning.cost import estimate
 from adaattn.planning.launch import choose_chunk_rows
 from adaattn.planning.precision import (
+    UNKNOWN_RATES,
     UNMEASURED,
     PrecisionChoice,
     choose_precisions,
     lower_precisions,
+    rates_are_guessed,
 )
 from adaattn.planning.rank import candidate_ranks, rank_errors
 from adaattn.planning.support import reasons
@@ -214,7 +216,8 @@ def _judge(
     elif group.method is Method.BLOCK_SPARSE:
         densities, errors = _sparse_stats(stats, group.kept_mass)
     if not errors:
-        return replace(item, refusal=UNMEASURED)
+        guessed = rates_are_guessed(hardware) and group.method is not Method.EXACT
+        return replace(item, refusal=UNKNOWN_RATES if guessed else UNMEASURED)
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()

@@ -8,6 +8,7 @@ from typing import Final
 from adaattn.errors import PlanError
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import copied_bytes, estimate, measuring_ms
+from adaattn.planning.precision import UNKNOWN_RATES, rates_are_guessed
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
@@ -152,7 +153,7 @@ def worth_measuring(
             if _SAFETY * item.group.precision.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
-        if item.refusal or item.group.method is Method.EXACT:
+        if item.refusal or item.group.method is Method.EXACT or rates_are_guessed(hardware):
             continue
         if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
             pays.append((item.group.method, item.group.precision))
@@ -218,8 +219,14 @@ def _exact_decision(
 ) -> Decision:
     """Return the decision made without statistics."""
     why = _why_unmeasured(problem, hardware, policy, exact)
+    guessed = rates_are_guessed(hardware) and not _allows_no_loss(policy)
     judged = [
-        replace(item, refusal=why) if not item.is_exact and not item.refusal else item
+        item
+        if item.is_exact or item.refusal
+        else replace(
+            item,
+            refusal=UNKNOWN_RATES if guessed and item.group.method is not Method.EXACT else why,
+        )
         for item in candidates
     ]
     plan = Plan(

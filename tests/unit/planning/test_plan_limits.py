@@ -258,3 +258,17 @@ def test_an_executor_asked_for_by_name_without_numbers_is_an_error(executors: Ex
     low = tuple(item for item in executors if item.name == "low_rank")
     with pytest.raises(PlanError, match="low_rank/fp32 rank=8,8: "):
         decide(_problem("cpu"), None, fake_facts("cpu"), Policy(error_budget=0.1), low, forced=True)
+
+
+def test_guessed_rates_choose_no_method_whose_overheads_decide(executors: Executors) -> None:
+    """On a device nobody measured, block sparsity once ran fourteen times slower than exact."""
+    measured = fake_facts("cpu_amx")
+    guessed = replace(measured, rates=replace(measured.rates, source="default of 2 threads"))
+    problem = _problem("cpu_amx", is_causal=True)
+    policy = Policy(error_budget=0.05, precisions=())
+    assert worth_measuring(problem, measured, policy, executors)
+    assert worth_measuring(problem, guessed, policy, executors) == ()
+    trace = decide(problem, None, guessed, policy, executors).trace
+    refused = [entry for entry in trace if entry.candidate.startswith(("low_rank", "block_sparse"))]
+    assert refused
+    assert all("rates that were not measured" in entry.reason for entry in refused)
