@@ -366,8 +366,8 @@ class TestAuxiliaryOutputs:
 
 
 def test_plan_attention_refuses_unknown_keywords() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"keyword arguments: .*'widnow'"):
-        plan_attention(*draw(*SHAPES["square"]), widnow=(1, 1))
+    with pytest.raises(ArgumentTypeError, match=r"keyword arguments: .*'windowing'"):
+        plan_attention(*draw(*SHAPES["square"]), windowing=(1, 1))
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa.flash", "chunked", "reference"])
