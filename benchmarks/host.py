@@ -6,7 +6,6 @@ python -m benchmarks.host
 import statistics
 import subprocess
 import sys
-import time
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,10 @@ from benchmarks.timing import arguments, save
 
 _CALLS = 5000
 _IMPORTS = {
-    "torch": "import torch",
-    "adaattn": "import torch, adaattn",
-    "adaattn and its public call": "import torch; from adaattn import scaled_dot_product_attention",
+    "adaattn": "import adaattn",
+    "adaattn and its public call": "from adaattn import scaled_dot_product_attention",
 }
+_TIMED = "import time, torch; s = time.perf_counter(); {}; print(1e3 * (time.perf_counter() - s))"
 _FORBIDDEN = ("triton", "transformers", "plotly")
 
 
@@ -55,28 +54,29 @@ def call_overhead(device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def import_overhead(rounds: int) -> list[dict[str, Any]]:
-    """Return milliseconds of whole processes that import, interleaved, and what was imported."""
+    """Return milliseconds that importing adds in fresh processes with torch, and what came in."""
     samples: dict[str, list[float]] = {name: [] for name in _IMPORTS}
     for _ in range(rounds):
         for name, statement in _IMPORTS.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", statement], check=True)
-            samples[name].append(1e3 * (time.perf_counter() - start))
+            samples[name].append(float(_fresh(_TIMED.format(statement))))
     medians = {name: statistics.median(values) for name, values in samples.items()}
     probe = (
         "import sys, torch; before = set(sys.modules); import adaattn; "
         f"print([name for name in {_FORBIDDEN!r} if name in set(sys.modules) - before])"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", probe], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    found = _fresh(probe)
     rows: list[dict[str, Any]] = []
-    for name in list(_IMPORTS)[1:]:
-        added = medians[name] - medians["torch"]
-        print(f"import {name}: adds {added:.1f} ms to torch's {medians['torch']:.0f} ms")
-        rows.append({"cell": f"import {name}", "milliseconds": medians, "added_ms": added})
+    for name, added in medians.items():
+        print(f"import {name}: adds {added:.1f} ms to import torch")
+        rows.append({"cell": f"import {name}", "added_ms": added, "samples_ms": samples[name]})
     print(f"of {', '.join(_FORBIDDEN)} importing adaattn brought in: {found}")
     return [*rows, {"cell": "modules brought in", "forbidden": _FORBIDDEN, "found": found}]
+
+
+def _fresh(code: str) -> str:
+    """Return what a fresh interpreter prints."""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return run.stdout.strip()
 
 
 def _bound(
