@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from adaattn.backends import Result, run_group, slice_heads
+from adaattn.backends.interface import combine
 from adaattn.errors import UnsupportedError
 from adaattn.measure import audit, sample_rows
 from adaattn.planning import head_budgets
@@ -95,16 +96,7 @@ def _repaired(call: Call, result: Result, heads: tuple[int, ...], policy: Policy
     exact = run_group(part, problem, group)
     index = torch.tensor(heads, device=result.output.device)
 
-    def merged(name: str) -> torch.Tensor | None:
-        old, new = getattr(result, name), getattr(exact, name)
-        return None if old is None else old.index_copy(1, index, new.to(old.dtype))
-
-    output = merged("output")
-    assert output is not None
-    return Result(
-        output=output,
-        lse=merged("lse"),
-        row_max=merged("row_max"),
-        entropy=merged("entropy"),
-        weights=merged("weights"),
+    return combine(
+        [result, exact],
+        lambda pair: pair[0].index_copy(1, index, pair[1].to(pair[0].dtype)),
     )

@@ -19,6 +19,7 @@ from adaattn.backends import (
 from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.measure import check_finite, measure
 from adaattn.planning import FP16_SAFE, decide, reasons, worth_measuring
+from adaattn.planning.plan import DROPOUT_HIDES
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -237,7 +238,7 @@ def _check_backend(
                 "pass policy='balanced' or a Policy(error_budget=...)"
             )
         if item.method is not Method.EXACT and problem.dropout_p > 0:
-            against.append("dropout hides errors of this size, so they cannot be checked")
+            against.append(DROPOUT_HIDES)
         if item.method not in policy.methods:
             against.append(f"policy {policy.name!r} does not use this method")
         if not against:

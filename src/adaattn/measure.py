@@ -15,7 +15,7 @@ import torch
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors
-from adaattn.backends.block_sparse import blocks_needed, scored_rows
+from adaattn.backends.block_sparse import blocks_needed, diagonal_blocks, scored_rows
 from adaattn.backends.common import (
     accumulation_dtype,
     grouped_product,
@@ -255,7 +255,7 @@ def _sparse_errors(
     member = torch.tensor([blocks.index(row // BLOCK_SIZE) for row in numbers], device=device)
     rows = torch.tensor(scored, device=device)
     scored_weights = _row_weights(tensors, problem, rows)
-    diagonal = _diagonal_blocks(problem, blocks, device)
+    diagonal = diagonal_blocks(problem, BLOCK_SIZE, device)[blocks]
     visible = _visible_blocks(problem, torch.tensor(numbers, device=device), device)
     value = tensors.value.to(weights.dtype)
     found: list[tuple[object, torch.Tensor]] = []
@@ -272,16 +272,6 @@ def _sparse_errors(
         found.append((("density", mass), density.to(weights.dtype)))
         found.append((("error", mass), _head_errors(output, exact)))
     return found
-
-
-def _diagonal_blocks(
-    problem: AttentionProblem, blocks: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    """Return the blocks of keys that hold a query block's own positions: [N, Nk]."""
-    queries = torch.tensor(blocks, device=device) * BLOCK_SIZE + problem.offset
-    keys = torch.arange(0, problem.len_k, BLOCK_SIZE, device=device)
-    distance = queries.unsqueeze(-1) - keys
-    return (distance > -BLOCK_SIZE) & (distance < BLOCK_SIZE)
 
 
 def _visible_blocks(

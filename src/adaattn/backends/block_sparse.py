@@ -20,7 +20,15 @@ from adaattn.backends.common import (
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
 
-__all__ = ["CAPABILITIES", "STRIDE", "blocks_needed", "run", "scored_rows", "select_blocks"]
+__all__ = [
+    "CAPABILITIES",
+    "STRIDE",
+    "blocks_needed",
+    "diagonal_blocks",
+    "run",
+    "scored_rows",
+    "select_blocks",
+]
 
 STRIDE = 16
 _ROWS_AT_ONCE = 64
@@ -101,7 +109,7 @@ def select_blocks(
         columns = slice(begin // size, begin // size + needed.shape[-1])
         for index, row in enumerate(numbers):
             keep[:, :, row // size, columns] |= needed[:, :, index]
-    return keep | _diagonal(problem, size, keep.device)
+    return keep | diagonal_blocks(problem, size, keep.device)
 
 
 def scored_rows(start: int, stop: int, size: int) -> list[int]:
@@ -151,7 +159,7 @@ def _visible_blocks(problem: AttentionProblem, size: int, device: torch.device) 
     return visible
 
 
-def _diagonal(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
+def diagonal_blocks(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
     """Return the blocks that hold the positions of a block's own rows: boolean [Nq, Nk]."""
     return _block_distances(problem, size, device).abs() < size
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from adaattn._dtypes import torch_dtype
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import Result, Tensors, combine
 from adaattn.backends.registry import load
 from adaattn.spec import AttentionProblem, HeadGroup, Plan
 
@@ -29,7 +29,8 @@ def execute(tensors: Tensors, problem: AttentionProblem, plan: Plan) -> Result:
         parts.append(run_group(part, part_problem, replace(group, heads=())))
         order.extend(group.heads)
     inverse = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
-    return _joined(parts, inverse.to(tensors.query.device))
+    inverse = inverse.to(tensors.query.device)
+    return combine(parts, lambda columns: torch.cat(columns, dim=1).index_select(1, inverse))
 
 
 def run_group(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -84,24 +85,4 @@ def slice_heads(
         num_kv_heads=len(cols),
         mask_shape=tuple(mask.shape) if mask is not None else (),
         sdpa_default="",
-    )
-
-
-def _joined(parts: list[Result], inverse: torch.Tensor) -> Result:
-    """Return the groups' heads in their original order."""
-
-    def join(name: str) -> torch.Tensor | None:
-        columns = [getattr(part, name) for part in parts]
-        if any(column is None for column in columns):
-            return None
-        return torch.cat(columns, dim=1).index_select(1, inverse)
-
-    output = join("output")
-    assert output is not None
-    return Result(
-        output=output,
-        lse=join("lse"),
-        row_max=join("row_max"),
-        entropy=join("entropy"),
-        weights=join("weights"),
     )

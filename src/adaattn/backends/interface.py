@@ -5,14 +5,14 @@ canonical 4-D tensors, never chooses, never falls back and never imports another
 executor. Shape legend in `adaattn.spec`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from adaattn.spec import AttentionProblem, HeadGroup
 
-__all__ = ["Executor", "Result", "Tensors"]
+__all__ = ["Executor", "Result", "Tensors", "combine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,22 @@ class Result:
     row_max: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+
+
+def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Result:
+    """Return one result from several: each field joined where every part has it, else None."""
+
+    def joined(name: str) -> torch.Tensor | None:
+        columns = [getattr(part, name) for part in parts]
+        return None if any(column is None for column in columns) else join(columns)
+
+    return Result(
+        output=join([part.output for part in parts]),
+        lse=joined("lse"),
+        row_max=joined("row_max"),
+        entropy=joined("entropy"),
+        weights=joined("weights"),
+    )
 
 
 Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]

@@ -35,6 +35,8 @@ TIE = 0.15
 _VARIANTS: Final = {Method.EXACT: 1, Method.LOW_RANK: 4, Method.BLOCK_SPARSE: 5}
 """How often measuring a method computes the sampled rows again."""
 
+DROPOUT_HIDES: Final = "dropout hides errors of this size, so they cannot be checked"
+
 _SAFETY: Final = 4
 """Output errors of a format are taken to stay below this many of its rounding errors."""
 
@@ -251,7 +253,7 @@ def _why_unmeasured(
     if rows == 0:
         return "it must be checked on sampled rows, and the policy audits none"
     if problem.dropout_p:
-        return "dropout hides errors of this size, so they cannot be checked"
+        return DROPOUT_HIDES
     if problem.num_sequences:
         return "errors are not measured on packed sequences yet; call it for each sequence"
     if problem.len_q < 4 * rows:

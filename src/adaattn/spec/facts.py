@@ -113,7 +113,6 @@ class TensorStats:
         precision_errors: for each precision below the input's own, the relative Frobenius error of
             each head's sampled output rows.
         entropy_bits: mean entropy of the sampled rows' weights, in bits.
-        effective_rank: exp of the entropy of K's normalised singular values.
         low_rank_errors: for each (rank, value_rank) the relative Frobenius error of each
             head's sampled output rows.
         block_sparse: for each kept-mass target ``(mass, densities, errors)``, per head: the
@@ -125,7 +124,6 @@ class TensorStats:
     max_magnitude: float = 0.0
     precision_errors: tuple[tuple[Precision, tuple[float, ...]], ...] = ()
     entropy_bits: tuple[float, ...] = ()
-    effective_rank: tuple[float, ...] = ()
     low_rank_errors: tuple[tuple[tuple[int, int], tuple[float, ...]], ...] = ()
     block_sparse: tuple[tuple[float, tuple[float, ...], tuple[float, ...]], ...] = ()
     measure_ms: float = 0.0
