@@ -6,10 +6,12 @@ PIP := $(RUN) pip install --quiet --disable-pip-version-check --constraint const
 READY := $(VENV)/.ready
 
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
-SOURCES := $(shell find src -type f -not -name '*.pyc')
+# make test WHEEL=dist/adaattn-....whl tests a wheel that is already built; src/ may be gone then.
+WHEEL ?=
+SOURCES := $(if $(WHEEL),,$(shell find src -type f -not -name '*.pyc'))
 DEMO_HTML := build/evaluate.html
 
-.PHONY: demo test lint type test-gpu bench docs clean
+.PHONY: demo test lint workflows type test-gpu bench docs tables picture dist install clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)/package
@@ -19,13 +21,16 @@ demo: $(READY)/package
 test: $(READY)/test $(READY)/package
 	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 --cov=adaattn $(ARGS)
 
-lint: $(READY)/lint
+lint: workflows $(READY)/lint
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) codespell_lib
 	PYTHONPATH=src $(VENV)/bin/lint-imports --no-logo --no-cache
 	$(RUN) interrogate --quiet src
 	$(RUN) bandit --quiet --recursive --configfile pyproject.toml src
+
+workflows: $(READY)/lint
+	$(VENV)/bin/zizmor --offline --no-progress --quiet --persona auditor .github
 
 type: $(READY)/type
 	$(RUN) mypy
@@ -38,6 +43,21 @@ bench: $(READY)/package
 
 docs: $(READY)/docs $(READY)/package
 	$(RUN) sphinx --fail-on-warning --quiet docs build/docs
+
+# The tables in README.md and docs/ that say what the code declares.
+tables: $(READY)/package
+	$(VENV)/bin/python scripts/support_table.py --write
+
+# The picture in README.md; needs Chromium.
+picture: demo
+	scripts/readme_picture.sh $(DEMO_HTML) docs/images/evaluate.png
+
+dist: $(READY)/base
+	$(PIP) --group build build
+	rm -rf dist
+	$(RUN) build --no-isolation --outdir dist .
+
+install: $(READY)/package
 
 clean:
 	rm -rf build dist .coverage .mypy_cache .pytest_cache .ruff_cache
@@ -63,6 +83,11 @@ $(READY)/type $(READY)/test: $(READY)/%: pyproject.toml $(READY)/torch
 	touch $@
 
 # What runs is always the built wheel, never the source tree.
+ifdef WHEEL
+$(READY)/package: $(WHEEL) $(READY)/torch
+	$(PIP) "$(WHEEL)[bench,cli,hf,viz]"
+	touch $@
+else
 $(READY)/package: $(SOURCES) pyproject.toml README.md LICENSE $(READY)/torch
 	$(PIP) --group build
 	rm -rf build/wheel
@@ -70,3 +95,4 @@ $(READY)/package: $(SOURCES) pyproject.toml README.md LICENSE $(READY)/torch
 	$(PIP) "$$(echo build/wheel/adaattn-*.whl)[bench,cli,hf,viz]"
 	$(PIP) --no-deps --force-reinstall build/wheel/adaattn-*.whl
 	touch $@
+endif

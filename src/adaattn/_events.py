@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from adaattn.spec import AttentionProblem, Decision
+from adaattn.spec import AttentionProblem, Decision, TensorStats
 
 __all__ = ["AttentionEvent", "Sink", "emit", "has_sinks", "record_events", "wants_timing"]
 
@@ -29,7 +29,8 @@ class AttentionEvent:
         fallbacks: each step down that was taken, as a sentence.
         error_estimate: largest error over heads found on sampled rows, or estimated; None if exact.
         head_errors: the same per query head (maximum over the batch); empty if exact.
-        entropy_bits: mean row entropy per query head when it was measured, else empty.
+        repaired_heads: query heads that an audit found over budget; they were computed exactly.
+        stats: the numbers measured on the tensors of this very call, else None.
         time_ms: wall time (device time included) when a sink asked for it, else None.
         tag: what the caller named the call (a layer's index, say); "" if nothing.
     """
@@ -40,9 +41,15 @@ class AttentionEvent:
     fallbacks: tuple[str, ...] = ()
     error_estimate: float | None = None
     head_errors: tuple[float, ...] = ()
-    entropy_bits: tuple[float, ...] = ()
+    repaired_heads: tuple[int, ...] = ()
+    stats: TensorStats | None = None
     time_ms: float | None = None
     tag: str = ""
+
+    @property
+    def entropy_bits(self) -> tuple[float, ...]:
+        """Mean row entropy per query head where it was measured, else empty."""
+        return self.stats.entropy_bits if self.stats else ()
 
 
 Sink = Callable[[AttentionEvent], None]

@@ -36,12 +36,14 @@ class Outcome:
         decision: plan and reasons; None when the plan was given.
         head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
         fallbacks: each step down, as a sentence.
+        repaired_heads: query heads that were over their budget and computed again exactly.
     """
 
     result: Result
     decision: Decision | None
     head_errors: torch.Tensor | None = None
     fallbacks: tuple[str, ...] = ()
+    repaired_heads: tuple[int, ...] = ()
 
 
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
@@ -82,6 +84,7 @@ def audited(call: Call, outcome: Outcome, policy: Policy, backend: str, layer: i
         decision=replace(decision, notes=(*decision.notes, sentence)),
         head_errors=errors.index_fill(1, torch.tensor(over, device=errors.device), 0.0),
         fallbacks=(*outcome.fallbacks, sentence),
+        repaired_heads=over,
     )
 
 

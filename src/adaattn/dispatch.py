@@ -18,17 +18,19 @@ from adaattn.backends import (
 )
 from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.measure import check_finite, measure
-from adaattn.planning import FP16_SAFE, decide, reasons, worth_measuring
+from adaattn.planning import FP16_SAFE, decide, head_budgets, reasons, worth_measuring
 from adaattn.planning.plan import DROPOUT_HIDES
 from adaattn.spec import (
     AttentionProblem,
     Capability,
     Decision,
     HardwareFacts,
+    History,
     Method,
     Plan,
     Policy,
     TensorStats,
+    Way,
 )
 from adaattn.validation import Call, without_autocast
 
@@ -39,6 +41,7 @@ __all__ = [
     "check_plan",
     "decide_call",
     "is_lossy",
+    "is_transformed",
     "run_call",
     "run_given",
     "run_plan",
@@ -52,8 +55,17 @@ DECODE_ROWS: Final = 8
 _TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
 
-def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
+def run_call(
+    call: Call, policy: Policy, backend: str, tag: str, history: History | None = None
+) -> Outcome:
     """Return the outcome of planning and running a call, and emit its event.
+
+    Args:
+        call: checked and canonical.
+        policy: what may be lost.
+        backend: ``"auto"`` or an executor.
+        tag: name of the call in events.
+        history: what the caller's earlier calls taught.
 
     Raises:
         UnsupportedError: an explicit backend cannot serve it.
@@ -64,17 +76,19 @@ def run_call(call: Call, policy: Policy, backend: str, tag: str) -> Outcome:
     start = _now(call) if timed else 0.0
     layer = _layer_of(tag)
     with without_autocast(call.problem.device_type):
-        decision, stats = _decide(call, policy, backend, layer)
+        decision, stats = _decide(call, policy, backend, layer, history)
         outcome = _run_decision(call, decision, policy, backend, layer)
     if has_sinks():
         _emit(call, outcome, stats, tag, _now(call) - start if timed else None)
     return outcome
 
 
-def decide_call(call: Call, policy: Policy, backend: str, layer: int) -> Decision:
+def decide_call(
+    call: Call, policy: Policy, backend: str, layer: int, history: History | None = None
+) -> Decision:
     """Return the decision for a call without running it; measures if the policy allows a loss."""
     with without_autocast(call.problem.device_type):
-        return _decide(call, policy, backend, layer)[0]
+        return _decide(call, policy, backend, layer, history)[0]
 
 
 def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
@@ -177,10 +191,26 @@ def _decide_whole(
     return decide(problem, None, facts, policy, allowed, layer=layer)
 
 
+@lru_cache(maxsize=256)
+def _decide_measured(
+    problem: AttentionProblem,
+    stats: TensorStats,
+    facts: HardwareFacts,
+    policy: Policy,
+    allowed: tuple[Capability, ...],
+    layer: int,
+    ways: tuple[Way, ...],
+) -> Decision:
+    """Return the decision from numbers that an earlier call measured."""
+    return decide(problem, stats, facts, policy, allowed, layer=layer, ways=ways)
+
+
 def _decide(
-    call: Call, policy: Policy, backend: str, layer: int
+    call: Call, policy: Policy, backend: str, layer: int, history: History | None
 ) -> tuple[Decision, TensorStats | None]:
-    """Return the decision, and the statistics if some were measured."""
+    """Return the decision, and the statistics if some were measured on this call."""
+    if history is not None and history.repeat is not None:
+        return history.repeat, None
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     allowed = _selected(backend)
@@ -190,7 +220,7 @@ def _decide(
     forced = all(item.method is not Method.EXACT for item in allowed)
     if not lossy:
         return _decide_cached(problem, facts, policy, allowed, layer), None
-    if _is_transformed(call):
+    if is_transformed(call.tensors.query, call.tensors.key, call.tensors.value):
         decision = _decide_cached(problem, facts, policy, allowed, layer)
         return replace(decision, notes=(*decision.notes, _TRANSFORMED)), None
     scanned = problem.len_q > DECODE_ROWS or forced
@@ -200,9 +230,23 @@ def _decide(
     try:
         if not wanted:
             return _decide_cached(problem, facts, policy, allowed, layer), None
-        half = max(policy.audit_rows // 2, 1)
-        stats, _ = measure(call.tensors, problem, wanted, half, max_magnitude=magnitude)
-        decision = decide(problem, stats, facts, policy, allowed, layer=layer, forced=forced)
+        earlier = history.of(problem) if history else None
+        ways = earlier.ways if earlier else ()
+        if earlier is not None and earlier.stats is not None and not forced:
+            known = replace(earlier.stats, max_magnitude=0.0 if safe else magnitude)
+            return _decide_measured(problem, known, facts, policy, allowed, layer, ways), None
+        stats, _ = measure(
+            call.tensors,
+            problem,
+            wanted,
+            max(policy.audit_rows // 2, 1),
+            max_magnitude=magnitude,
+            policy=policy,
+            budgets=() if forced else head_budgets(policy, problem.num_heads, layer),
+        )
+        decision = decide(
+            problem, stats, facts, policy, allowed, layer=layer, forced=forced, ways=ways
+        )
     except PlanError as error:
         if backend == "auto":
             raise
@@ -210,11 +254,10 @@ def _decide(
     return decision, stats
 
 
-def _is_transformed(call: Call) -> bool:
+def is_transformed(*tensors: torch.Tensor) -> bool:
     """Return whether a transform of ``torch.func`` hides the numbers that measuring reads."""
-    tensors = call.tensors
     hidden = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(hidden(item) for item in (tensors.query, tensors.key, tensors.value))
+    return any(hidden(item) for item in tensors)
 
 
 def _check_backend(
@@ -321,7 +364,8 @@ def _emit(
             fallbacks=outcome.fallbacks,
             error_estimate=max(errors) if errors else None,
             head_errors=errors,
-            entropy_bits=stats.entropy_bits if stats else (),
+            repaired_heads=outcome.repaired_heads,
+            stats=stats,
             time_ms=time_ms,
             tag=tag,
         )

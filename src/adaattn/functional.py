@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from adaattn._events import has_sinks
+from adaattn._events import wants_timing
 from adaattn.dispatch import (
     Outcome,
     decide_call,
@@ -24,7 +24,7 @@ from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.policies import resolve_policy
 from adaattn.shortcuts import Key, are_plain, find, remember, shortcut_key
-from adaattn.spec import Align, Aux, Decision, Plan, Policy
+from adaattn.spec import Align, Aux, Decision, History, Plan, Policy
 from adaattn.validation import Arguments, Call, build_call
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
@@ -55,6 +55,7 @@ def scaled_dot_product_attention(
     backend: str = "auto",
     return_aux: AuxRequest | bool | None = None,
     tag: str = "",
+    history: History | None = None,
 ) -> Any:
     """Return attention of the inputs, [..., Hq, Sq, Dv].
 
@@ -89,6 +90,8 @@ def scaled_dot_product_attention(
         backend: ``"auto"``, or the name of an executor, which then never falls back.
         return_aux: an `AuxRequest`, or True for the decision alone.
         tag: a name for this call in events, such as a layer's.
+        history: what earlier calls taught, so that not every call is measured and heads do not
+            flicker between methods; attention modules keep one.
 
     Returns:
         The output, or ``(output, AuxOutput)`` when ``return_aux`` is given.
@@ -126,8 +129,8 @@ def scaled_dot_product_attention(
         except (AttributeError, IndexError, TypeError, RuntimeError):
             # No tensor, a nested one, no number, too few: build_call says which.
             fast_key = known = None
-        if known is not None and not has_sinks():
-            return known(query, key, value, attn_mask, sinks, alibi_slopes)
+        if known is not None and not wants_timing():
+            return known(query, key, value, attn_mask, sinks, alibi_slopes, tag)
     arguments = Arguments(
         attn_mask=attn_mask,
         dropout_p=dropout_p,
@@ -144,9 +147,13 @@ def scaled_dot_product_attention(
         cu_seqlens_k=cu_seqlens_k,
     )
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
-    if plan is not None and (policy is not None or backend != "auto"):
+    if plan is not None and (policy is not None or backend != "auto" or history is not None):
         raise ArgumentError(
-            expected_got("policy and backend with a plan", "neither", f"{policy!r}, {backend!r}")
+            expected_got(
+                "policy, backend and history with a plan",
+                "none of them",
+                f"{policy!r}, {backend!r}, {history!r}",
+            )
         )
     if plan is not None:
         return _with_plan(call, plan, return_aux, tag)
@@ -154,7 +161,7 @@ def scaled_dot_product_attention(
         fast_key = None
     # Planning reads numbers on the host: a graph breaks here and goes on behind.
     planned = torch.compiler.disable(_planned) if is_compiling() else _planned
-    return planned(call, policy, backend, return_aux, tag, fast_key)
+    return planned(call, policy, backend, return_aux, tag, fast_key, history)
 
 
 def plan_attention(
@@ -218,10 +225,11 @@ def _planned(
     return_aux: AuxRequest | bool | None,
     tag: str,
     fast_key: tuple[object, ...] | None,
+    history: History | None,
 ) -> Any:
     """Return the result of a call that has to be decided."""
     resolved = resolve_policy(policy)
-    outcome = run_call(call, resolved, backend, tag)
+    outcome = run_call(call, resolved, backend, tag, history)
     output = call.restore(outcome.result.output)
     if return_aux is None or return_aux is False:
         if fast_key is not None and outcome.decision is not None and not outcome.fallbacks:

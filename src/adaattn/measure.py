@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
@@ -23,11 +24,12 @@ from adaattn.backends.common import (
     tile_scores,
     visible_tile,
 )
-from adaattn.backends.low_rank import project
+from adaattn.backends.low_rank import Projected
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
-from adaattn.planning.rank import candidate_ranks
-from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
+from adaattn.planning.rank import candidate_ranks, ranks_to_measure
+from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats
+from adaattn.spectra import ENTROPY_SCALES, entropy_stats, project_widely, spectral_stats
 
 __all__ = ["Sample", "audit", "check_finite", "measure", "sample_rows"]
 
@@ -87,6 +89,8 @@ def measure(
     *,
     max_magnitude: float = 0.0,
     seed: int = 0,
+    policy: Policy | None = None,
+    budgets: tuple[float, ...] = (),
 ) -> tuple[TensorStats, Sample]:
     """Return the statistics that planning needs, and the exact rows they rest on.
 
@@ -97,31 +101,39 @@ def measure(
         rows: how many query rows to sample.
         max_magnitude: largest element of q, k and v, from `check_finite`.
         seed: of the choice of rows; equal seeds choose equal rows.
+        policy: which ranks it names; None names none.
+        budgets: error budget of each head: ranks that are predicted to be far above all of
+            them are not tried; () tries every rank.
     """
     start = time.perf_counter()
     blocks, numbers = _choose_rows(problem.len_q, rows, seed)
     chosen = torch.tensor(numbers, device=tensors.query.device)
-    weights, exact, entropy = _exact_rows(tensors, problem, chosen)
+    weights, exact, entropies = _exact_rows(tensors, problem, chosen)
     precisions = sorted({p for _, p in wanted if p is not problem.precision})
     methods = {method for method, _ in wanted}
     found: list[tuple[object, torch.Tensor]] = []
     for precision in precisions:
         approximate = _cast_rows(tensors, problem, chosen, precision)
         found.append((precision, _head_errors(approximate, exact)))
-    if Method.LOW_RANK in methods:
-        found += _low_rank_errors(tensors, problem, chosen, exact)
+    tried = candidate_ranks(problem, policy.ranks if policy else ())
+    if Method.LOW_RANK in methods and tried:
+        projected = project_widely(tensors, problem, tried)
+        stats = spectral_stats(projected, tensors, problem, entropies)
+        if budgets:
+            tried = ranks_to_measure(stats, tried, budgets)
+        found += _low_rank_errors(projected, problem, tried, chosen, exact)
+    else:
+        stats = entropy_stats(entropies)
     if Method.BLOCK_SPARSE in methods:
         found += _sparse_errors(tensors, problem, (blocks, numbers), weights, exact)
-    host = torch.stack([entropy, *(tensor for _, tensor in found)]).tolist()
-    by_key = {key: tuple(values) for (key, _), values in zip(found, host[1:], strict=True)}
-    stats = TensorStats(
+    host = torch.stack([tensor for _, tensor in found]).tolist() if found else []
+    by_key = {key: tuple(values) for (key, _), values in zip(found, host, strict=True)}
+    stats = replace(
+        stats,
         sampled_rows=len(numbers),
         max_magnitude=max_magnitude,
         precision_errors=tuple((p, by_key[p]) for p in precisions),
-        entropy_bits=tuple(host[0]),
-        low_rank_errors=tuple(
-            (ranks, by_key[ranks]) for ranks in candidate_ranks(problem) if ranks in by_key
-        ),
+        low_rank_errors=tuple((ranks, by_key[ranks]) for ranks in tried if ranks in by_key),
         block_sparse=tuple(
             (mass, by_key["density", mass], by_key["error", mass])
             for mass in KEPT_MASSES
@@ -181,15 +193,22 @@ def _scored(block: int, len_q: int) -> list[int]:
 def _exact_rows(
     tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (weights [B, Hq, R, Sk], outputs [B, Hq, R, Dv], mean entropy in bits [Hq])."""
+    """Return (weights [B, Hq, R, Sk], outputs [B, Hq, R, Dv], mean entropies in bits [E, Hq]).
+
+    The entropies are those of each of `ENTROPY_SCALES`.
+    """
     weights = _row_weights(tensors, problem, rows)
     exact = grouped_product(weights, tensors.value.to(weights.dtype))
-    entropy = torch.special.entr(weights).sum(-1)
+    sinks = 0.0
     if tensors.sinks is not None:
-        rest = (1 - weights.sum(-1)).clamp_min(0.0)
-        entropy = entropy + torch.special.entr(rest)
-    entropy = entropy / LN_2
-    return weights, exact, entropy.mean(dim=(0, 2))
+        sinks = torch.special.entr((1 - weights.sum(-1)).clamp_min(0.0))
+    entropies = []
+    for scale in ENTROPY_SCALES:
+        missing = -weights.shape[-1] % scale
+        pooled = F.pad(weights, (0, missing)).unflatten(-1, (-1, scale)).sum(-1)
+        bits = (torch.special.entr(pooled).sum(-1) + sinks) / LN_2
+        entropies.append(bits.mean(dim=(0, 2)))
+    return weights, exact, torch.stack(entropies)
 
 
 def _row_weights(tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor) -> torch.Tensor:
@@ -217,20 +236,21 @@ def _cast_rows(
 
 
 def _low_rank_errors(
-    tensors: Tensors, problem: AttentionProblem, rows: torch.Tensor, exact: torch.Tensor
+    projected: Projected,
+    problem: AttentionProblem,
+    ranks: Sequence[tuple[int, int]],
+    rows: torch.Tensor,
+    exact: torch.Tensor,
 ) -> list[tuple[object, torch.Tensor]]:
-    """Return ((rank, value_rank), errors [Hq]) of each candidate; the factors are nested."""
-    ranks = candidate_ranks(problem)
-    if not ranks:
-        return []
-    projected, basis = project(tensors, problem, *ranks[-1])
+    """Return ((rank, value_rank), errors [Hq]) of each rank; the factors are nested."""
     found: list[tuple[object, torch.Tensor]] = []
+    tensors, basis = projected.tensors, projected.basis
     for rank, value_rank in ranks:
         part = replace(
-            projected,
-            query=projected.query[..., :rank],
-            key=projected.key[..., :rank],
-            value=projected.value[..., :value_rank],
+            tensors,
+            query=tensors.query[..., :rank],
+            key=tensors.key[..., :rank],
+            value=tensors.value[..., :value_rank],
         )
         weights = _row_weights(part, problem, rows)
         output = grouped_product(weights, part.value.to(weights.dtype))

@@ -5,6 +5,7 @@ A call like one before finds its executor by one lookup: a few microseconds of h
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from adaattn import hardware
+from adaattn._events import AttentionEvent, emit, has_sinks
 from adaattn.backends import Tensors, load
 from adaattn.backends.interface import Executor
 from adaattn.backends.sdpa import goes_through_sdpa
@@ -41,7 +43,7 @@ hardware.on_clear(_DIRECT.clear)
 
 
 def find(key: Key) -> Callable[..., torch.Tensor] | None:
-    """Return the shortcut of a key: a function of q, k, v, mask, sinks and slopes."""
+    """Return the shortcut of a key: a function of q, k, v, mask, sinks, slopes and the tag."""
     known = _DIRECT.get(key)
     return None if known is None else known[0]
 
@@ -121,7 +123,26 @@ def remember(
         return
     if len(_DIRECT) >= _KEPT_DIRECT:
         _DIRECT.clear()
-    _DIRECT[fast_key] = (_shortcut(problem, group), policy, named)
+    event = AttentionEvent(problem=problem, decision=decision, workspace_bytes=plan.workspace_bytes)
+    _DIRECT[fast_key] = (partial(_told, _shortcut(problem, group), event), policy, named)
+
+
+def _told(
+    direct: _Direct,
+    event: AttentionEvent,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    tag: str,
+) -> torch.Tensor:
+    """Return the result of a shortcut; the sinks, if there are any, get its event."""
+    output = direct(query, key, value, mask, sinks, slopes)
+    if has_sinks():
+        emit(event if event.tag == tag else replace(event, tag=tag))
+    return output
 
 
 def _shortcut(problem: AttentionProblem, group: HeadGroup) -> _Direct:

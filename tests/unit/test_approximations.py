@@ -97,13 +97,13 @@ class TestLowRank:
         assert aux.error_estimate.amax() <= budget
         assert aux.decision.notes == ()
 
-    def test_full_rank_is_refused_with_the_error_that_was_measured(self) -> None:
+    def test_full_rank_is_refused_with_what_its_spectrum_predicts(self) -> None:
         tensors = full_rank_heads()
         decision = plan_attention(*tensors, policy="speed")
         assert decision.plan.is_exact
         refusals = reasons_of(decision, "low_rank")
         assert refusals
-        assert all("expected an error of at most 0.05, got" in reason for reason in refusals)
+        assert all("heads are expected to need rank" in reason for reason in refusals)
 
     def test_a_budget_of_zero_is_the_exact_path_bit_for_bit(self) -> None:
         tensors = low_rank_heads()

@@ -328,7 +328,9 @@ class TestPlans:
     def test_a_plan_leaves_nothing_to_choose(self, choice: dict[str, str]) -> None:
         query = rand(1, 4, 16, 8)
         plan = plan_attention(query, query, query).plan
-        with pytest.raises(ArgumentError, match=r"policy and backend with a plan: .* neither"):
+        with pytest.raises(
+            ArgumentError, match=r"policy, backend and history with a plan: .* none of them"
+        ):
             attend(query, query, query, plan=plan, **choice)
 
     def test_a_plan_of_lower_precision_without_an_error_budget_is_refused(self) -> None:

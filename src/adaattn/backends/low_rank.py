@@ -6,16 +6,16 @@ the call and are constants to autograd: gradients are those of the projected com
 In a causal model they are therefore chosen with later tokens in view. Full rank is exact.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from adaattn.backends.common import fused_attention
 from adaattn.backends.interface import Result, Tensors
-from adaattn.linalg.projections import score_projections, value_basis
+from adaattn.linalg.projections import ScoreProjections, score_projections, value_basis
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
 
-__all__ = ["CAPABILITIES", "project", "run"]
+__all__ = ["CAPABILITIES", "Projected", "project", "run"]
 
 CAPABILITIES = (
     Capability(
@@ -37,9 +37,25 @@ CAPABILITIES = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projected:
+    """Tensors with fewer columns, and what they came from.
+
+    Args:
+        tensors: q and k with ``rank`` columns, v with ``value_rank``.
+        scores: the projections of q and k, one for each key head; None where all columns stay.
+        basis: [B, Hkv, Dv, value_rank] the columns' directions; None where all columns stay.
+    """
+
+    tensors: Tensors
+    scores: ScoreProjections | None
+    basis: torch.Tensor | None
+
+
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention at ``group.rank`` and ``group.value_rank`` (0 is all columns)."""
-    projected, basis = project(tensors, problem, group.rank, group.value_rank)
+    found = project(tensors, problem, group.rank, group.value_rank)
+    projected, basis = found.tensors, found.basis
     output = fused_attention(
         projected.query,
         projected.key,
@@ -55,15 +71,14 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     return Result(output=output)
 
 
-def project(
-    tensors: Tensors, problem: AttentionProblem, rank: int, value_rank: int
-) -> tuple[Tensors, torch.Tensor | None]:
-    """Return the tensors with fewer columns, and the basis [B, Hkv, Dv, rv] of v (None: all).
+def project(tensors: Tensors, problem: AttentionProblem, rank: int, value_rank: int) -> Projected:
+    """Return the tensors with fewer columns; 0 keeps all.
 
     The query heads of a group share their projection, so that k keeps its heads.
     """
     batch, _, len_q, dim = tensors.query.shape
     query, key, value = tensors.query, tensors.key, tensors.value
+    found = None
     if 0 < rank < dim:
         folded = query.reshape(batch, problem.num_kv_heads, -1, dim)
         with torch.no_grad():
@@ -75,4 +90,5 @@ def project(
         with torch.no_grad():
             basis = value_basis(value, value_rank)
         value = value @ basis
-    return replace(tensors, query=query, key=key, value=value), basis
+    fewer = replace(tensors, query=query, key=key, value=value)
+    return Projected(tensors=fewer, scores=found, basis=basis)

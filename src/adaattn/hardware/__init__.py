@@ -1,6 +1,6 @@
 """What the machine is and what it can do: facts, measured rates, memory."""
 
-from adaattn.hardware.memory import PeakMemory, free_memory_bytes, peak_memory
+from adaattn.hardware.memory import PeakMemory, free_memory_bytes, peak_memory, peak_so_far
 from adaattn.hardware.probe import clear_cache, on_clear, probe
 from adaattn.hardware.rates import load_rates, measure_rates
 
@@ -12,5 +12,6 @@ __all__ = [
     "measure_rates",
     "on_clear",
     "peak_memory",
+    "peak_so_far",
     "probe",
 ]

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["gram_matrix", "largest_magnitude", "symmetric_eigen", "thin_triplets"]
+__all__ = [
+    "exp_entropy",
+    "gram_matrix",
+    "largest_magnitude",
+    "symmetric_eigen",
+    "thin_triplets",
+]
 
 _GRAM_ROWS = 4096
 """Rows converted to the Gram matrix's dtype at once, so that no full copy is made."""
@@ -53,6 +59,14 @@ def symmetric_eigen(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         matrix, values.flip(-1), vectors.flip(-1)
     )
     return values, vectors
+
+
+def exp_entropy(values: torch.Tensor) -> torch.Tensor:
+    """Return exp of the entropy of singular values [..., n] divided by their sum; 0 for zeros."""
+    total = values.sum(-1, keepdim=True)
+    share = values / torch.where(total == 0.0, 1.0, total)
+    entropy = -(share * torch.where(share == 0.0, 1.0, share).log()).sum(-1)
+    return torch.where(total[..., 0] == 0.0, 0.0, entropy.exp())
 
 
 def thin_triplets(

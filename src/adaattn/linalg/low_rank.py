@@ -20,7 +20,13 @@ from adaattn.linalg._checks import (
     require_matrix,
     seeded_generator,
 )
-from adaattn.linalg._spectral import gram_matrix, largest_magnitude, symmetric_eigen, thin_triplets
+from adaattn.linalg._spectral import (
+    exp_entropy,
+    gram_matrix,
+    largest_magnitude,
+    symmetric_eigen,
+    thin_triplets,
+)
 from adaattn.linalg.bounds import (
     dropped_mass,
     dropped_mass_bound,
@@ -247,10 +253,7 @@ def effective_rank(
     floor = values[..., :1] * torch.finfo(compute_dtype).eps * values.shape[-1]
     present = values > floor.detach()
     sigma = torch.where(present, torch.where(present, values, 1.0).sqrt(), 0.0)
-    total = sigma.sum(-1, keepdim=True)
-    share = sigma / torch.where(total == 0.0, 1.0, total)
-    entropy = -(share * torch.where(present, share, 1.0).log()).sum(-1)
-    return torch.where(total[..., 0] == 0.0, 0.0, entropy.exp())
+    return exp_entropy(sigma)
 
 
 def principal_components(

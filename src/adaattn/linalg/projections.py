@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from adaattn.linalg._spectral import exp_entropy
+
 __all__ = ["ScoreProjections", "score_projections", "value_basis"]
 
 _RELATIVE_FLOOR = 1e-7
@@ -34,6 +36,13 @@ class ScoreProjections:
         energy = self.singular_values.square()
         total = energy.sum(-1)
         return (energy[..., rank:].sum(-1) / total.clamp_min(1e-300)).sqrt()
+
+    def effective_rank(self) -> torch.Tensor:
+        """Return exp of the entropy of the scores' singular values, [...]; between 1 and D.
+
+        Roy and Vetterli, "The effective rank" (EUSIPCO 2007).
+        """
+        return exp_entropy(self.singular_values)
 
 
 def score_projections(query: torch.Tensor, key: torch.Tensor, rank: int) -> ScoreProjections:

@@ -15,7 +15,12 @@ from adaattn.planning.precision import (
     lower_precisions,
     rates_are_guessed,
 )
-from adaattn.planning.rank import candidate_ranks, rank_errors
+from adaattn.planning.rank import (
+    candidate_ranks,
+    predicted_error,
+    predicted_ranks,
+    rank_errors,
+)
 from adaattn.planning.support import reasons
 from adaattn.spec import (
     AttentionProblem,
@@ -117,7 +122,7 @@ def enumerate_candidates(
     lower = lower_precisions(problem, hardware, policy)
     for capability in capabilities:
         own = _own_group(capability, problem, policy)
-        variants = _variants(own, capability, problem)
+        variants = _variants(own, capability, problem, policy)
         refusal = "; ".join(reasons(capability, problem, hardware))
         if not refusal and capability.method not in policy.methods:
             refusal = f"policy {policy.name!r} does not use this method"
@@ -216,8 +221,7 @@ def _judge(
     elif group.method is Method.BLOCK_SPARSE:
         densities, errors = _sparse_stats(stats, group.kept_mass)
     if not errors:
-        guessed = rates_are_guessed(hardware) and group.method is not Method.EXACT
-        return replace(item, refusal=UNKNOWN_RATES if guessed else UNMEASURED)
+        return replace(item, refusal=_why_unmeasured(item, problem, stats, hardware, budgets))
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()
@@ -237,6 +241,34 @@ def _judge(
     low, high = min(errors), max(errors)
     span = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g} over heads"
     return replace(judged, refusal=f"expected an error of at most {max(budgets):g}, got {span}")
+
+
+def _why_unmeasured(
+    item: Candidate,
+    problem: AttentionProblem,
+    stats: TensorStats,
+    hardware: HardwareFacts,
+    budgets: tuple[float, ...],
+) -> str:
+    """Return why the sampled rows say nothing of a candidate."""
+    rank = item.group.rank
+    if item.group.method is Method.LOW_RANK and stats.score_tails:
+        heads = range(problem.num_heads)
+        expected = min(predicted_error(stats, rank, head) for head in heads)
+        needed = predicted_ranks(stats, problem, budgets)
+        return (
+            f"predicted error {expected:.2g} or more, {max(budgets):g} allowed: heads are expected "
+            f"to need rank {_span(needed)} (effective rank {_span(stats.effective_ranks)}, row "
+            f"entropy {_span(stats.entropy_bits)} bits)"
+        )
+    guessed = rates_are_guessed(hardware) and item.group.method is not Method.EXACT
+    return UNKNOWN_RATES if guessed else UNMEASURED
+
+
+def _span(values: Sequence[float]) -> str:
+    """Return the smallest and the largest number, once if they look alike."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _sparse_stats(
@@ -263,13 +295,13 @@ def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy
 
 
 def _variants(
-    own: HeadGroup, capability: Capability, problem: AttentionProblem
+    own: HeadGroup, capability: Capability, problem: AttentionProblem, policy: Policy
 ) -> tuple[HeadGroup, ...]:
     """Return the parameters to try for one method."""
     if capability.method is Method.LOW_RANK:
         return tuple(
             replace(own, rank=rank, value_rank=value_rank)
-            for rank, value_rank in candidate_ranks(problem)
+            for rank, value_rank in candidate_ranks(problem, policy.ranks)
         )
     if capability.method is Method.BLOCK_SPARSE:
         return tuple(replace(own, block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES)

@@ -6,30 +6,36 @@ from functools import lru_cache
 from typing import Final
 
 from adaattn.errors import PlanError
+from adaattn.planning.assignment import (
+    MARGIN,
+    assign_heads,
+    group_heads,
+    mixed_cost,
+    with_inertia,
+    without_mixing,
+)
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
-from adaattn.planning.cost import copied_bytes, estimate, measuring_ms
+from adaattn.planning.cost import measuring_ms
 from adaattn.planning.precision import UNKNOWN_RATES, rates_are_guessed
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
     AttentionProblem,
     Capability,
+    Cost,
     Decision,
     HardwareFacts,
-    HeadGroup,
     Method,
     Plan,
     Policy,
     Precision,
     TensorStats,
+    Way,
 )
 
 __all__ = ["MARGIN", "TIE", "decide", "head_budgets", "worth_measuring"]
 
-MARGIN = 0.05
-"""How much faster than a more accurate candidate a less accurate one must be predicted."""
-
-TIE = 0.15
+TIE: Final = 0.15
 """Predicted times of exact candidates that differ by less are called equal."""
 
 _VARIANTS: Final = {Method.EXACT: 1, Method.LOW_RANK: 4, Method.BLOCK_SPARSE: 5}
@@ -53,6 +59,7 @@ def decide(
     *,
     layer: int = -1,
     forced: bool = False,
+    ways: tuple[Way, ...] = (),
 ) -> Decision:
     """Return the cheapest plan that keeps the policy, with every candidate's fate.
 
@@ -66,6 +73,7 @@ def decide(
         layer: which layer's budgets to take from a calibrated policy.
         forced: the capabilities hold approximations alone, asked for by name: whether they pay
             is not asked, whether they keep the budget is.
+        ways: how the caller's last such call computed each head; () is the first.
 
     Raises:
         PlanError: nothing can serve the problem within the memory budget.
@@ -84,26 +92,47 @@ def decide(
         assert exact is not None
         return _exact_decision(problem, exact, candidates, hardware, policy)
     judged = with_stats(candidates, problem, stats, hardware, policy, budgets)
-    chosen = _assign_heads(judged, exact, problem.num_heads)
-    groups = _groups(chosen)
-    total_ms, workspace = _mixed_cost(groups, judged, problem, hardware)
-    mixed = len({id(item) for item in chosen}) > 1
-    limit = policy.memory_budget_bytes
-    too_large = limit is not None and workspace > limit
-    if exact is not None and mixed and (too_large or total_ms > (1 - MARGIN) * exact.time_ms):
-        judged = _without_mixing(judged, exact, total_ms)
+    judged = with_inertia(judged, ways)
+    chosen = assign_heads(judged, exact, problem.num_heads, ways)
+    groups = group_heads(chosen)
+    cost = mixed_cost(groups, judged, problem, hardware)
+    if exact is not None and _mixes_in_vain(chosen, exact, cost, policy, ways):
+        judged = without_mixing(judged, exact, cost.time_ms)
         chosen = [exact] * problem.num_heads
-        groups = _groups(chosen)
-        total_ms, workspace = exact.time_ms, exact.workspace_bytes
+        groups = group_heads(chosen)
+        assert exact.cost is not None
+        cost = exact.cost
     plan = Plan(
         groups=groups,
         num_heads=problem.num_heads,
         error_budget=max(budgets),
         audit_rows=policy.audit_rows,
-        estimated_ms=total_ms,
-        workspace_bytes=workspace,
+        estimated_ms=cost.time_ms,
+        workspace_bytes=cost.workspace_bytes,
     )
-    return Decision(plan=plan, trace=trace_of(judged, chosen, exact), policy=policy.name)
+    return Decision(
+        plan=plan,
+        trace=trace_of(judged, chosen, exact),
+        policy=policy.name,
+        cost=cost,
+        exact_cost=exact.cost if exact else None,
+    )
+
+
+def _mixes_in_vain(
+    chosen: Sequence[Candidate],
+    exact: Candidate,
+    cost: Cost,
+    policy: Policy,
+    ways: tuple[Way, ...],
+) -> bool:
+    """Return whether heads shared out gain too little, or need too much memory."""
+    if len({id(item) for item in chosen}) == 1:
+        return False
+    limit = policy.memory_budget_bytes
+    stays = ways == tuple((item.group.method, item.group.precision) for item in chosen)
+    bar = exact.time_ms * (1.0 if stays else 1 - MARGIN)
+    return (limit is not None and cost.workspace_bytes > limit) or cost.time_ms > bar
 
 
 @lru_cache(maxsize=1024)
@@ -240,7 +269,13 @@ def _exact_decision(
         workspace_bytes=exact.workspace_bytes,
     )
     chosen = [exact] * max(problem.num_heads, 1)
-    return Decision(plan=plan, trace=trace_of(judged, chosen, exact), policy=policy.name)
+    return Decision(
+        plan=plan,
+        trace=trace_of(judged, chosen, exact),
+        policy=policy.name,
+        cost=exact.cost,
+        exact_cost=exact.cost,
+    )
 
 
 def _why_unmeasured(
@@ -263,86 +298,3 @@ def _why_unmeasured(
         f"even at its best, with {format_ms(overhead)} of measuring, it would not beat "
         f"{exact.name} at {format_ms(exact.time_ms)}"
     )
-
-
-def _assign_heads(
-    judged: Sequence[Candidate], exact: Candidate | None, num_heads: int
-) -> list[Candidate]:
-    """Return the cheapest allowed candidate of each head, the most accurate among equals.
-
-    Raises:
-        PlanError: a head has none.
-    """
-    chosen = []
-    ordered = sorted(judged, key=lambda item: max(item.errors, default=0.0))
-    for head in range(num_heads):
-        best = exact
-        bar = exact.head_ms(head) * (1 - MARGIN) if exact else float("inf")
-        for item in ordered:
-            if item.refusal or item.is_exact or not item.allows(head):
-                continue
-            if item.head_ms(head) < bar:
-                best, bar = item, item.head_ms(head) * (1 - MARGIN)
-        if best is None:
-            raise PlanError(
-                f"head {head} has no approximation within its error budget",
-                [f"{item.name}: {item.refusal or 'over budget for some heads'}" for item in judged],
-            )
-        chosen.append(best)
-    return chosen
-
-
-def _groups(chosen: Sequence[Candidate]) -> tuple[HeadGroup, ...]:
-    """Return one group for each candidate in use; a single one serves all heads."""
-    if len({id(item) for item in chosen}) == 1:
-        return (chosen[0].group,)
-    members: dict[int, list[int]] = {}
-    by_id = {id(item): item for item in chosen}
-    for head, item in enumerate(chosen):
-        members.setdefault(id(item), []).append(head)
-    return tuple(replace(by_id[key].group, heads=tuple(heads)) for key, heads in members.items())
-
-
-def _without_mixing(
-    judged: Sequence[Candidate], exact: Candidate, mixed_ms: float
-) -> list[Candidate]:
-    """Return the candidates, those refused that beat the exact path on some heads alone."""
-    why = (
-        f"faster for some heads, but too little is gained: {format_ms(mixed_ms)} with heads "
-        f"shared out, {exact.name} {format_ms(exact.time_ms)} for all"
-    )
-    heads = range(exact.num_heads)
-    return [
-        replace(item, refusal=why)
-        if not (item.refusal or item.is_exact)
-        and any(item.allows(h) and item.head_ms(h) < exact.head_ms(h) for h in heads)
-        else item
-        for item in judged
-    ]
-
-
-def _mixed_cost(
-    groups: Sequence[HeadGroup],
-    judged: Sequence[Candidate],
-    problem: AttentionProblem,
-    hardware: HardwareFacts,
-) -> tuple[float, int]:
-    """Return (milliseconds, workspace bytes) of the groups run one after another."""
-    by_group = {item.group: item for item in judged}
-    time_ms, workspace = 0.0, 0
-    for group in groups:
-        item = by_group[replace(group, heads=())]
-        heads = group.heads or tuple(range(problem.num_heads))
-        part = problem
-        if group.heads:
-            kv_heads = len({head // problem.group_size for head in heads})
-            whole = len(heads) == kv_heads * problem.group_size
-            part = replace(
-                problem, num_heads=len(heads), num_kv_heads=kv_heads if whole else len(heads)
-            )
-        density = sum(item.density(head) for head in heads) / len(heads)
-        cost = estimate(part, item.capability, group, hardware, density=density)
-        copied = copied_bytes(part) if group.heads else 0
-        time_ms += cost.time_ms + 2e3 * copied / max(hardware.rates.bandwidth, 1.0)
-        workspace = max(workspace, cost.workspace_bytes + copied)
-    return time_ms, workspace

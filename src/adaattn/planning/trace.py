@@ -53,8 +53,15 @@ def _entry(
         reason=reason,
         heads=heads if len(heads) < len(chosen) else (),
         cost=item.cost,
-        error_estimate=max(item.errors) if item.errors else None,
+        error_estimate=_largest_error(item, heads),
     )
+
+
+def _largest_error(item: Candidate, heads: Sequence[int]) -> float | None:
+    """Return the largest estimated error of the heads that a candidate serves, or of all."""
+    if not item.errors:
+        return None
+    return max(item.errors[head] for head in heads) if heads else max(item.errors)
 
 
 def _accepted_reason(

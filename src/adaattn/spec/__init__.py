@@ -9,6 +9,7 @@ Every value here can be printed, compared, hashed, pickled, and sent to other ra
 
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
 from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
+from adaattn.spec.history import Earlier, History, Way
 from adaattn.spec.plan import Cost, Decision, HeadGroup, Plan, TraceEntry
 from adaattn.spec.policy import Policy
 
@@ -19,9 +20,11 @@ __all__ = [
     "Capability",
     "Cost",
     "Decision",
+    "Earlier",
     "Feature",
     "HardwareFacts",
     "HeadGroup",
+    "History",
     "MaskKind",
     "Method",
     "Plan",
@@ -30,4 +33,5 @@ __all__ = [
     "Rates",
     "TensorStats",
     "TraceEntry",
+    "Way",
 ]

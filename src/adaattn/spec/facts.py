@@ -113,8 +113,14 @@ class TensorStats:
         precision_errors: for each precision below the input's own, the relative Frobenius error of
             each head's sampled output rows.
         entropy_bits: mean entropy of the sampled rows' weights, in bits.
+        pooled_entropy_bits: for each scale s, the same with the weights of s neighbouring keys
+            added up: heads that pick single keys lose little, smooth ones log2(s).
+        effective_ranks: effective rank of each head's scores; () unless low rank was looked at.
+        score_tails: for each rank, the root mean square of what the best approximation of that
+            rank leaves out of each head's scores.
+        value_tails: for each rank, the share of the values' norm that it leaves out.
         low_rank_errors: for each (rank, value_rank) the relative Frobenius error of each
-            head's sampled output rows.
+            head's sampled output rows; ranks that were predicted not to do are left out.
         block_sparse: for each kept-mass target ``(mass, densities, errors)``, per head: the
             fraction of blocks kept and the error of the sampled output rows.
         measure_ms: what the measurement cost.
@@ -124,6 +130,10 @@ class TensorStats:
     max_magnitude: float = 0.0
     precision_errors: tuple[tuple[Precision, tuple[float, ...]], ...] = ()
     entropy_bits: tuple[float, ...] = ()
+    pooled_entropy_bits: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    effective_ranks: tuple[float, ...] = ()
+    score_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    value_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
     low_rank_errors: tuple[tuple[tuple[int, int], tuple[float, ...]], ...] = ()
     block_sparse: tuple[tuple[float, tuple[float, ...], tuple[float, ...]], ...] = ()
     measure_ms: float = 0.0

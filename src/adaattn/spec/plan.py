@@ -158,7 +158,8 @@ class TraceEntry:
         reason: one sentence: expected and got.
         heads: query heads that it serves; empty means all when accepted.
         cost: what it would need; None when it was refused before that mattered.
-        error_estimate: largest estimated error over the heads it was considered for.
+        error_estimate: largest estimated error over the heads that it serves; over all heads
+            when it serves none.
     """
 
     candidate: str
@@ -178,12 +179,16 @@ class Decision:
         trace: every candidate once.
         policy: name of the policy that was asked for.
         notes: remarks that concern no single candidate.
+        cost: what the plan needs; None for a plan that was given.
+        exact_cost: what the cheapest exact candidate needs; None if there is none.
     """
 
     plan: Plan
     trace: tuple[TraceEntry, ...] = ()
     policy: str = ""
     notes: tuple[str, ...] = ()
+    cost: Cost | None = None
+    exact_cost: Cost | None = None
 
     def __str__(self) -> str:
         """Return the trace as text, the accepted candidates first.
@@ -210,6 +215,8 @@ class Decision:
             "plan": self.plan.to_dict(),
             "trace": [asdict(entry) for entry in self.trace],
             "notes": list(self.notes),
+            "cost": None if self.cost is None else asdict(self.cost),
+            "exact_cost": None if self.exact_cost is None else asdict(self.exact_cost),
         }
 
 

@@ -23,6 +23,7 @@ class Policy:
             None is what the device has.
         methods: approximations that may be used.
         precisions: precisions that products may be computed in, beside the input's own.
+        ranks: ranks that low rank may use; () leaves them to the head dimension.
         audit_rows: query rows per head checked against exact attention whenever an
             approximation ran; 0 never checks.
         head_budgets: ``((layer, head, error_budget), ...)`` from calibration; these come first.
@@ -38,6 +39,7 @@ class Policy:
     memory_budget_bytes: int | None = None
     methods: tuple[Method, ...] = (Method.EXACT, Method.LOW_RANK, Method.BLOCK_SPARSE)
     precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16, Precision.FP16)
+    ranks: tuple[int, ...] = ()
     audit_rows: int = 32
     head_budgets: tuple[tuple[int, int, float], ...] = ()
     provenance: str = ""
@@ -50,6 +52,7 @@ class Policy:
         _check_at_least_0("audit_rows", self.audit_rows)
         _check_members("methods", self.methods, Method)
         _check_members("precisions", self.precisions, Precision)
+        _check_ranks(self.ranks)
         _check_head_budgets(self.head_budgets)
         if Method.EXACT not in self.methods:
             raise ArgumentError(
@@ -61,6 +64,7 @@ class Policy:
         data = asdict(self)
         data["methods"] = [method.name.lower() for method in self.methods]
         data["precisions"] = [precision.label for precision in self.precisions]
+        data["ranks"] = list(self.ranks)
         data["head_budgets"] = [list(entry) for entry in self.head_budgets]
         return data
 
@@ -80,6 +84,8 @@ class Policy:
                 values["methods"] = tuple(Method[name.upper()] for name in values["methods"])
             if "precisions" in values:
                 values["precisions"] = tuple(Precision[n.upper()] for n in values["precisions"])
+            if "ranks" in values:
+                values["ranks"] = tuple(values["ranks"])
             if "head_budgets" in values:
                 values["head_budgets"] = tuple(
                     (int(layer), int(head), float(budget))
@@ -114,6 +120,14 @@ def _check_members(name: str, values: object, kind: type) -> None:
         raise ArgumentTypeError(
             expected_got(name, f"a tuple of adaattn.spec.{kind.__name__}", repr(values))
         )
+
+
+def _check_ranks(values: object) -> None:
+    """Refuse what is no tuple of positive integers."""
+    if not isinstance(values, tuple) or not all(type(item) is int for item in values):
+        raise ArgumentTypeError(expected_got("ranks", "a tuple of integers", repr(values)))
+    if any(rank < 1 for rank in values):
+        raise ArgumentError(expected_got("ranks", "integers of at least 1", values))
 
 
 def _check_head_budgets(entries: object) -> None:

@@ -1,0 +1,62 @@
+"""The projections of q, k and v, by one matrix or by three."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+__all__ = ["project_packed", "project_separately"]
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def project_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Three:
+    """Return the projected tensors; what is the same tensor is read once.
+
+    Args:
+        query: [..., E].
+        key: [..., E].
+        value: [..., E].
+        weight: [3 * E, E].
+        bias: [3 * E] or None.
+    """
+    if query is key and key is value:
+        q, k, v = functional.linear(query, weight, bias).chunk(3, dim=-1)
+        return q, k, v
+    size = query.shape[-1]
+    if key is not value:
+        w_q, w_k, w_v = weight.chunk(3)
+        return project_separately((query, key, value), (w_q, w_k, w_v), bias, (size, size, size))
+    sizes = (size, 2 * size)
+    b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
+    w_q, w_kv = weight.split(sizes)
+    k, v = functional.linear(key, w_kv, b_kv).chunk(2, dim=-1)
+    return functional.linear(query, w_q, b_q), k, v
+
+
+def project_separately(
+    tensors: Three,
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    sizes: tuple[int, int, int],
+) -> Three:
+    """Return the projected tensors.
+
+    Args:
+        tensors: query, key and value, [..., E], [..., Ek] and [..., Ev].
+        weights: one matrix for each.
+        bias: the three biases behind one another, or None.
+        sizes: of each.
+    """
+    biases = (None, None, None) if bias is None else bias.split(sizes)
+    q, k, v = (
+        functional.linear(tensor, weight, part)
+        for tensor, weight, part in zip(tensors, weights, biases, strict=True)
+    )
+    return q, k, v

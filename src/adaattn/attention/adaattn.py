@@ -1,0 +1,77 @@
+"""The flagship module: rank, sparsity and precision adapt together, on every executor."""
+
+from typing import Unpack
+
+from adaattn.attention.base import BaseAttention
+from adaattn.attention.config import AttentionOptions
+from adaattn.attention.runner import Runner
+from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.policies import resolve_policy
+from adaattn.spec import Policy
+
+__all__ = ["AdaAttention"]
+
+
+class AdaAttention(BaseAttention):
+    """Multi-head attention computed in the cheapest way that keeps the policy, head by head.
+
+    Exact kernels, lower number formats, block sparsity and low rank compete under one error
+    budget; `adaattn.plan_attention` explains the choice, ``get_statistics()`` counts it.
+
+    Args:
+        embed_dim: model dimension.
+        num_heads: query heads.
+        dropout: probability of dropping a weight in training. With dropout errors cannot be
+            checked, and every call is exact.
+        bias: projections have biases.
+        policy: a preset, a `adaattn.Policy` or a policy file; ``"quality"`` is exact.
+        precision_mode: ``"auto"``, or a number format by name, as in
+            `adaattn.attention.adaptive_precision.AdaptivePrecisionAttention`.
+        enable_gpu_optimization: False keeps calls on a GPU off fused kernels: PyTorch's plain
+            operations in bounded memory, exact, for debugging and comparison. On a CPU it
+            changes nothing.
+        measure_every: calls from one measurement to the next.
+        momentum: share of the old value in each running statistic.
+        **options: the other settings of `adaattn.attention.config.AttentionConfig`.
+
+    The call, parameters and ``state_dict`` are those of
+    `adaattn.attention.base.BaseAttention`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, PolicyError, ShapeError: as the other modules.
+
+    Example:
+        >>> import torch
+        >>> attn = AdaAttention(embed_dim=512, num_heads=8, enable_gpu_optimization=True)
+        >>> x = torch.randn(2, 64, 512)
+        >>> output, weights = attn(x, x, x)
+        >>> attn.get_statistics()["flash_ratio"]
+        1.0
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        policy: Policy | str | None = "balanced",
+        precision_mode: str = "auto",
+        enable_gpu_optimization: bool = True,
+        measure_every: int = 8,
+        momentum: float = 0.5,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        if not isinstance(enable_gpu_optimization, bool):
+            got = repr(enable_gpu_optimization)
+            raise ArgumentTypeError(expected_got("enable_gpu_optimization", "True or False", got))
+        runner = Runner(
+            None if policy is None else resolve_policy(policy),
+            layer=options.get("layer", -1),
+            precision_mode=precision_mode,
+            measure_every=measure_every,
+            momentum=momentum,
+            fused_on_gpu=enable_gpu_optimization,
+        )
+        super().__init__(embed_dim, num_heads, dropout, bias, runner=runner, **options)

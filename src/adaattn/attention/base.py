@@ -1,0 +1,338 @@
+"""What every attention module shares: parameters, projections, shapes, masks, statistics.
+
+A module has the parameters, the ``state_dict`` and the behaviour of
+``torch.nn.MultiheadAttention``. It differs in this: ``batch_first`` is True and
+``need_weights`` False unless said otherwise, ``is_causal`` needs no mask beside it, the
+weights returned are those before dropout, and a row that sees no key gives zeros where
+PyTorch gives NaN.
+
+Shape legend: B batch, L queries, S keys, E embed_dim, H heads, D head_dim.
+"""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import nn
+
+from adaattn.attention._layout import Layout, check_inputs
+from adaattn.attention._masks import Order, mask_arguments
+from adaattn.attention._projections import project_packed, project_separately
+from adaattn.attention.config import AttentionConfig, AttentionOptions
+from adaattn.attention.rotary import RotaryEmbedding
+from adaattn.attention.runner import Runner
+from adaattn.attention.statistics import AttentionStatistics
+from adaattn.canonical import described
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+
+if TYPE_CHECKING:
+    from adaattn.cache import LayerCache
+
+__all__ = ["BaseAttention"]
+
+
+class BaseAttention(nn.Module, ABC):
+    """Base class of the attention modules; a subclass says what runs its calls.
+
+    Parameters have the names, the order and the initial numbers (for the same seed) of
+    ``torch.nn.MultiheadAttention``, so a ``state_dict`` loads in both directions:
+    ``in_proj_weight``, or ``q_proj_weight``, ``k_proj_weight`` and ``v_proj_weight`` where
+    their sizes differ, ``in_proj_bias``, ``bias_k``, ``bias_v``, ``out_proj.weight``,
+    ``out_proj.bias``. Only what is asked for adds more: ``sinks``, ``q_norm.weight``,
+    ``k_norm.weight``.
+
+    Args:
+        embed_dim: size of the query's and the output's last dimension.
+        num_heads: query heads.
+        dropout: probability of dropping a weight, in training only.
+        bias: the projections have biases.
+        runner: runs the calls and keeps their statistics.
+        **options: `AttentionOptions`, as `AttentionConfig` describes them.
+
+    Attributes:
+        config: what the module was made of.
+        runner: what runs its calls.
+        dropout: the probability in use; may be changed.
+        need_weights_by_default: what ``need_weights=None`` means; False unless
+            `adaattn.attention.replace.convert` put the module in the place of one that
+            returned its weights.
+
+    Raises:
+        ArgumentTypeError: an unknown option, or one of the wrong type.
+        ShapeError: sizes that do not divide.
+        ArgumentError: a number out of range.
+    """
+
+    __constants__ = ("batch_first",)
+    in_proj_weight: nn.Parameter | None
+    q_proj_weight: nn.Parameter | None
+    k_proj_weight: nn.Parameter | None
+    v_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
+    sinks: nn.Parameter | None
+
+    @abstractmethod
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        runner: Runner,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        super().__init__()
+        if unknown := sorted(set(options) - set(AttentionOptions.__annotations__)):
+            known = sorted(AttentionOptions.__annotations__)
+            raise ArgumentTypeError(expected_got("keyword arguments", f"some of {known}", unknown))
+        fields: dict[str, Any] = dict(options)
+        factory = {name: fields.pop(name, None) for name in ("device", "dtype")}
+        config = AttentionConfig(
+            embed_dim=embed_dim, num_heads=num_heads, dropout=dropout, bias=bias, **fields
+        )
+        self.config = config
+        self.runner = runner
+        self.need_weights_by_default = False
+        self.embed_dim = embed_dim
+        self.kdim = config.key_size
+        self.vdim = config.value_size
+        self.num_heads = num_heads
+        self.head_dim = config.size_of_head
+        self.dropout = dropout
+        self.batch_first = config.batch_first
+        self.add_zero_attn = config.add_zero_attn
+        # False whatever the sizes: torch's encoder layers read it before they take the
+        # weights past this module into a kernel of their own.
+        self._qkv_same_embed_dim = False
+        self._make_parameters(factory)
+        self._reset_parameters()
+        self._make_extras(factory)
+
+    def _make_parameters(self, factory: dict[str, Any]) -> None:
+        """Make the parameters of ``nn.MultiheadAttention``, in its order."""
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, **factory))
+
+        config = self.config
+        embed_dim, query_size, kv_size = config.embed_dim, config.query_size, config.kv_size
+        if config.has_packed_weights:
+            self.in_proj_weight = empty(3 * embed_dim, embed_dim)
+            self.q_proj_weight = self.k_proj_weight = self.v_proj_weight = None
+        else:
+            self.q_proj_weight = empty(query_size, embed_dim)
+            self.k_proj_weight = empty(kv_size, config.key_size)
+            self.v_proj_weight = empty(kv_size, config.value_size)
+            self.in_proj_weight = None
+        self.in_proj_bias = empty(query_size + 2 * kv_size) if config.bias else None
+        out_bias = config.bias if config.out_bias is None else config.out_bias
+        self.out_proj = nn.Linear(query_size, embed_dim, bias=out_bias, **factory)
+        self.bias_k = empty(1, 1, kv_size) if config.add_bias_kv else None
+        self.bias_v = empty(1, 1, kv_size) if config.add_bias_kv else None
+
+    def _make_extras(self, factory: dict[str, Any]) -> None:
+        """Make what ``nn.MultiheadAttention`` does not have."""
+        config = self.config
+        self.sinks = (
+            nn.Parameter(torch.zeros(config.num_heads, **factory)) if config.sinks else None
+        )
+        self.q_norm = self.k_norm = self.rotary = None
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.size_of_head, eps=config.qk_norm_eps, **factory)
+            self.k_norm = nn.RMSNorm(config.size_of_head, eps=config.qk_norm_eps, **factory)
+        if config.rotary is not None:
+            self.rotary = RotaryEmbedding(config.rotary)
+
+    def _reset_parameters(self) -> None:
+        """Draw the initial numbers as ``nn.MultiheadAttention`` does."""
+        for weight in (
+            self.in_proj_weight,
+            self.q_proj_weight,
+            self.k_proj_weight,
+            self.v_proj_weight,
+        ):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+        if self.out_proj.bias is not None:
+            nn.init.zeros_(self.out_proj.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool | None = None,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        cache: "LayerCache | None" = None,
+        positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output, weights or None).
+
+        Args:
+            query: [B, L, E]; [L, B, E] without ``batch_first``; [L, E] without a batch.
+            key: the same with S for L and ``kdim`` for E; None is ``query``.
+            value: the same with ``vdim``; None is ``key``.
+            key_padding_mask: [B, S], or [S] without a batch: True = masked, or added.
+            need_weights: return the softmax weights, which needs L x S memory; None is
+                ``need_weights_by_default``, False unless the module replaced one of
+                PyTorch's.
+            attn_mask: [L, S] or [B * H, L, S]: True = masked, or added to the scores.
+            average_attn_weights: weights are the mean over heads.
+            is_causal: a query sees no key behind its own position. It holds beside
+                ``attn_mask``, not instead of it; alone it is the cheapest.
+            cache: keys and values of the tokens before, to which this call's are appended;
+                S counts them all, and causal order and window count from the end.
+            positions: int64 [B or 1, L], where ``rotary`` places the tokens; None counts
+                from the length of the cache.
+
+        Returns:
+            The output in the query's shape, and the weights before dropout: [B, L, S], or
+            [B, H, L, S] if not averaged; no B without a batch. S counts the keys that
+            ``add_bias_kv`` and ``add_zero_attn`` append.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError, ArgumentError, ArgumentTypeError: bad input.
+            UnsupportedError: nested tensors.
+        """
+        if key is None:
+            if value is not None:
+                raise ArgumentError(expected_got("value without key", "None", described(value)))
+            key = query
+        value = key if value is None else value
+        layout = check_inputs(query, key, value, self.config, self.batch_first)
+        if self.rotary is not None or cache is not None:
+            _check_self_attention(query, key, "rotary" if cache is None else "cache")
+        start = 0 if cache is None else cache.length
+        # Made before the cache grows: a mask that does not fit must not change it.
+        masks = mask_arguments(
+            key_padding_mask,
+            attn_mask,
+            Order(is_causal=bool(is_causal), window=self.config.window, to_end=cache is not None),
+            layout.with_keys(start + layout.len_k),
+            num_heads=self.num_heads,
+            num_extra=(self.bias_k is not None) + self.add_zero_attn,
+            device=query.device,
+        )
+        q, k, v = self._heads(query, key, value, layout)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, _positions(positions, start, layout, query.device))
+        elif positions is not None:
+            raise ArgumentError(
+                expected_got("positions", "None without rotary", described(positions))
+            )
+        if cache is not None:
+            k, v = cache.update(k, v)
+        k, v = self._with_extra_keys(k, v)
+        wanted = self.need_weights_by_default if need_weights is None else need_weights
+        output, weights = self.runner.run(
+            q, k, v, need_weights=wanted, **masks, **self._semantics()
+        )
+        output = self.out_proj(layout.merge_heads(output))
+        if weights is None:
+            return output, None
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+        return output, layout.restore_weights(weights.to(query.dtype))
+
+    def _heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return projected and normalised q [B, H, L, D], k and v [B, Hkv, S, D]."""
+        config = self.config
+        if self.in_proj_weight is not None:
+            q, k, v = project_packed(query, key, value, self.in_proj_weight, self.in_proj_bias)
+        else:
+            three = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = [weight for weight in three if weight is not None]
+            sizes = (config.query_size, config.kv_size, config.kv_size)
+            q, k, v = project_separately((query, key, value), weights, self.in_proj_bias, sizes)
+        q = layout.split_heads(q, config.num_heads)
+        k, v = (layout.split_heads(item, config.kv_heads) for item in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _with_extra_keys(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v with what ``add_bias_kv`` and ``add_zero_attn`` append."""
+        if self.bias_k is None and not self.add_zero_attn:
+            return key, value
+        extra = []
+        for heads, learned in ((key, self.bias_k), (value, self.bias_v)):
+            rows = [heads]
+            if learned is not None:
+                row = learned.to(heads.dtype).view(1, heads.shape[1], 1, heads.shape[3])
+                rows.append(row.expand(heads.shape[0], -1, -1, -1))
+            if self.add_zero_attn:
+                rows.append(heads.new_zeros((*heads.shape[:2], 1, heads.shape[3])))
+            extra.append(torch.cat(rows, dim=2))
+        return extra[0], extra[1]
+
+    def _semantics(self) -> dict[str, Any]:
+        """Return the keywords of the public call that follow from what the module is."""
+        config = self.config
+        named: dict[str, Any] = {
+            "dropout_p": self.dropout if self.training else 0.0,
+            "enable_gqa": config.kv_heads != config.num_heads,
+            "scale": config.scale,
+            "softcap": config.softcap,
+            "sinks": self.sinks,
+        }
+        return named
+
+    def get_statistics(self) -> AttentionStatistics:
+        """Return the statistics of the calls made so far, a mapping."""
+        return self.runner.statistics
+
+    def reset_statistics(self) -> None:
+        """Forget the calls made so far."""
+        self.runner.statistics.reset()
+
+    def extra_repr(self) -> str:
+        """Return the settings that differ from the defaults."""
+        shown = [f"{self.embed_dim}, {self.num_heads}"]
+        default = AttentionConfig(embed_dim=self.num_heads, num_heads=self.num_heads)
+        for name in AttentionConfig.__dataclass_fields__:
+            value = getattr(self.config, name)
+            if name not in ("embed_dim", "num_heads") and value != getattr(default, name):
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)
+
+
+def _check_self_attention(query: torch.Tensor, key: torch.Tensor, feature: str) -> None:
+    """Refuse keys that are not the queries' tokens, where one position serves both."""
+    # Reentrant checkpointing detaches each argument: the object changes, the numbers do not.
+    if key is not query and not key.is_set_to(query):
+        raise ArgumentError(
+            expected_got(
+                f"key with {feature}",
+                "the query itself (self-attention), whose positions it shares",
+                f"another tensor, {described(key)}",
+                "pass query alone, or build the module without it",
+            )
+        )
+
+
+def _positions(
+    positions: torch.Tensor | None, start: int, layout: Layout, device: torch.device
+) -> torch.Tensor:
+    """Return the positions of the new tokens; `RotaryEmbedding` checks their numbers."""
+    if positions is None:
+        return torch.arange(start, start + layout.len_q, device=device)[None]
+    if not isinstance(positions, torch.Tensor):
+        raise ArgumentTypeError(
+            expected_got("positions", "None or a torch.Tensor", type(positions).__name__)
+        )
+    return positions

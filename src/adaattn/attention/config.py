@@ -1,0 +1,204 @@
+"""What an attention module is made of, checked when it is made."""
+
+import math
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from adaattn.arguments import Arguments, checked_numbers
+from adaattn.attention.rotary_config import RotaryConfig
+from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
+
+__all__ = ["AttentionConfig", "AttentionOptions"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keywords that every attention module takes, beside its own.
+
+    They are the fields of `AttentionConfig`, and where the parameters are made: ``device``
+    and ``dtype``.
+    """
+
+    add_bias_kv: bool
+    add_zero_attn: bool
+    kdim: int | None
+    vdim: int | None
+    batch_first: bool
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    num_kv_heads: int | None
+    head_dim: int | None
+    out_bias: bool | None
+    rotary: RotaryConfig | None
+    qk_norm: bool
+    qk_norm_eps: float
+    window: tuple[int, int]
+    softcap: float | None
+    sinks: bool
+    scale: float | None
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """What an attention module is made of.
+
+    The first nine fields are those of ``torch.nn.MultiheadAttention``; ``batch_first`` is
+    True here.
+
+    Args:
+        embed_dim: size of the query's and the output's last dimension.
+        num_heads: query heads.
+        dropout: probability of dropping a weight, in training only.
+        bias: the projections of q, k and v have biases.
+        add_bias_kv: one learned key and value more, seen by every query.
+        add_zero_attn: one key and value of zeros more, seen by every query.
+        kdim: size of the key's last dimension; None is ``embed_dim``.
+        vdim: size of the value's last dimension; None is ``embed_dim``.
+        batch_first: tensors are [B, L, E], not [L, B, E].
+        num_kv_heads: heads of k and v, a divisor of ``num_heads``; None is ``num_heads``.
+        head_dim: size of a head; None is ``embed_dim // num_heads``.
+        out_bias: the output projection has a bias; None is ``bias``.
+        rotary: rotary position embedding of q and k; None is none.
+        qk_norm: RMSNorm over each head's q and k, before rotary, as in Qwen3.
+        qk_norm_eps: its epsilon.
+        window: ``(left, right)`` keys around a query that it sees; -1 is unlimited.
+        softcap: c in c * tanh(s / c) of the scores; None is none.
+        sinks: a learned logit for each head joins the softmax denominator.
+        scale: factor of the scores; None is 1 / sqrt(head_dim).
+        layer: the module's index in its model; -1 is none.
+
+    Raises:
+        ShapeError: sizes that do not divide.
+        ArgumentError: a number out of range.
+        ArgumentTypeError: no integer, or no number.
+
+    Example:
+        >>> config = AttentionConfig(embed_dim=64, num_heads=8, num_kv_heads=2)
+        >>> config.size_of_head, config.query_size, config.kv_size
+        (8, 64, 16)
+    """
+
+    embed_dim: int
+    num_heads: int
+    dropout: float = 0.0
+    bias: bool = True
+    add_bias_kv: bool = False
+    add_zero_attn: bool = False
+    kdim: int | None = None
+    vdim: int | None = None
+    batch_first: bool = True
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    out_bias: bool | None = None
+    rotary: RotaryConfig | None = None
+    qk_norm: bool = False
+    qk_norm_eps: float = 1e-6
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    layer: int = -1
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("embed_dim", "num_heads"):
+            _check_size(name, getattr(self, name))
+        for name in ("kdim", "vdim", "num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        if not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < -1:
+            raise ArgumentError(expected_got("layer", "an integer of at least -1", self.layer))
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise ShapeError(
+                expected_got(
+                    "embed_dim",
+                    f"a multiple of num_heads={self.num_heads}",
+                    self.embed_dim,
+                    "or give head_dim",
+                )
+            )
+        if self.num_heads % self.kv_heads:
+            raise ShapeError(
+                expected_got(
+                    "num_kv_heads", f"a divisor of num_heads={self.num_heads}", self.kv_heads
+                )
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        """Check what is no size."""
+        _check_real("dropout", self.dropout)
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ArgumentError(expected_got("dropout", "a probability in [0, 1]", self.dropout))
+        _check_real("qk_norm_eps", self.qk_norm_eps)
+        if not (math.isfinite(self.qk_norm_eps) and self.qk_norm_eps >= 0):
+            raise ArgumentError(
+                expected_got("qk_norm_eps", "a finite number of at least 0", self.qk_norm_eps)
+            )
+        arguments = Arguments(window=self.window, softcap=self.softcap, scale=self.scale)
+        window, *_ = checked_numbers(arguments, self.size_of_head)
+        object.__setattr__(self, "window", window)
+        if self.rotary is None:
+            return
+        if not isinstance(self.rotary, RotaryConfig):
+            raise ArgumentTypeError(
+                expected_got("rotary", "None or a RotaryConfig", repr(self.rotary))
+            )
+        if self.rotary.head_dim != self.size_of_head:
+            raise ShapeError(
+                expected_got(
+                    "head_dim of rotary", f"{self.size_of_head} as here", self.rotary.head_dim
+                )
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of k and v."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Numbers in a head."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in the query heads of a token, and in those of the output."""
+        return self.num_heads * self.size_of_head
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in the key heads of a token, and in its value heads."""
+        return self.kv_heads * self.size_of_head
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in a key before projection."""
+        return self.embed_dim if self.kdim is None else self.kdim
+
+    @property
+    def value_size(self) -> int:
+        """Numbers in a value before projection."""
+        return self.embed_dim if self.vdim is None else self.vdim
+
+    @property
+    def has_packed_weights(self) -> bool:
+        """Whether one matrix, ``in_proj_weight``, holds the projections of q, k and v."""
+        sizes = {self.embed_dim, self.key_size, self.value_size, self.query_size, self.kv_size}
+        return len(sizes) == 1
+
+
+def _check_size(name: str, value: object) -> None:
+    """Refuse what is no positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+    if value < 1:
+        raise ArgumentError(expected_got(name, "at least 1", value))
+
+
+def _check_real(name: str, value: object) -> None:
+    """Refuse what is no number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ArgumentTypeError(expected_got(name, "a number", repr(value)))

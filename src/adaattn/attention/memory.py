@@ -1,0 +1,192 @@
+"""What one module remembers of its calls: running statistics, the way of each head, plans."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from adaattn._events import AttentionEvent
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.spec import (
+    AttentionProblem,
+    Decision,
+    Earlier,
+    History,
+    Method,
+    TensorStats,
+    Way,
+)
+
+__all__ = ["CallMemory", "is_recomputing"]
+
+_PROBLEMS: Final = 8
+"""Problems (shapes, masks) that are remembered, the least recent forgotten first."""
+
+_FORWARDS: Final = 64
+"""Forward passes whose decisions are kept for a backward that recomputes them."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one problem."""
+
+    stats: TensorStats
+    ways: tuple[Way, ...]
+    age: int
+
+
+class CallMemory:
+    """A module's running statistics; planning reads them as an `adaattn.spec.History`.
+
+    Args:
+        measure_every: calls of one problem from one measurement to the next; 1 measures each.
+        momentum: share of the old value in each running number, 0 (the newest alone) to
+            below 1. A running error is never below the newest.
+
+    Raises:
+        ArgumentError: a number is out of range.
+    """
+
+    def __init__(self, *, measure_every: int = 8, momentum: float = 0.5) -> None:
+        if type(measure_every) is not int or measure_every < 1:
+            raise ArgumentError(
+                expected_got("measure_every", "an integer of at least 1", measure_every)
+            )
+        if not 0.0 <= momentum < 1.0:
+            raise ArgumentError(expected_got("momentum", "a number in [0, 1)", momentum))
+        self.measure_every = measure_every
+        self.momentum = momentum
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._entries: OrderedDict[AttentionProblem, _Entry] = OrderedDict()
+        self._forwards: deque[tuple[object, Decision]] = deque(maxlen=_FORWARDS)
+        self._history: History | None = None
+
+    def history(self) -> History:
+        """Return what planning is told: statistics that are still fresh, and each head's way."""
+        if self._history is None:
+            self._history = History(
+                entries=tuple(
+                    Earlier(
+                        problem=problem,
+                        stats=entry.stats if entry.age < self.measure_every else None,
+                        ways=entry.ways,
+                    )
+                    for problem, entry in self._entries.items()
+                )
+            )
+        return self._history
+
+    def learn(self, event: AttentionEvent, mark: object) -> None:
+        """Take in one call.
+
+        Args:
+            event: the call.
+            mark: its inputs' fingerprint, by which a recomputation finds its decision.
+        """
+        self._forwards.append((mark, event.decision))
+        entry = self._entries.get(event.problem)
+        if event.stats is not None:
+            stats = event.stats
+            if entry is not None:
+                stats = running_stats(entry.stats, stats, self.momentum)
+            entry = self._entries[event.problem] = _Entry(stats, (), 0)
+            self._entries.move_to_end(event.problem)
+            if len(self._entries) > _PROBLEMS:
+                self._entries.popitem(last=False)
+        if entry is None:
+            return
+        entry.age += 1
+        ways = _ways(event)
+        if event.repaired_heads:
+            entry.stats = _barred(entry.stats, event.repaired_heads)
+        changed = event.stats is not None or bool(event.repaired_heads) or ways != entry.ways
+        if changed or entry.age == self.measure_every:
+            self._history = None
+        entry.ways = ways
+
+    def recalled(self, mark: object) -> Decision | None:
+        """Return the decision of the forward pass that had these inputs, the newest first."""
+        for known, decision in reversed(self._forwards):
+            if known == mark:
+                return decision
+        return None
+
+
+def is_recomputing() -> bool:
+    """Return whether a backward pass is running, which calls forward only to recompute it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> TensorStats:
+    """Return statistics averaged over calls; errors at least as large as the newest.
+
+    Args:
+        old: the running statistics.
+        new: just measured.
+        momentum: share of the old.
+    """
+
+    def mean(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
+        if len(before) != len(now):
+            return now
+        pairs = zip(before, now, strict=True)
+        return tuple(momentum * a + (1 - momentum) * b for a, b in pairs)
+
+    def error(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(max(a, b) for a, b in zip(mean(before, now), now, strict=True))
+
+    def by_key(before: tuple[Any, ...], now: tuple[Any, ...], join: Any) -> tuple[Any, ...]:
+        known = dict(before)
+        return tuple((key, join(known.get(key, ()), values)) for key, values in now)
+
+    sparse = {mass: (densities, errors) for mass, densities, errors in old.block_sparse}
+    return replace(
+        new,
+        entropy_bits=mean(old.entropy_bits, new.entropy_bits),
+        pooled_entropy_bits=by_key(old.pooled_entropy_bits, new.pooled_entropy_bits, mean),
+        effective_ranks=mean(old.effective_ranks, new.effective_ranks),
+        score_tails=by_key(old.score_tails, new.score_tails, mean),
+        value_tails=by_key(old.value_tails, new.value_tails, mean),
+        precision_errors=by_key(old.precision_errors, new.precision_errors, error),
+        low_rank_errors=by_key(old.low_rank_errors, new.low_rank_errors, error),
+        block_sparse=tuple(
+            (
+                mass,
+                mean(sparse.get(mass, ((), ()))[0], densities),
+                error(sparse.get(mass, ((), ()))[1], errors),
+            )
+            for mass, densities, errors in new.block_sparse
+        ),
+    )
+
+
+def _barred(stats: TensorStats, heads: tuple[int, ...]) -> TensorStats:
+    """Return statistics in which no approximation serves some heads, until they are measured."""
+
+    def infinite(errors: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(float("inf") if h in heads else error for h, error in enumerate(errors))
+
+    return replace(
+        stats,
+        precision_errors=tuple((key, infinite(item)) for key, item in stats.precision_errors),
+        low_rank_errors=tuple((key, infinite(item)) for key, item in stats.low_rank_errors),
+        block_sparse=tuple(
+            (mass, densities, infinite(item)) for mass, densities, item in stats.block_sparse
+        ),
+    )
+
+
+def _ways(event: AttentionEvent) -> tuple[Way, ...]:
+    """Return how each head was computed in the end."""
+    own = (Method.EXACT, event.problem.precision)
+    ways: list[Way] = [own] * event.problem.num_heads
+    for group in event.decision.plan.groups:
+        for head in group.heads or range(len(ways)):
+            ways[head] = (group.method, group.precision)
+    for head in event.repaired_heads:
+        ways[head] = own
+    return tuple(ways)

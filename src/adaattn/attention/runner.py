@@ -1,0 +1,214 @@
+"""One module's calls: the policy that they follow, what they taught, the statistics they leave."""
+
+from typing import Any
+
+import torch
+
+from adaattn._events import AttentionEvent, record_events
+from adaattn.attention.memory import CallMemory, is_recomputing
+from adaattn.attention.precision_mode import checked_mode, in_mode
+from adaattn.attention.statistics import AttentionStatistics
+from adaattn.dispatch import is_transformed
+from adaattn.functional import plan_attention, scaled_dot_product_attention
+from adaattn.outputs import AuxRequest
+from adaattn.policies import resolve_policy
+from adaattn.spec import Decision, History, Plan, Policy
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs attention for one module.
+
+    Under an error budget it remembers: statistics measured on one call serve the next ones,
+    a head keeps its method until another is clearly better, and a forward pass that activation
+    checkpointing runs again in backward follows the plan that it had the first time.
+
+    Args:
+        policy: what its calls may lose; None follows the ambient policy.
+        backend: ``"auto"``, or an executor by name.
+        layer: the module's index in its model, for calibrated budgets and events; -1 is none.
+        precision_mode: ``"auto"`` leaves the number format to the policy; a format by name is
+            used where the device computes in it, else the input's own is kept and the
+            statistics say why.
+        measure_every: calls of one problem from one measurement to the next.
+        momentum: share of the old value in each running statistic.
+        fused_on_gpu: False sends calls on a GPU to the chunked executor.
+
+    Attributes:
+        plan: a plan for every call; None plans each. With one the module traces into one
+            graph under ``torch.compile(fullgraph=True)``.
+        statistics: of the calls so far.
+
+    Raises:
+        PolicyError: an unknown policy.
+        ArgumentError: an unknown precision mode, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | None = None,
+        *,
+        backend: str = "auto",
+        layer: int = -1,
+        precision_mode: str = "auto",
+        measure_every: int = 8,
+        momentum: float = 0.5,
+        fused_on_gpu: bool = True,
+    ) -> None:
+        self.policy = None if policy is None else resolve_policy(policy)
+        self.backend = backend
+        self.layer = layer
+        self.precision_mode = checked_mode(precision_mode)
+        self.fused_on_gpu = fused_on_gpu
+        self.plan: Plan | None = None
+        self.statistics = AttentionStatistics()
+        self._memory = CallMemory(measure_every=measure_every, momentum=momentum)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        need_weights: bool = False,
+        **semantics: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (output [B, Hq, Sq, Dv], weights [B, Hq, Sq, Sk] or None).
+
+        Args:
+            query: [B, Hq, Sq, D].
+            key: [B, Hkv, Sk, D].
+            value: [B, Hkv, Sk, Dv].
+            need_weights: return the softmax weights too.
+            **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to
+                be computed.
+        """
+        if torch.compiler.is_compiling():
+            if self.plan is not None:
+                return self._planned(query, key, value, need_weights, semantics)
+            outside: Any = torch.compiler.disable(self._run)
+            return outside(query, key, value, need_weights, semantics)  # type: ignore[no-any-return]
+        return self._run(query, key, value, need_weights, semantics)
+
+    def reset(self) -> None:
+        """Forget the statistics and all that was learnt."""
+        self.statistics.reset()
+        self._memory.reset()
+
+    def decision(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **semantics: Any
+    ) -> Decision:
+        """Return the decision that a call with these tensors would follow; see `run`."""
+        return plan_attention(
+            query,
+            key,
+            value,
+            policy=self.policy,
+            backend=self.backend,
+            layer=self.layer,
+            **semantics,
+        )
+
+    def _run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        need_weights: bool,
+        semantics: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what `run` returns, in the format of the precision mode."""
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+            if self.plan is not None:
+                with record_events(self.statistics.record):
+                    return self._planned(q, k, v, need_weights, semantics)
+            return self._adapted(q, k, v, need_weights, semantics)
+
+        found, note = in_mode(self.precision_mode, query, key, value, run)
+        if note:
+            self.statistics.note_precision(note)
+        output, weights = found
+        return output, weights
+
+    def _planned(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        need_weights: bool,
+        semantics: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the module's plan computes."""
+        settings: dict[str, Any] = {"plan": self.plan, "tag": self._tag}
+        return _called(query, key, value, need_weights, semantics | settings)
+
+    def _adapted(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        need_weights: bool,
+        semantics: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what planning decides from the call and from what earlier calls taught."""
+        policy = resolve_policy(self.policy)
+        plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
+        backend = "chunked" if plain else self.backend
+        settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
+        lossy = policy.error_budget > 0.0 or bool(policy.head_budgets)
+        if not lossy or is_transformed(query, key, value):
+            with record_events(self._count):
+                return _called(query, key, value, need_weights, semantics | settings)
+        mark = _fingerprint(query, key, value)
+        repeat = self._memory.recalled(mark) if is_recomputing() else None
+        if repeat is not None:
+            self.statistics.record_recomputed()
+            settings["history"] = History(repeat=repeat)
+            return _called(query, key, value, need_weights, semantics | settings)
+        settings["history"] = self._memory.history()
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            found = _called(query, key, value, need_weights, semantics | settings)
+        for event in events:
+            self.statistics.record(event)
+            self._memory.learn(event, mark)
+        return found
+
+    def _count(self, event: AttentionEvent) -> None:
+        """Count an exact call, or its recomputation."""
+        if is_recomputing():
+            self.statistics.record_recomputed()
+        else:
+            self.statistics.record(event)
+
+    @property
+    def _tag(self) -> str:
+        """The name of the module's calls in events."""
+        return f"layer{self.layer}" if self.layer >= 0 else ""
+
+
+def _called(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    need_weights: bool,
+    arguments: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (output, weights or None) of the public call."""
+    if not need_weights:
+        return scaled_dot_product_attention(query, key, value, **arguments), None
+    aux = AuxRequest(weights=True)
+    output, found = scaled_dot_product_attention(query, key, value, **arguments, return_aux=aux)
+    return output, found.weights
+
+
+def _fingerprint(*tensors: torch.Tensor) -> tuple[object, ...]:
+    """Return shapes and a few numbers by which a recomputed call knows its forward pass."""
+    picked = []
+    for tensor in tensors:
+        tokens = tensor.detach()[-1:, -1, :: max(tensor.shape[-2] // 4, 1), -1:]
+        picked.append(tokens.flatten().double())
+    numbers = torch.cat(picked).tolist()
+    return (*(tuple(tensor.shape) for tensor in tensors), *numbers)

@@ -1,0 +1,284 @@
+"""Device facts, kernel selection, and three ways to ask for attention by what it should be.
+
+`fused_scaled_dot_product_attention` wants a fused kernel, `adaptive_attention_kernel` a rank
+and a number format, `memory_efficient_attention` a memory limit. All of them plan and run as
+`adaattn.scaled_dot_product_attention` does. Tensors are [B, H, S, D]; legend in
+`adaattn.spec`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.attention.precision_mode import cast_call, named_precision
+from adaattn.backends import capabilities
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
+from adaattn.functional import plan_attention, scaled_dot_product_attention
+from adaattn.kernels._cuda_manager import CUDAManager
+from adaattn.kernels._fused import FLASH, attend
+from adaattn.kernels._kernel_manager import (
+    AttentionKernelManager,
+    CacheInfo,
+    KernelChoice,
+    KernelInfo,
+)
+from adaattn.policies import resolve_policy
+from adaattn.spec import Decision, HeadGroup, Method, Plan, Policy, Precision
+from adaattn.validation import Arguments, build_call
+
+__all__ = [
+    "AttentionKernelManager",
+    "CUDAManager",
+    "CacheInfo",
+    "KernelChoice",
+    "KernelInfo",
+    "adaptive_attention_kernel",
+    "fused_scaled_dot_product_attention",
+    "memory_efficient_attention",
+]
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_LOW_RANK: Final = "low_rank"
+
+_GIVEN: Final = "rank and precision were given with the call; nothing was measured"
+
+
+def fused_scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    backend: str = FLASH,
+) -> torch.Tensor:
+    """Return attention by a fused kernel, [B, Hq, Sq, Dv], or say every reason why none serves.
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D]; Hkv divides Hq.
+        value: [B, Hkv, Sk, Dv].
+        attn_mask: broadcastable to [B, Hq, Sq, Sk]; boolean (True = attend) or added.
+        dropout_p: probability of dropping a weight.
+        is_causal: key j is seen from row i only if j <= i.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        backend: ``"flash"`` is the cheapest fused kernel that can serve; an executor's name is
+            that one; ``"auto"`` steps down to SDPA and matrix products where none can.
+
+    Raises:
+        UnsupportedError: the kernel asked for cannot serve; every reason is listed.
+        AdaAttnError: as `adaattn.scaled_dot_product_attention`.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.randn(1, 4, 32, 16)
+        >>> tuple(fused_scaled_dot_product_attention(q, k, v, is_causal=True).shape)
+        (1, 4, 32, 16)
+    """
+    semantics = {
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+    }
+    output: torch.Tensor = attend(query, key, value, semantics, {"backend": backend})
+    return output
+
+
+def adaptive_attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    rank: int | None = None,
+    precision: Precision | str | None = None,
+    policy: Policy | str | None = "balanced",
+    return_decision: bool = False,
+    **semantics: Any,
+) -> torch.Tensor | tuple[torch.Tensor, Decision]:
+    """Return attention at a rank and in a number format, [B, Hq, Sq, Dv].
+
+    What is None is decided by the policy, on numbers measured from the call, and audited as
+    the policy says. What is given is done as told and not audited: compare
+    `adaattn.linalg.bounds`, or leave it to the policy.
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D]; Hkv divides Hq.
+        value: [B, Hkv, Sk, Dv].
+        rank: columns that q and k are projected to, and v if Dv is larger; 1 to D. D is exact.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"``, or a `adaattn.Precision`, of the products.
+        policy: decides what is None; ``None`` is the ambient policy.
+        return_decision: return the decision too.
+        **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to be
+            computed, such as ``is_causal``; unknown ones are refused.
+
+    Returns:
+        The output in the dtype of the query, or ``(output, decision)``.
+
+    Raises:
+        ArgumentError: a rank out of range, an unknown precision.
+        ArgumentTypeError: a rank that is no integer, an unknown keyword.
+        UnsupportedError: no executor computes that; every reason is listed.
+        AdaAttnError: as `adaattn.scaled_dot_product_attention`.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.randn(1, 4, 64, 32)
+        >>> out, decision = adaptive_attention_kernel(
+        ...     q, k, v, rank=8, precision="fp32", return_decision=True)
+        >>> decision.plan.groups[0].label
+        'low_rank/fp32 rank=8,8'
+    """
+    known = set(Arguments.__dataclass_fields__)
+    if unknown := sorted(set(semantics) - known):
+        raise ArgumentTypeError(
+            expected_got("keyword arguments", f"some of {sorted(known)}", unknown)
+        )
+    wanted = None if precision is None else named_precision(precision)
+    chosen = resolve_policy(policy)
+    semantics = {"enable_gqa": True} | semantics
+    inputs = (query, key, value)
+    if rank is not None:
+        head_dim = build_call(*inputs, Arguments(**semantics)).problem.head_dim
+        if _checked_rank(rank, head_dim) < head_dim:
+            found = _at_rank(inputs, rank, wanted, chosen, semantics)
+            return found if return_decision else found[0]
+        chosen = replace(chosen, methods=(Method.EXACT,))
+    found = _at_own_rank(inputs, wanted, chosen, semantics)
+    return found if return_decision else found[0]
+
+
+def memory_efficient_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    is_causal: bool = False,
+    memory_budget_bytes: int | None = None,
+) -> torch.Tensor:
+    """Return exact attention, [B, Hq, Sq, Dv], a chunk of query rows at a time.
+
+    For long sequences where nothing fused serves; the scores of one chunk are all that is
+    kept, and the backward pass computes them again. The call is like xFormers', but heads
+    come before tokens.
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D]; Hkv divides Hq.
+        value: [B, Hkv, Sk, Dv].
+        attn_bias: broadcastable to [B, Hq, Sq, Sk]; boolean (True = attend) or added.
+        p: probability of dropping a weight.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        is_causal: key j is seen from row i only if j <= i.
+        memory_budget_bytes: most workspace beside inputs and output; None is 256 MiB a chunk.
+
+    Raises:
+        PlanError: one query row does not fit the budget.
+        ArgumentError, ArgumentTypeError: the budget is negative, or no integer.
+        AdaAttnError: as `adaattn.scaled_dot_product_attention`.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.randn(1, 2, 256, 16)
+        >>> out = memory_efficient_attention(q, k, v, memory_budget_bytes=1 << 20)
+        >>> tuple(out.shape)
+        (1, 2, 256, 16)
+    """
+    policy = Policy(name="memory_efficient", memory_budget_bytes=memory_budget_bytes)
+    semantics = {"attn_mask": attn_bias, "dropout_p": p, "is_causal": is_causal, "scale": scale}
+    settings = {"policy": policy, "backend": "chunked"}
+    output: torch.Tensor = attend(query, key, value, semantics, settings)
+    return output
+
+
+def _at_own_rank(
+    inputs: _Inputs, precision: Precision | None, policy: Policy, semantics: dict[str, Any]
+) -> tuple[torch.Tensor, Decision]:
+    """Return (output, decision) at the rank that the policy finds."""
+    if precision is not None:
+        policy = replace(policy, precisions=())
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return scaled_dot_product_attention(
+            query, key, value, policy=policy, return_aux=True, **semantics
+        )
+
+    output, aux = _in_precision(inputs, precision, run)
+    return output, aux.decision
+
+
+def _at_rank(
+    inputs: _Inputs,
+    rank: int,
+    precision: Precision | None,
+    policy: Policy,
+    semantics: dict[str, Any],
+) -> tuple[torch.Tensor, Decision]:
+    """Return (output, decision) at a given rank, in the format that the policy finds or a given."""
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        problem = build_call(query, key, value, Arguments(**semantics)).problem
+        exact: tuple[HeadGroup, ...]
+        exact = (HeadGroup(capability=_LOW_RANK, precision=problem.precision),)
+        if precision is None:
+            only = replace(policy, methods=(Method.EXACT,))
+            exact = plan_attention(query, key, value, policy=only, **semantics).plan.groups
+        plan = Plan(
+            groups=tuple(_lowered(group, rank, problem.value_dim) for group in exact),
+            num_heads=problem.num_heads,
+            error_budget=policy.error_budget,
+        )
+        output = scaled_dot_product_attention(query, key, value, plan=plan, **semantics)
+        return output, Decision(plan=plan, policy=policy.name, notes=(_GIVEN,))
+
+    found: tuple[torch.Tensor, Decision] = _in_precision(inputs, precision, run)
+    return found
+
+
+def _in_precision(inputs: _Inputs, precision: Precision | None, run: Callable[..., Any]) -> Any:
+    """Return what ``run`` gives for the inputs in a format; None is their own.
+
+    Raises:
+        UnsupportedError: no executor takes the format.
+    """
+    if precision is None:
+        return run(*inputs)
+    if not any(precision in item.precisions for item in capabilities()):
+        taken = [
+            f"{item.name}: it takes {', '.join(one.label for one in item.precisions)}"
+            for item in capabilities()
+        ]
+        raise UnsupportedError(f"precision {precision.label!r}", taken)
+    return cast_call(torch_dtype(precision), *inputs, run)
+
+
+def _lowered(group: HeadGroup, rank: int, value_dim: int) -> HeadGroup:
+    """Return a group that projects q, k and v to fewer columns, for the same heads and format."""
+    return HeadGroup(
+        capability=_LOW_RANK,
+        heads=group.heads,
+        method=Method.LOW_RANK,
+        precision=group.precision,
+        rank=rank,
+        value_rank=rank if rank < value_dim else 0,
+    )
+
+
+def _checked_rank(rank: int, head_dim: int) -> int:
+    """Return a rank from 1 to the head dimension."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise ArgumentTypeError(expected_got("rank", "None or an integer", repr(rank)))
+    if not 1 <= rank <= head_dim:
+        expected = f"1 to the head dimension, {head_dim}"
+        raise ArgumentError(expected_got("rank", expected, rank, "None lets the policy decide"))
+    return rank

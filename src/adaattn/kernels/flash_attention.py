@@ -1,0 +1,280 @@
+"""Fused attention by name: a config, a call, and a module that counts what served it.
+
+A fused kernel is one with online softmax (FlashAttention-2, cuDNN, the memory-efficient
+kernel, PyTorch's CPU kernel, FlexAttention). The chain of ``auto`` is: a fused kernel, else
+PyTorch's SDPA, else matrix products and a softmax; each step down is logged at level INFO
+and is in the call's event. Tensors are [B, H, S, D]; legend in `adaattn.spec`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, Unpack
+
+import torch
+
+from adaattn.attention.base import BaseAttention
+from adaattn.attention.config import AttentionOptions
+from adaattn.attention.precision_mode import checked_mode, in_mode
+from adaattn.attention.runner import Runner
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.kernels._fused import UNFUSED, attend, first_that_serves
+from adaattn.outputs import AuxOutput, AuxRequest
+from adaattn.spec import Align, Policy
+
+__all__ = ["AdaptiveFlashAttention", "FlashAttentionConfig", "flash_attention_forward"]
+
+_TURNED_OFF: Final = "enable_flash=False: no fused kernel was asked"
+
+_FROM_STATISTICS: Final = (
+    "flash_calls",
+    "fallback_calls",
+    "approximate_calls",
+    "flash_ratio",
+    "step_downs",
+    "peak_memory_bytes",
+    "peak_workspace_bytes",
+    "share_by_method",
+    "share_by_precision",
+    "precision_notes",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashAttentionConfig:
+    """What a fused attention call is to compute, and in which number format.
+
+    Args:
+        is_causal: key j is seen from position p only if j <= p.
+        align: whether p counts from the first key (``"top_left"``) or the last one
+            (``"bottom_right"``).
+        scale: factor of the scores; None is 1 / sqrt(D).
+        window: ``(left, right)``; key j is seen when p - left <= j <= p + right; -1 is unlimited.
+        softcap: c in c * tanh(s / c); None is none.
+        dropout_p: probability of dropping a weight.
+        precision_mode: ``"auto"`` leaves the format to the policy; ``"fp32"``, ``"bf16"``,
+            ``"fp16"`` and ``"fp8"`` compute in that format where the device has instructions for
+            it, else in the input's own, and the log says so.
+        enable_flash: False takes fused kernels out of the chain.
+
+    Raises:
+        ArgumentError: an unknown precision mode.
+        ArgumentTypeError: a precision mode that is no string.
+
+    The other numbers are checked by the call.
+
+    Example:
+        >>> FlashAttentionConfig(is_causal=True, window=(127, 0)).precision_mode
+        'auto'
+    """
+
+    is_causal: bool = False
+    align: str | Align = "top_left"
+    scale: float | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    precision_mode: str = "auto"
+    enable_flash: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse a precision mode that does not exist."""
+        checked_mode(self.precision_mode)
+
+    @property
+    def semantics(self) -> dict[str, Any]:
+        """The keywords of `adaattn.scaled_dot_product_attention` that it stands for."""
+        return {
+            "is_causal": self.is_causal,
+            "align": self.align,
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+        }
+
+
+def flash_attention_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    config: FlashAttentionConfig | None = None,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    policy: Policy | str | None = None,
+    backend: str = "auto",
+    return_aux: AuxRequest | bool | None = None,
+) -> Any:
+    """Return attention of the inputs, [B, Hq, Sq, Dv], in the dtype of the query.
+
+    Args:
+        query: [B, Hq, Sq, D]; float64, float32, bfloat16 or float16.
+        key: [B, Hkv, Sk, D]; Hkv divides Hq.
+        value: [B, Hkv, Sk, Dv].
+        config: what to compute; None is `FlashAttentionConfig` as it stands.
+        attn_mask: broadcastable to [B, Hq, Sq, Sk]; boolean (True = attend) or added.
+        policy: what the call may lose; None is the ambient policy.
+        backend: ``"auto"`` follows the chain; ``"flash"`` is any fused kernel and nothing else;
+            an executor's name is that executor and nothing else.
+        return_aux: an `AuxRequest`, or True for the decision alone.
+
+    Returns:
+        The output, or ``(output, AuxOutput)`` when ``return_aux`` is given.
+
+    Raises:
+        ArgumentError: a backend was named and ``enable_flash`` is False; a number out of range.
+        ArgumentTypeError: ``config`` is something else.
+        UnsupportedError: a named backend cannot serve; every reason is listed.
+        AdaAttnError: as `adaattn.scaled_dot_product_attention`.
+
+    Example:
+        >>> import torch
+        >>> q = torch.randn(1, 8, 64, 32)
+        >>> k = v = torch.randn(1, 2, 64, 32)
+        >>> config = FlashAttentionConfig(is_causal=True)
+        >>> out, aux = flash_attention_forward(q, k, v, config, backend="flash", return_aux=True)
+        >>> tuple(out.shape), aux.decision.plan.groups[0].capability
+        ((1, 8, 64, 32), 'sdpa.flash')
+    """
+    config = FlashAttentionConfig() if config is None else config
+    if not isinstance(config, FlashAttentionConfig):
+        got = type(config).__name__
+        raise ArgumentTypeError(expected_got("config", "None or a FlashAttentionConfig", got))
+    if backend != "auto" and not config.enable_flash:
+        raise ArgumentError(
+            expected_got("backend with enable_flash=False", "'auto'", repr(backend))
+        )
+    semantics = config.semantics | {"attn_mask": attn_mask}
+    settings = {"policy": policy, "backend": backend, "return_aux": return_aux}
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        if config.enable_flash:
+            return attend(query, key, value, semantics, settings)
+        return first_that_serves(
+            UNFUSED, lambda name: attend(query, key, value, semantics, settings | {"backend": name})
+        )
+
+    found, note = in_mode(config.precision_mode, query, key, value, run)
+    if not return_aux:
+        return found
+    output, aux = found
+    return output, _with_note(aux, note)
+
+
+class AdaptiveFlashAttention(BaseAttention):
+    """Multi-head attention served by fused kernels where one can, that counts what served it.
+
+    Args:
+        embed_dim: model dimension.
+        num_heads: query heads.
+        precision_mode: as in `FlashAttentionConfig`.
+        enable_flash: False takes fused kernels out of the chain.
+        dropout: probability of dropping a weight in training.
+        bias: projections have biases.
+        policy: what its calls may lose; None is the ambient policy, exact by default.
+        **options: the other settings of `adaattn.attention.config.AttentionConfig`.
+
+    Parameters, ``state_dict`` and the call are those of `BaseAttention`. Weights asked for
+    with ``need_weights=True`` come from an executor that has them; the call counts as a
+    fallback with its reason.
+
+    Raises:
+        ArgumentError: an unknown precision mode; sizes that do not fit.
+        ArgumentTypeError: an unknown option.
+
+    Example:
+        >>> import torch
+        >>> attention = AdaptiveFlashAttention(64, 4)
+        >>> x = torch.randn(2, 10, 64)
+        >>> output, weights = attention(x, x, x)
+        >>> attention.get_flash_statistics()["flash_ratio"]
+        1.0
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        precision_mode: str = "auto",
+        enable_flash: bool = True,
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        policy: Policy | str | None = None,
+        **options: Unpack[AttentionOptions],
+    ) -> None:
+        runner = _FlashRunner(
+            policy,
+            precision_mode=checked_mode(precision_mode),
+            enable_flash=enable_flash,
+            layer=options.get("layer", -1),
+        )
+        super().__init__(embed_dim, num_heads, dropout, bias, runner=runner, **options)
+
+    def get_flash_statistics(self) -> dict[str, Any]:
+        """Return how its calls were served, as plain values.
+
+        ``total_calls``, ``precision_mode``, and these of `AttentionStatistics`, which says what
+        they mean: ``flash_calls``, ``fallback_calls``, ``fallback_reasons``,
+        ``approximate_calls``, ``flash_ratio``, ``step_downs``, ``peak_memory_bytes``,
+        ``peak_workspace_bytes``, ``share_by_method``, ``share_by_precision`` and
+        ``precision_notes``: how often the mode was not used, and why.
+        """
+        assert isinstance(self.runner, _FlashRunner)
+        return self.runner.flash_statistics()
+
+
+class _FlashRunner(Runner):
+    """A runner whose chain may do without fused kernels."""
+
+    def __init__(
+        self, policy: Policy | str | None, *, precision_mode: str, enable_flash: bool, layer: int
+    ) -> None:
+        super().__init__(policy, layer=layer, precision_mode=precision_mode)
+        self.unfused: dict[str, Runner] = {}
+        for name in () if enable_flash else UNFUSED:
+            runner = Runner(policy, backend=name, layer=layer, precision_mode=precision_mode)
+            runner.statistics = self.statistics
+            self.unfused[name] = runner
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        need_weights: bool = False,
+        **semantics: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what `Runner.run` returns, by the first of the chain that can serve."""
+        asked: dict[str, Any] = semantics | {"need_weights": need_weights}
+        if not self.unfused or self.plan is not None:
+            return super().run(query, key, value, **asked)
+        found: tuple[torch.Tensor, torch.Tensor | None] = first_that_serves(
+            UNFUSED, lambda name: self.unfused[name].run(query, key, value, **asked)
+        )
+        return found
+
+    def reset(self) -> None:
+        """Forget the statistics and all that was learnt."""
+        super().reset()
+        for runner in self.unfused.values():
+            runner.reset()
+
+    def flash_statistics(self) -> dict[str, Any]:
+        """Return how its calls were served."""
+        known = self.statistics.to_dict()
+        reasons = dict(known["fallback_reasons"])
+        if self.unfused:
+            reasons = {_TURNED_OFF: known["fallback_calls"]} if known["fallback_calls"] else {}
+        return {
+            "total_calls": known["calls"],
+            "fallback_reasons": reasons,
+            **{name: known[name] for name in _FROM_STATISTICS},
+            "precision_mode": self.precision_mode,
+        }
+
+
+def _with_note(aux: AuxOutput, note: str) -> AuxOutput:
+    """Return the outputs with one remark more in the decision."""
+    if not note or aux.decision is None:
+        return aux
+    return replace(aux, decision=replace(aux.decision, notes=(*aux.decision.notes, note)))

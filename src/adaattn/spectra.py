@@ -1,0 +1,83 @@
+"""What entropies and spectra say of every rank at once, before any rank is tried.
+
+Two Gram matrices and their eigenvalues give, for each rank, how much of the scores and of the
+values it leaves out; `adaattn.planning.rank` turns that and the entropies into predicted ranks.
+"""
+
+from typing import Final
+
+import torch
+
+from adaattn.backends import Tensors
+from adaattn.backends.low_rank import Projected, project
+from adaattn.planning.rank import tail_ranks
+from adaattn.spec import AttentionProblem, TensorStats
+
+__all__ = ["ENTROPY_SCALES", "entropy_stats", "project_widely", "spectral_stats"]
+
+ENTROPY_SCALES: Final = (1, 4, 16)
+"""How many neighbouring keys are added up for each entropy of the sampled rows' weights."""
+
+
+def project_widely(
+    tensors: Tensors, problem: AttentionProblem, ranks: tuple[tuple[int, int], ...]
+) -> Projected:
+    """Return the tensors at the largest rank that anybody will look at; factors are nested."""
+    largest = max(*(rank for rank, _ in ranks), *tail_ranks(problem))
+    return project(tensors, problem, largest, largest)
+
+
+def entropy_stats(entropies: torch.Tensor) -> TensorStats:
+    """Return statistics that hold the entropies alone; one host read.
+
+    Args:
+        entropies: [E, Hq] bits, a row for each of `ENTROPY_SCALES`.
+    """
+    rows = entropies.tolist()
+    return TensorStats(entropy_bits=tuple(rows[0]), pooled_entropy_bits=_pooled(rows))
+
+
+def spectral_stats(
+    projected: Projected,
+    tensors: Tensors,
+    problem: AttentionProblem,
+    entropies: torch.Tensor,
+) -> TensorStats:
+    """Return entropies, effective ranks and tails of each head, worst over the batch.
+
+    Query heads that share a key head share its projection and so these numbers; one host read.
+
+    Args:
+        projected: from `project_widely`.
+        tensors: canonical.
+        problem: describes them.
+        entropies: [E, Hq] bits.
+    """
+    ranks = tail_ranks(problem)
+    assert projected.scores is not None
+    energies = projected.scores.singular_values.square()
+    pairs = problem.group_size * problem.len_q * problem.len_k
+    columns = projected.tensors.value.double().square().sum(-2)
+    whole = tensors.value.double().square().sum((-2, -1))
+    found = [projected.scores.effective_rank()]
+    found += [abs(problem.scale) * (energies[..., rank:].sum(-1) / pairs).sqrt() for rank in ranks]
+    for rank in ranks:
+        left = (whole - columns[..., :rank].sum(-1)).clamp_min(0.0)
+        found.append((left / whole.clamp_min(1e-300)).sqrt())
+    worst = torch.stack(found).amax(1).repeat_interleave(problem.group_size, dim=-1)
+    rows = torch.cat([entropies.to(worst.dtype), worst]).tolist()
+    count = len(entropies)
+    tails = [tuple(row) for row in rows[count + 1 :]]
+    return TensorStats(
+        entropy_bits=tuple(rows[0]),
+        pooled_entropy_bits=_pooled(rows[:count]),
+        effective_ranks=tuple(rows[count]),
+        score_tails=tuple(zip(ranks, tails[: len(ranks)], strict=True)),
+        value_tails=tuple(zip(ranks, tails[len(ranks) :], strict=True)),
+    )
+
+
+def _pooled(rows: list[list[float]]) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """Return the entropies of the scales above 1."""
+    named = zip(ENTROPY_SCALES[1:], rows[1:], strict=True)
+    return tuple((scale, tuple(row)) for scale, row in named)
