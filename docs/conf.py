@@ -19,6 +19,9 @@ html_theme = "furo"
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+# Types stand beside the arguments that a docstring explains. Where a paragraph parts "Args" from
+# "Raises", all types would otherwise be listed once more.
+autodoc_typehints_description_target = "documented_params"
 napoleon_google_docstring = True
 # An "Attributes:" section then describes what the class has, instead of listing it twice.
 napoleon_use_ivar = True

@@ -6,7 +6,7 @@ A page in ``docs/api/`` has comment lines of two kinds, which become text here:
     <!-- modules of adaattn.spec -->   the module and each public module inside it, in full
 
 Each name is described once, in the module that defines it; elsewhere it is a link. A name whose
-own module is private is described in the first public module that gives it.
+own module is private is described in the innermost public module that gives it.
 """
 
 import importlib
@@ -63,19 +63,28 @@ def home_of(module: ModuleType, name: str) -> str:
     if not isinstance(home, str) or not home.startswith("adaattn"):
         return _defined_in(module, name)
     is_private = any(part.startswith("_") for part in home.split("."))
-    if is_private or getattr(importlib.import_module(home), name, None) is not thing:
-        return module.__name__
-    return home
+    return _given_by(name, thing) if is_private else home
+
+
+def _given_by(name: str, thing: Any) -> str:
+    """Return the innermost public module that gives something whose own module is private."""
+    givers = [
+        found
+        for found in public_modules("adaattn")
+        if name in _names(module := importlib.import_module(found))
+        and getattr(module, name) is thing
+    ]
+    return max(givers, key=lambda found: found.count("."))
 
 
 def _defined_in(module: ModuleType, name: str) -> str:
     """Return where a value without a module of its own is assigned, a constant for example."""
-    for inside in public_modules("adaattn"):
-        tree = inspect.getsource(importlib.import_module(inside))
-        if re.search(rf"^{re.escape(name)}\b[^=\n]* = ", tree, re.MULTILINE) and (
-            getattr(importlib.import_module(inside), name, None) is getattr(module, name)
+    for found in public_modules("adaattn"):
+        source = inspect.getsource(importlib.import_module(found))
+        if re.search(rf"^{re.escape(name)}\b[^=\n]* = ", source, re.MULTILINE) and (
+            getattr(importlib.import_module(found), name, None) is getattr(module, name)
         ):
-            return inside
+            return found
     return module.__name__
 
 

@@ -8,8 +8,9 @@
 # accepts for up to 46 comparisons; which side goes first changes from turn to turn.
 set -eu -o pipefail
 
-base=$(realpath "$1")
-head=$(realpath "$2")
+declare -A checkouts
+checkouts[base]=$(realpath "$1")
+checkouts[head]=$(realpath "$2")
 mkdir -p "$3"
 results=$(realpath "$3")
 
@@ -17,8 +18,8 @@ for run in $(seq "${RUNS:-6}"); do
     order=(base head)
     [ $((run % 2)) -eq 1 ] || order=(head base)
     for side in "${order[@]}"; do
-        checkout=${!side}
-        (cd "$head" && "$checkout/.venv/bin/python" -m benchmarks.ops.run --device cpu \
+        checkout=${checkouts[$side]}
+        (cd "${checkouts[head]}" && "$checkout/.venv/bin/python" -m benchmarks.ops.run --device cpu \
             --rounds "${ROUNDS:-3}" --only "${ONLY:-}" --out "$results/$side/$run" \
             --commit "$(git -C "$checkout" rev-parse --short HEAD)")
     done

@@ -226,7 +226,15 @@ def _decide(
     scanned = problem.len_q > DECODE_ROWS or forced
     magnitude = check_finite(call.tensors) if scanned else 0.0
     safe = magnitude <= FP16_SAFE
-    wanted = worth_measuring(problem, facts, policy, allowed, forced=forced, fp16_safe=safe)
+    wanted = worth_measuring(
+        problem,
+        facts,
+        policy,
+        allowed,
+        forced=forced,
+        fp16_safe=safe,
+        calls_per_measurement=history.calls_per_measurement if history else 1,
+    )
     try:
         if not wanted:
             return _decide_cached(problem, facts, policy, allowed, layer), None

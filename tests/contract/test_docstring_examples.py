@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -40,13 +41,18 @@ def _run(module: ModuleType) -> tuple[int, str]:
     return runner.tries, "".join(said) if runner.failures else ""
 
 
-@pytest.mark.parametrize("name", _with_examples())
-def test_the_examples_of_a_module_give_what_they_say(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Some examples write a file; some measure this machine and save its rates.
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let examples write files, and measure this machine, without a trace elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ADAATTN_CACHE", str(tmp_path / "cache"))
+    yield
+    adaattn.hardware.clear_cache()
+
+
+@pytest.mark.parametrize("name", _with_examples())
+@pytest.mark.usefixtures("own_folders")
+def test_the_examples_of_a_module_give_what_they_say(name: str) -> None:
     tried, failed = _run(importlib.import_module(name))
     assert tried, "a >>> that no docstring has"
     assert failed == ""

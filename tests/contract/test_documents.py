@@ -1,20 +1,33 @@
 """What the documents say is so: their code runs, the files they name exist."""
 
+import importlib.util
 import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote
 
 import pytest
 
 import adaattn
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("changelog.d/*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("changelog.d/*.md"),
+        *ROOT.glob(".github/*.md"),
+    ]
+)
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+# From a file in a repository's page these lead to what its workflows did.
+WORKFLOW_LINK = re.compile(r"^\.\./\.\./actions/workflows/([\w-]+\.yml)(?:/badge\.svg)?$")
 KINDS = {"added", "changed", "deprecated", "removed", "fixed", "security"}
 
 
@@ -43,7 +56,75 @@ def test_the_python_blocks_of_a_page_run_in_order(page: Path, fresh: Callable[..
 def test_the_links_of_a_page_lead_to_files(page: Path) -> None:
     targets = LINK.findall(page.read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith(("http://", "https://"))]
-    assert [target for target in local if not (page.parent / target).exists()] == []
+    assert [target for target in local if not _place(page, target).exists()] == []
+
+
+def _place(page: Path, target: str) -> Path:
+    """Return the file that a link leads to, for a link to a workflow's runs the workflow."""
+    workflow = WORKFLOW_LINK.match(target)
+    return ROOT / ".github" / "workflows" / workflow[1] if workflow else page.parent / target
+
+
+def test_the_badges_say_what_the_project_declares(root: Path) -> None:
+    """They are plain pictures, because the project names no address; so they must be kept."""
+    text = unquote((root / "README.md").read_text(encoding="utf-8"))
+    data = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    python = "Programming Language :: Python :: 3."
+    minors = [c.removeprefix(python) for c in data["project"]["classifiers"] if python in c]
+    versions = " | ".join(f"3.{minor}" for minor in minors)
+    floor = data["tool"]["coverage"]["report"]["fail_under"]
+    licence = data["project"]["license"].replace("-", "--")
+    for badge in (
+        f"badge/version-{adaattn.__version__}-",
+        f"badge/python-{versions}-",
+        f"badge/coverage-≥ {floor} %-",
+        f"badge/licence-{licence}-",
+    ):
+        assert badge in text
+
+
+@pytest.fixture(scope="module")
+def public_api(root: Path) -> ModuleType:
+    """The part of the documentation that writes its API pages; it works without Sphinx."""
+    spec = importlib.util.spec_from_file_location("public_api", root / "docs" / "public_api.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_module_is_on_one_page_of_the_api(root: Path, public_api: ModuleType) -> None:
+    marked = [
+        module
+        for page in sorted((root / "docs" / "api").glob("*.md"))
+        for module in re.findall(r"^<!-- modules of ([\w.]+) -->$", page.read_text("utf-8"), re.M)
+    ]
+    described = [name for module in marked for name in public_api.public_modules(module)]
+    assert sorted(described) == sorted(set(described)), "a module is described twice"
+    assert set(public_api.public_modules("adaattn")) - set(described) == {"adaattn"}
+
+
+def test_every_api_page_is_in_the_table_of_contents(root: Path) -> None:
+    index = (root / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    pages = {page.stem for page in (root / "docs" / "api").glob("*.md")} - {"index"}
+    assert pages - set(index.splitlines()) == set()
+
+
+@pytest.mark.parametrize("name", [n for n in adaattn.__all__ if not n.startswith("__")])
+def test_every_public_name_is_described_where_its_link_leads(
+    root: Path, public_api: ModuleType, name: str
+) -> None:
+    thing = getattr(adaattn, name)
+    if inspect.ismodule(thing):
+        return
+    home = public_api.home_of(adaattn, name)
+    if home == "adaattn":  # defined in a private module, so a page names it
+        pages = "".join(p.read_text("utf-8") for p in (root / "docs" / "api").glob("*.md"))
+        assert re.search(rf"^\.\. auto\w+:: adaattn\.{name}$", pages, re.MULTILINE)
+        return
+    section = public_api.expand(f"<!-- modules of {home} -->")
+    own = section.partition(f"automodule:: {home}\n")[2].partition("```")[0]
+    assert re.search(rf"\b{name}\b", own)
 
 
 def test_the_design_names_only_what_exists(root: Path) -> None:
@@ -77,7 +158,9 @@ def test_every_public_name_is_documented(name: str) -> None:
     assert not own.startswith(f"{name}("), f"{name} has the docstring that dataclass writes"
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "type", "bench", "docs"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "lint", "type", "bench", "docs", "tables", "picture"]
+)
 def test_every_make_target_that_a_document_names_exists(root: Path, target: str) -> None:
     makefile = (root / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)

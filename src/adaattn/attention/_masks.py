@@ -66,6 +66,7 @@ def mask_arguments(
     layout: Layout,
     *,
     num_heads: int,
+    num_dropped: int,
     num_extra: int,
     device: torch.device,
 ) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def mask_arguments(
         order: causal order and window.
         layout: the call; its ``len_k`` counts every key, cached ones too, without the extra.
         num_heads: H.
+        num_dropped: of these the first ones, which a cache no longer holds.
         num_extra: keys appended behind the others, which every query sees.
         device: where the keys are.
 
@@ -94,6 +96,7 @@ def mask_arguments(
     mask = pairs if padding is None else padding if pairs is None else _both(pairs, padding)
     if mask is None:
         return order.flags
+    mask = mask[..., num_dropped:]
     if num_extra:
         mask = functional.pad(mask, (0, num_extra), value=float(mask.dtype == torch.bool))
     if order.is_causal:

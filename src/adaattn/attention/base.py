@@ -222,6 +222,7 @@ class BaseAttention(nn.Module, ABC):
             Order(is_causal=bool(is_causal), window=self.config.window, to_end=cache is not None),
             layout.with_keys(start + layout.len_k),
             num_heads=self.num_heads,
+            num_dropped=0 if cache is None else cache.start,
             num_extra=(self.bias_k is not None) + self.add_zero_attn,
             device=query.device,
         )

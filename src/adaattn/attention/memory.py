@@ -76,7 +76,8 @@ class CallMemory:
                         ways=entry.ways,
                     )
                     for problem, entry in self._entries.items()
-                )
+                ),
+                calls_per_measurement=self.measure_every,
             )
         return self._history
 

@@ -133,11 +133,10 @@ def _module_class(kind: object) -> type[BaseAttention]:
             raise ArgumentError(expected_got("kind", f"one of {sorted(_KINDS)}", repr(kind)))
         home, name = _KINDS[kind]
         kind = getattr(importlib.import_module(home), name)
-    if not (isinstance(kind, type) and issubclass(kind, BaseAttention)):
-        raise ArgumentTypeError(
-            expected_got("kind", "a name or a subclass of BaseAttention", repr(kind))
-        )
-    return kind
+    if isinstance(kind, type) and issubclass(kind, BaseAttention) and not inspect.isabstract(kind):
+        return kind
+    wanted = "a name, or a subclass of BaseAttention that can be made"
+    raise ArgumentTypeError(expected_got("kind", wanted, repr(kind)))
 
 
 def _check_settings(make: type[BaseAttention], settings: dict[str, Any]) -> None:

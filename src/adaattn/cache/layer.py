@@ -152,12 +152,8 @@ class StoredLayer:
             return
         index = beam_index.to(self._keys.device)
         keys, values = (part.index_select(0, index) for part in self._view())
-        if keys.requires_grad or values.requires_grad:
-            self._keys, self._values, self._offset = keys, values, 0
-        else:
-            slots = self._keys.shape[2]
-            self._allocate(keys, values, slots)
-            self._write(keys, values, 0)
+        self._allocate(keys, values, self._keys.shape[2])
+        self._write(keys, values, 0)
 
     def reset(self) -> None:
         """Forget every token and free the storage; the next key decides the dtype again."""
@@ -179,6 +175,7 @@ class StoredLayer:
         if self._keys is None or needed > slots or self._holds_gradients():
             self._grow(key, value, max(needed, self._next_slots(slots)))
         elif self._offset + needed > slots:
+            # Copied twice: source and destination may overlap.
             keys, values = self._view()
             self._write(keys.clone(), values.clone(), 0)
             self._offset = 0

@@ -213,9 +213,7 @@ class Decoder(TransformerModel):
         """Refuse arguments that do not go together."""
         if cache is not None and cache.num_layers != self.config.num_layers:
             raise ArgumentError(
-                expected_got(
-                    "num_layers of the cache", self.config.num_layers, cache.num_layers
-                )
+                expected_got("num_layers of the cache", self.config.num_layers, cache.num_layers)
             )
         if cache is not None and self.gradient_checkpointing and self.training:
             raise ArgumentError(

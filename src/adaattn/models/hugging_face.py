@@ -213,6 +213,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> Any:
         raise UnsupportedError(_REQUEST, [wrong])
     try:
         import transformers
+        from safetensors import SafetensorError
     except ImportError as error:
         raise AssetError(
             expected_got(
@@ -225,9 +226,10 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> Any:
                 str(folder),
                 dtype=dtype or "auto",
                 local_files_only=True,
+                use_safetensors=True,  # never unpickled
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise AssetError(
                 expected_got(f"model in {folder}", "one that Transformers loads", reason)

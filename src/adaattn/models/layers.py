@@ -3,7 +3,6 @@
 Shape legend: ``B`` rows, ``L`` new tokens, ``S`` tokens seen so far and new, ``E`` width.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from adaattn.attention.adaattn import AdaAttention
+from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
+from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
+from adaattn.attention.dense import DenseAttention
 from adaattn.cache import LayerCache
 from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.models.config import TransformerConfig
@@ -27,11 +30,11 @@ from adaattn.models.kinds import (
 
 __all__ = ["MLP", "Block", "Embeddings", "make_attention", "make_norm"]
 
-_ATTENTION: dict[AttentionKind, tuple[str, str]] = {
-    AttentionKind.DENSE: ("dense", "DenseAttention"),
-    AttentionKind.ADAPTIVE_RANK: ("adaptive_rank", "AdaptiveRankAttention"),
-    AttentionKind.ADAPTIVE_PRECISION: ("adaptive_precision", "AdaptivePrecisionAttention"),
-    AttentionKind.ADA: ("adaattn", "AdaAttention"),
+_ATTENTION: dict[AttentionKind, type[BaseAttention]] = {
+    AttentionKind.DENSE: DenseAttention,
+    AttentionKind.ADAPTIVE_RANK: AdaptiveRankAttention,
+    AttentionKind.ADAPTIVE_PRECISION: AdaptivePrecisionAttention,
+    AttentionKind.ADA: AdaAttention,
 }
 
 
@@ -56,10 +59,9 @@ def make_attention(config: TransformerConfig, layer: int) -> BaseAttention:
     Raises:
         ArgumentTypeError: a setting that the module does not take.
     """
-    home, name = _ATTENTION[config.attention]
-    kind = getattr(importlib.import_module(f"adaattn.attention.{home}"), name)
+    kind: Any = _ATTENTION[config.attention]
     _check_settings(kind, config.attention_settings)
-    return kind(
+    made: BaseAttention = kind(
         config.embed_dim,
         config.num_heads,
         config.attention_dropout,
@@ -76,6 +78,7 @@ def make_attention(config: TransformerConfig, layer: int) -> BaseAttention:
         layer=layer,
         **config.attention_settings,
     )
+    return made
 
 
 class Embeddings(nn.Module):

@@ -72,7 +72,7 @@ def write_folder(
             )
         ) from error
     target = Path(folder)
-    metadata = {"format": "pt", _CHECKSUM: _sha256(text)}
+    metadata = {_CHECKSUM: _sha256(text)}  # one entry: of several, the order would be random
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         target.mkdir(parents=True, exist_ok=True)

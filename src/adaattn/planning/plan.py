@@ -144,6 +144,7 @@ def worth_measuring(
     *,
     forced: bool = False,
     fp16_safe: bool = True,
+    calls_per_measurement: int = 1,
 ) -> tuple[tuple[Method, Precision], ...]:
     """Return the (method, precision) pairs that could beat the exact path at their very best.
 
@@ -158,6 +159,7 @@ def worth_measuring(
         capabilities: likewise.
         forced: likewise.
         fp16_safe: no element of q, k or v is too large for fp16.
+        calls_per_measurement: how many calls share its cost; the audit is paid by each.
     """
     if _allows_no_loss(policy):
         return ()
@@ -179,14 +181,20 @@ def worth_measuring(
     for item in _lower_precisions(candidates):
         if item.group.precision is Precision.FP16 and not fp16_safe:
             continue
-        if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
+        if (
+            item.time_ms + _overhead_ms(item, problem, hardware, policy, calls_per_measurement)
+            < (1 - MARGIN) * bar
+        ):
             pays.append((Method.EXACT, item.group.precision))
             if _SAFETY * item.group.precision.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
         if item.refusal or item.group.method is Method.EXACT or rates_are_guessed(hardware):
             continue
-        if item.time_ms + _overhead_ms(item, problem, hardware, policy) < (1 - MARGIN) * bar:
+        if (
+            item.time_ms + _overhead_ms(item, problem, hardware, policy, calls_per_measurement)
+            < (1 - MARGIN) * bar
+        ):
             pays.append((item.group.method, item.group.precision))
     return tuple(sorted(set(pays)))
 
@@ -202,11 +210,17 @@ def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _overhead_ms(
-    item: Candidate, problem: AttentionProblem, hardware: HardwareFacts, policy: Policy
+    item: Candidate,
+    problem: AttentionProblem,
+    hardware: HardwareFacts,
+    policy: Policy,
+    num_calls: int,
 ) -> float:
-    """Return what measuring a candidate adds to the call."""
+    """Return what measuring a candidate, once in some calls, and auditing it add to a call."""
     variants = _VARIANTS[item.group.method]
-    return measuring_ms(problem, hardware, policy.audit_rows, variants)
+    rows = policy.audit_rows
+    audit_ms = measuring_ms(problem, hardware, rows, 0)
+    return audit_ms + (measuring_ms(problem, hardware, rows, variants) - audit_ms) / num_calls
 
 
 def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...]:

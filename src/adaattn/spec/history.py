@@ -34,10 +34,12 @@ class History:
 
     Args:
         entries: one for each problem.
+        calls_per_measurement: how many calls share the cost of one measurement.
         repeat: a decision to be followed again as it was, when a forward pass is recomputed.
     """
 
     entries: tuple[Earlier, ...] = ()
+    calls_per_measurement: int = 1
     repeat: Decision | None = None
 
     def of(self, problem: AttentionProblem) -> Earlier | None:

@@ -30,6 +30,7 @@ HUGGING_FACE: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**20},
     {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32},
     {
         "rope_type": "yarn",

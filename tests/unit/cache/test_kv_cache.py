@@ -156,7 +156,7 @@ def test_the_views_share_the_storage_and_no_update_within_room_moves_them() -> N
     first, _ = layer.update(*tokens(3))
     second, _ = layer.update(*tokens(1, 3))
     assert first.data_ptr() == second.data_ptr()
-    assert_holds((first, first), (tokens(3)[0], tokens(3)[0]))
+    assert torch.equal(first, tokens(3)[0])
 
 
 def test_memory_is_counted_exactly() -> None:
@@ -352,6 +352,42 @@ def test_a_call_without_gradients_after_one_with_them_writes_over_nothing(
         assert torch.equal(later, tokens(4)[0])
     (gradient,) = torch.autograd.grad(kept, key)
     assert torch.equal(gradient, 2 * key)
+
+
+def test_a_call_without_gradients_after_a_crop_writes_over_nothing() -> None:
+    cache = KVCache(1)
+    key, value = (x.requires_grad_() for x in tokens(3))
+    keys, _ = cache.layer(0).update(key, value)
+    kept = keys.square().sum()
+    cache.crop(1)
+    with torch.no_grad():
+        cache.layer(0).update(*tokens(1, 1))
+    (gradient,) = torch.autograd.grad(kept, key)
+    assert torch.equal(gradient, 2 * key)
+
+
+def test_new_keys_with_gradients_leave_alone_what_an_earlier_product_needs() -> None:
+    layer = KVCache(1, max_length=8).layer(0)
+    query = torch.ones(BATCH, HEADS, 1, DIM, requires_grad=True)
+    earlier, _ = layer.update(*tokens(3))
+    loss = (query @ earlier.mT).sum()
+    key, value = tokens(1, 3)
+    later, _ = layer.update(key.requires_grad_(), value)
+    assert torch.equal(later, tokens(4)[0])
+    ours = torch.autograd.grad(loss + later.square().sum(), (query, key))
+    assert torch.equal(ours[0], tokens(3)[0].sum(2, keepdim=True))
+    assert torch.equal(ours[1], 2 * key)
+
+
+def test_storage_with_gradients_has_no_room_to_spare_and_is_counted() -> None:
+    cache = KVCache(1, max_length=20)
+    cache.layer(0).update(*(x.requires_grad_() for x in tokens(3)))
+    assert cache.memory_bytes == 3 * TOKEN_BYTES
+    cache.layer(0).update(*tokens(2, 3))
+    assert cache.memory_bytes == 5 * TOKEN_BYTES
+    with torch.no_grad():
+        cache.layer(0).update(*tokens(1, 5))
+    assert cache.memory_bytes == 20 * TOKEN_BYTES
 
 
 def test_gradients_survive_a_crop_and_a_reorder() -> None:

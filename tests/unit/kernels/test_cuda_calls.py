@@ -7,6 +7,7 @@ import torch
 
 import adaattn
 from adaattn import AttentionEvent, Policy, record_events, use_policy
+from adaattn.backends import Result
 from adaattn.errors import (
     AdaAttnError,
     ArgumentError,
@@ -21,7 +22,16 @@ from adaattn.kernels.cuda_utils import (
     memory_efficient_attention,
 )
 from adaattn.spec import HardwareFacts, Method, Precision
-from adaattn.testing import assert_within_budget
+from adaattn.testing import (
+    assert_gradients_match,
+    assert_within_budget,
+    attention,
+    cast_tensors,
+    gradients_of,
+    make_problem,
+    make_tensors,
+    term_sizes,
+)
 
 BALANCED = adaattn.PRESETS["balanced"].error_budget
 Draw = Callable[..., tuple[torch.Tensor, ...]]
@@ -241,16 +251,23 @@ class TestMemoryEfficient:
             rows.append(group.chunk_rows)
         assert 0 < rows[0] < rows[1]
 
-    def test_gradients_are_those_of_the_definition_over_several_chunks(self, draw: Draw) -> None:
-        inputs = draw((1, 1, 40, 4), dtype=torch.float64, grad=True)
-
-        def run(*items: torch.Tensor) -> torch.Tensor:
-            return memory_efficient_attention(*items, is_causal=True, memory_budget_bytes=15000)
-
+    def test_gradients_are_those_of_the_definition_over_several_chunks(self) -> None:
+        problem = make_problem(len_q=50, is_causal=True, requires_grad=True)
+        tensors = make_tensors(problem)
+        inputs = (tensors.query, tensors.key, tensors.value)
         events: list[AttentionEvent] = []
         with record_events(events.append):
-            assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
-        assert {event.decision.plan.groups[0].chunk_rows for event in events} == {16}
+            output = memory_efficient_attention(*inputs, is_causal=True, memory_budget_bytes=20000)
+        wide = cast_tensors(tensors, torch.float64)
+
+        assert events[0].decision.plan.groups[0].chunk_rows == 16
+        assert_gradients_match(
+            gradients_of(Result(output=output), tensors),
+            gradients_of(attention(wide, problem), wide),
+            gradients_of(attention(tensors, problem), tensors),
+            sizes=term_sizes(tensors, problem),
+            problem=problem,
+        )
 
     def test_what_does_not_fit_is_an_error(self, draw: Draw) -> None:
         with pytest.raises(PlanError, match="no executor can serve this call"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adaattn.models import Decoder, Encoder, TransformerConfig
+from adaattn.testing import assert_matches
 
 VOCABULARY = 64
 WINDOW = 4
@@ -167,3 +168,15 @@ def tokens() -> Callable[..., torch.Tensor]:
 def exact() -> Callable[[Any], Any]:
     """Return a maker of float64 copies."""
     return lambda model: copy.deepcopy(model).double()
+
+
+@pytest.fixture
+def same_numbers() -> Callable[..., None]:
+    """Return the assertion for what whole tiny models compute."""
+    # What the products of two blocks and the head sum up for one logit.
+    summands = 2 * (4 * SIZES["embed_dim"] + SIZES["mlp_dim"]) + SIZES["embed_dim"]
+
+    def check(actual: torch.Tensor, reference: torch.Tensor, yardstick: torch.Tensor) -> None:
+        assert_matches(actual, reference, yardstick, summands=summands)
+
+    return check

@@ -130,7 +130,10 @@ def test_values_of_another_type_are_refused(changes: dict[str, Any], message: st
     ("data", "message"),
     [
         ({**SMALL, "heads": 4}, r"config keys: expected some of .*, got \['heads'\]"),
-        ({"vocab_size": 10}, r"config keys: expected \['num_layers', 'embed_dim', 'num_heads'\] am"),
+        (
+            {"vocab_size": 10},
+            r"config keys: expected \['num_layers', 'embed_dim', 'num_heads'\] am",
+        ),
         ({**SMALL, "windows": 3}, r"windows: expected a list, got 3"),
         (
             {**SMALL, "positions": "rotary", "rotary": {"head_dim": 8, "theta": 1}},

@@ -1,0 +1,1 @@
+"""The suites of ``benchmarks/gpu_benchmark.py``, and what they share."""
