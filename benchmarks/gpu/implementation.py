@@ -10,7 +10,9 @@ from benchmarks.gpu.clock import peak_bytes, timed
 from benchmarks.gpu.rows import OK, WRONG, Row, Settings, guarded, line
 from benchmarks.gpu.variants import (
     ModuleCell,
+    Reference,
     Variant,
+    joined_gradients,
     make_variants,
     module_flops,
     reference,
@@ -71,7 +73,7 @@ def run_cell(
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(cell.batch, cell.length, cell.embed_dim, generator=generator)
     x = x.to(settings.device)
-    exact, growth = reference(cell, x)
+    exact = reference(cell, x, training=training)
     variants = make_variants(cell, settings.device, training=training)
     given = x.to(cell.dtype)
     base = {
@@ -80,10 +82,12 @@ def run_cell(
         "phase": "training" if training else "forward",
         "dtype": str(cell.dtype).removeprefix("torch."),
     }
-    checked = _check(variants, given, exact, growth, base)
+    checked = _check(variants, given, exact, base)
     good = [v for v in variants if checked[v.name].status == OK]
     functions = {v.name: _function(v, given, training) for v in good}
-    peaks = {name: guarded(partial(peak_bytes, run, settings.device)) for name, run in functions.items()}
+    peaks = {
+        name: guarded(partial(peak_bytes, run, settings.device)) for name, run in functions.items()
+    }
     functions = {name: run for name, run in functions.items() if peaks[name][1] == OK}
     timings = timed(functions, settings)
     flops = module_flops(cell, training=training)
@@ -108,38 +112,52 @@ def run_cell(
 
 
 def _check(
-    variants: list[Variant],
-    x: torch.Tensor,
-    exact: torch.Tensor,
-    growth: float,
-    base: dict[str, Any],
+    variants: list[Variant], x: torch.Tensor, exact: Reference, base: dict[str, Any]
 ) -> dict[str, Row]:
     """Return a row for each variant: its errors, and whether it may be timed.
 
-    The yardstick is the first variant that runs, eager PyTorch in the same dtype.
+    The yardstick is the first variant that runs, eager PyTorch in the same dtype. An error
+    budget allows what it may become in the output; gradients of an approximation have no
+    stated bound and are only recorded.
     """
     found: dict[str, Row] = {}
-    yardstick: float | None = None
+    yardsticks: tuple[float, float] | None = None
     for variant in variants:
-        output, status = guarded(partial(_warm, variant, x))
-        if output is None:
+        errors, status = guarded(partial(_errors, variant, x, exact))
+        if errors is None:
             found[variant.name] = Row(**base, variant=variant.name, status=status)
             continue
-        difference = output.to(exact.dtype) - exact
-        error = float(difference.norm() / exact.norm())
-        yardstick = error if yardstick is None else yardstick
-        allowed = 2 * yardstick + torch.finfo(x.dtype).eps + variant.error_budget * growth
+        error, mse, gradient_error = errors
+        yardsticks = yardsticks or (error, gradient_error)
+        one = torch.finfo(x.dtype).eps
+        allowed = 2 * yardsticks[0] + one + variant.error_budget * exact.growth
         right = error <= allowed
+        note = "" if right else f"relative error {error:.3g}, allowed {allowed:.3g}"
+        if not variant.error_budget and not gradient_error <= 2 * yardsticks[1] + one:
+            right = False
+            note = f"relative error of gradients {gradient_error:.3g}, naive {yardsticks[1]:.3g}"
         found[variant.name] = Row(
             **base,
             variant=variant.name,
             status=OK if right else WRONG,
-            mse=float(difference.square().mean()),
+            mse=mse,
             relative_error=error,
-            note="" if right else f"relative error {error:.3g}, allowed {allowed:.3g}",
-            extra={"allowed_error": allowed},
+            note=note,
+            extra={"allowed_error": allowed, "gradient_error": gradient_error},
         )
     return found
+
+
+def _errors(variant: Variant, x: torch.Tensor, exact: Reference) -> tuple[float, float, float]:
+    """Return (relative error, mean squared error, relative error of the gradients or 0)."""
+    output = _warm(variant, x)
+    difference = output.to(exact.output.dtype) - exact.output
+    error = float(difference.norm() / exact.output.norm())
+    gradient_error = 0.0
+    if exact.gradients is not None:
+        found = joined_gradients(variant.module, variant.call, x).to(exact.gradients.dtype)
+        gradient_error = float((found - exact.gradients).norm() / exact.gradients.norm())
+    return error, float(difference.square().mean()), gradient_error
 
 
 def _warm(variant: Variant, x: torch.Tensor) -> torch.Tensor:
@@ -160,13 +178,7 @@ def _function(variant: Variant, x: torch.Tensor, training: bool) -> Callable[[],
 
         return forward
 
-    parameters = list(variant.module.parameters())
-
-    def both() -> tuple[torch.Tensor, ...]:
-        output = variant.call(variant.module, x)
-        return torch.autograd.grad(output, parameters, torch.ones_like(output))
-
-    return both
+    return partial(joined_gradients, variant.module, variant.call, x)
 
 
 def _ratio(timings: dict[str, dict[str, Any]], peer: str, median: float) -> float | None:

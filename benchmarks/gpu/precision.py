@@ -29,9 +29,7 @@ def run(settings: Settings) -> list[Row]:
     return rows
 
 
-def _phase(
-    shape: tuple[int, int, int, int], settings: Settings, training: bool
-) -> list[Row]:
+def _phase(shape: tuple[int, int, int, int], settings: Settings, training: bool) -> list[Row]:
     """Return the rows of one phase, formats timed in turn on the same rounded numbers."""
     batch, heads, length, dim = shape
     name = f"B{batch}_H{heads}_S{length}_D{dim} causal"
@@ -43,9 +41,7 @@ def _phase(
             continue
         if reason := why_not(precision, settings.device):
             phase = "training" if training else "forward"
-            row = Row(
-                **base, cell=name, variant=mode, phase=phase, status=UNAVAILABLE, note=reason
-            )
+            row = Row(**base, cell=name, variant=mode, phase=phase, status=UNAVAILABLE, note=reason)
             refused.append(row)
             settings.say(line(row))
             continue

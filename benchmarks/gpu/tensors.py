@@ -1,7 +1,7 @@
 """Functions of q, k and v, [B, H, S, D]: inputs, the one gate before a time, and timing."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,17 @@ import adaattn
 from benchmarks.gpu.clock import peak_bytes, timed
 from benchmarks.gpu.rows import OK, WRONG, Row, Settings, guarded, line
 
-__all__ = ["Inputs", "TensorCell", "draw", "naive", "ours", "run_tensors", "sdpa", "softcapped"]
+__all__ = [
+    "Inputs",
+    "Sample",
+    "TensorCell",
+    "draw",
+    "naive",
+    "ours",
+    "run_tensors",
+    "sdpa",
+    "softcapped",
+]
 
 Inputs = tuple[torch.Tensor, ...]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,25 +31,25 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorCell:
-    """The sizes of one attention call.
+    """The sizes of one causal attention call.
 
     Args:
         name: shown in tables.
         shape: (B, H, S, D) of q, k and v.
         dtype: of q, k and v.
-        is_causal: half of the scores are hidden.
+        axis: what grows from cell to cell, if anything.
     """
 
     name: str
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
-    is_causal: bool = True
+    axis: str = ""
 
     @property
     def flops(self) -> float:
-        """4 B H S^2 D, half of it where the order is causal."""
+        """2 B H S^2 D: causal order hides half of the scores."""
         batch, heads, length, dim = self.shape
-        return 4.0 * batch * heads * length**2 * dim / (2 if self.is_causal else 1)
+        return 2.0 * batch * heads * length**2 * dim
 
 
 def draw(cell: TensorCell, device: str, *, grad: bool = False) -> Inputs:
@@ -83,7 +93,8 @@ def run_tensors(
     """Return a row for each function of one cell: checked first, then timed in turn.
 
     Right is an error, on sampled rows in float64, of at most twice that of
-    ``F.scaled_dot_product_attention`` in the same dtype, plus one rounding.
+    ``F.scaled_dot_product_attention`` in the same dtype, plus one rounding; in training that
+    of the gradients of two heads too.
 
     Args:
         cell: the sizes.
@@ -97,7 +108,7 @@ def run_tensors(
     drawn = draw(cell, settings.device, grad=training)
     given = {name: drawn for name in functions} | (inputs or {})
     base = base | {"cell": cell.name, "phase": "training" if training else "forward"}
-    sample = _Sample(draw(replace(cell, dtype=torch.float32), settings.device) if inputs else drawn)
+    sample = Sample(draw(replace(cell, dtype=torch.float32), settings.device) if inputs else drawn)
     allowed: dict[torch.dtype, float] = {}
     rows: dict[str, dict[str, Any]] = {}
     runs: dict[str, Callable[[], Any]] = {}
@@ -105,8 +116,16 @@ def run_tensors(
         dtype = given[name][0].dtype
         if dtype not in allowed:
             allowed[dtype] = 2 * sample.error(sdpa(*given[name]))[0] + torch.finfo(dtype).eps
+        exact = _HeadGradients(given[name]) if training else None
         rows[name] = base | {"variant": name, "dtype": str(dtype).removeprefix("torch.")}
-        rows[name] |= _checked(partial(function, *given[name]), sample, allowed[dtype])
+        run = partial(function, *given[name])
+        rows[name] |= _checked(run, sample, allowed[dtype])
+        if exact is not None and rows[name]["status"] == OK:
+            rows[name] |= exact.judged(run)
+        rows[name]["extra"] = rows[name].get("extra", {}) | {
+            "shape": cell.shape,
+            "axis": cell.axis,
+        }
         if rows[name]["status"] == OK:
             run = _call(function, given[name], training)
             peak, rows[name]["status"] = guarded(partial(peak_bytes, run, settings.device))
@@ -129,9 +148,7 @@ def run_tensors(
     return found
 
 
-def _checked(
-    run: Callable[[], torch.Tensor], sample: "_Sample", allowed: float
-) -> dict[str, Any]:
+def _checked(run: Callable[[], torch.Tensor], sample: "Sample", allowed: float) -> dict[str, Any]:
     """Return the fields that say whether a function is right."""
     output, status = guarded(run)
     if output is None:
@@ -144,20 +161,84 @@ def _checked(
     return found | {"status": WRONG, "note": why}
 
 
-class _Sample:
-    """Exact causal rows of a call, against which outputs are held."""
+class _HeadGradients:
+    """Exact gradients of the first two heads of the first batch entry: heads are independent."""
 
-    def __init__(self, inputs: Inputs, rows: int = 64) -> None:
-        query, key, value = (item.detach() for item in inputs)
-        length = query.shape[2]
-        self.rows = torch.linspace(0, length - 1, min(rows, length), device=query.device).long()
-        picked = query[:, :, self.rows].double()
-        hidden = torch.arange(length, device=query.device) > self.rows[:, None]
-        self.exact = torch.empty_like(picked)
-        for head in range(query.shape[1]):  # a head at a time: float64 copies of k are large
-            scores = picked[:, head] @ key[:, head].double().mT / math.sqrt(query.shape[-1])
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.exact = self._of(naive, torch.float64)
+        self.eager_error = self._error(self._of(naive, inputs[0].dtype))
+
+    def judged(self, run: Callable[[], torch.Tensor]) -> dict[str, Any]:
+        """Return the fields of a row that say whether a function's gradients are right."""
+        found, status = guarded(lambda: self._gradients(run(), self.inputs))
+        if found is None:
+            return {"status": status}
+        error = self._error([item[:1, :2] for item in found])
+        allowed = 2 * self.eager_error + torch.finfo(self.inputs[0].dtype).eps
+        if error <= allowed:
+            return {"status": OK}
+        note = f"relative error of gradients {error:.3g}, allowed {allowed:.3g}"
+        return {"status": WRONG, "note": note}
+
+    def _of(self, function: Attention, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the gradients of the two heads, computed in a dtype."""
+        part = [item.detach()[:1, :2].to(dtype).requires_grad_() for item in self.inputs]
+        return self._gradients(function(*part), part)
+
+    def _gradients(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the gradients from a fixed random output gradient."""
+        shape = self.inputs[0].shape
+        generator = torch.Generator(output.device).manual_seed(3)
+        drawn = torch.randn(shape, generator=generator, device=output.device)
+        # Every dtype starts from the same rounded numbers, else the oracle has another task.
+        upstream = drawn.to(self.inputs[0].dtype)[: output.shape[0], : output.shape[1]]
+        return list(torch.autograd.grad(output, inputs, upstream.to(output.dtype)))
+
+    def _error(self, found: Sequence[torch.Tensor]) -> float:
+        """Return the relative Frobenius error of all three gradients together."""
+        pairs = list(zip(found, self.exact, strict=True))
+        lost = sum(float((one.double() - exact).square().sum()) for one, exact in pairs)
+        size = sum(float(exact.square().sum()) for _, exact in pairs)
+        return math.sqrt(lost / size)
+
+
+class Sample:
+    """Exact causal rows of a call, against which outputs are held.
+
+    Args:
+        inputs: q, k and v.
+        rows: how many query rows, spread over all.
+        softcap: of the scores; 0 is none.
+    """
+
+    def __init__(self, inputs: Inputs, rows: int = 64, softcap: float = 0.0) -> None:
+        length = inputs[0].shape[2]
+        self.inputs = inputs
+        self.softcap = softcap
+        self.rows = torch.linspace(0, length - 1, min(rows, length)).long().to(inputs[0].device)
+        self.exact = self._attended(torch.float64)
+
+    def eager_error(self) -> float:
+        """Return the relative error of the same products in the dtype of the inputs."""
+        eager = self._attended(self.inputs[0].dtype).double()
+        return float((eager - self.exact).norm() / self.exact.norm())
+
+    def _attended(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sampled rows computed in a dtype."""
+        query, key, value = (item.detach() for item in self.inputs)
+        hidden = torch.arange(query.shape[2], device=query.device) > self.rows[:, None]
+        heads = []
+        for head in range(query.shape[1]):  # one at a time: float64 copies of k are large
+            picked = query[:, head, self.rows].to(dtype)
+            scores = picked @ key[:, head].to(dtype).mT / math.sqrt(query.shape[-1])
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            self.exact[:, head] = weights @ value[:, head].double()
+            heads.append(weights @ value[:, head].to(dtype))
+        return torch.stack(heads, dim=1)
 
     def error(self, output: torch.Tensor) -> tuple[float, float]:
         """Return (relative Frobenius error, mean squared error) of the sampled rows."""

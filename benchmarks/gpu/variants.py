@@ -12,7 +12,16 @@ from torch import nn
 
 from adaattn.policies import resolve_policy
 
-__all__ = ["MODULES", "ModuleCell", "Variant", "make_variants", "module_flops", "reference"]
+__all__ = [
+    "MODULES",
+    "ModuleCell",
+    "Reference",
+    "Variant",
+    "joined_gradients",
+    "make_variants",
+    "module_flops",
+    "reference",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,27 +162,61 @@ def _weights(cell: ModuleCell) -> dict[str, torch.Tensor]:
     return weights
 
 
-def reference(cell: ModuleCell, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the output in a wider dtype, and how much the projection may enlarge an error.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a cell's layer gives in a wider dtype.
+
+    Args:
+        output: [B, S, E].
+        gradients: of every parameter, joined; None without training.
+        growth: ``|W| |heads| / |output|``: a relative error of e in the heads may become one
+            of that many times e in the output.
+    """
+
+    output: torch.Tensor
+    gradients: torch.Tensor | None
+    growth: float
+
+
+def reference(cell: ModuleCell, x: torch.Tensor, *, training: bool = False) -> Reference:
+    """Return the layer's output in a wider dtype.
 
     fp32 cells are computed in float64 and 16-bit cells in fp32, from weights and inputs before
-    they are rounded to the cell's dtype. The second value is ``|W| |heads| / |output|``: a
-    relative error of that many times e in the output may come from one of e in the heads.
+    they are rounded to the cell's dtype.
 
     Args:
         cell: the sizes.
         x: [B, S, E] in fp32.
+        training: the gradients too.
     """
     dtype = torch.float64 if cell.dtype == torch.float32 else torch.float32
     module = SdpaAttention(cell.embed_dim, cell.num_heads)
     module.load_state_dict(_weights(cell))
-    module = module.to(x.device, dtype).eval()
+    module = module.to(x.device, dtype)
+    wide = x.to(dtype)
     with torch.no_grad():
-        heads = module.joined_heads(x.to(dtype))
+        heads = module.joined_heads(wide)
         output = module.out_proj(heads)
         largest = torch.linalg.matrix_norm(module.out_proj.weight.double(), ord=2)
         growth = float(largest * heads.double().norm() / output.double().norm())
-    return output, growth
+    gradients = joined_gradients(module, _written, wide) if training else None
+    return Reference(output=output, gradients=gradients, growth=growth)
+
+
+def joined_gradients(
+    module: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradients of every parameter in one vector, from a fixed random output gradient.
+
+    Args:
+        module: an implementation.
+        call: from the module and x to the output.
+        x: [B, S, E].
+    """
+    generator = torch.Generator().manual_seed(3)
+    upstream = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+    found = torch.autograd.grad(call(module, x), list(module.parameters()), upstream)
+    return torch.cat([item.flatten() for item in found])
 
 
 def module_flops(cell: ModuleCell, *, training: bool = False) -> float:
@@ -182,5 +225,7 @@ def module_flops(cell: ModuleCell, *, training: bool = False) -> float:
     Training counts three times as many: the backward pass has two products for each of the
     forward pass. What a method recomputes or saves is not counted.
     """
-    forward = 8.0 * cell.tokens * cell.embed_dim**2 + 4.0 * cell.tokens * cell.length * cell.embed_dim
+    forward = (
+        8.0 * cell.tokens * cell.embed_dim**2 + 4.0 * cell.tokens * cell.length * cell.embed_dim
+    )
     return 3 * forward if training else forward

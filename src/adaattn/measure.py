@@ -24,7 +24,7 @@ from adaattn.backends.common import (
     tile_scores,
     visible_tile,
 )
-from adaattn.backends.low_rank import Projected
+from adaattn.backends.projected import Projected
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks, ranks_to_measure
@@ -118,10 +118,10 @@ def measure(
     tried = candidate_ranks(problem, policy.ranks if policy else ())
     if Method.LOW_RANK in methods and tried:
         projected = project_widely(tensors, problem, tried)
-        stats = spectral_stats(projected, tensors, problem, entropies)
+        stats = spectral_stats(projected, tensors, problem, entropies, tried)
         if budgets:
             tried = ranks_to_measure(stats, tried, budgets)
-        found += _low_rank_errors(projected, problem, tried, chosen, exact)
+        found += _low_rank_errors(tensors, projected, problem, tried, chosen, exact)
     else:
         stats = entropy_stats(entropies)
     if Method.BLOCK_SPARSE in methods:
@@ -236,6 +236,7 @@ def _cast_rows(
 
 
 def _low_rank_errors(
+    tensors: Tensors,
     projected: Projected,
     problem: AttentionProblem,
     ranks: Sequence[tuple[int, int]],
@@ -244,18 +245,18 @@ def _low_rank_errors(
 ) -> list[tuple[object, torch.Tensor]]:
     """Return ((rank, value_rank), errors [Hq]) of each rank; the factors are nested."""
     found: list[tuple[object, torch.Tensor]] = []
-    tensors, basis = projected.tensors, projected.basis
     for rank, value_rank in ranks:
         part = replace(
             tensors,
-            query=tensors.query[..., :rank],
-            key=tensors.key[..., :rank],
-            value=tensors.value[..., :value_rank],
+            query=projected.query[..., :rank],
+            key=projected.key[..., :rank],
+            value=projected.value[..., :value_rank],
         )
         weights = _row_weights(part, problem, rows)
         output = grouped_product(weights, part.value.to(weights.dtype))
-        if basis is not None:
-            output = grouped_product(output, basis[..., :value_rank].mT.to(weights.dtype))
+        if projected.basis is not None:
+            basis = projected.basis[..., :value_rank].mT.to(weights.dtype)
+            output = grouped_product(output, basis)
         found.append(((rank, value_rank), _head_errors(output, exact)))
     return found
 

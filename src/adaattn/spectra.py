@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from adaattn.backends import Tensors
-from adaattn.backends.low_rank import Projected, project
+from adaattn.backends.projected import Projected, project
 from adaattn.planning.rank import tail_ranks
 from adaattn.spec import AttentionProblem, TensorStats
 
@@ -23,8 +23,8 @@ def project_widely(
     tensors: Tensors, problem: AttentionProblem, ranks: tuple[tuple[int, int], ...]
 ) -> Projected:
     """Return the tensors at the largest rank that anybody will look at; factors are nested."""
-    largest = max(*(rank for rank, _ in ranks), *tail_ranks(problem))
-    return project(tensors, problem, largest, largest)
+    largest = tail_ranks(problem, ranks)[-1]
+    return project(tensors.query, tensors.key, tensors.value, largest, largest)
 
 
 def entropy_stats(entropies: torch.Tensor) -> TensorStats:
@@ -42,6 +42,7 @@ def spectral_stats(
     tensors: Tensors,
     problem: AttentionProblem,
     entropies: torch.Tensor,
+    candidates: tuple[tuple[int, int], ...],
 ) -> TensorStats:
     """Return entropies, effective ranks and tails of each head, worst over the batch.
 
@@ -52,12 +53,13 @@ def spectral_stats(
         tensors: canonical.
         problem: describes them.
         entropies: [E, Hq] bits.
+        candidates: ranks that may be tried.
     """
-    ranks = tail_ranks(problem)
+    ranks = tail_ranks(problem, candidates)
     assert projected.scores is not None
     energies = projected.scores.singular_values.square()
     pairs = problem.group_size * problem.len_q * problem.len_k
-    columns = projected.tensors.value.double().square().sum(-2)
+    columns = projected.value.double().square().sum(-2)
     whole = tensors.value.double().square().sum((-2, -1))
     found = [projected.scores.effective_rank()]
     found += [abs(problem.scale) * (energies[..., rank:].sum(-1) / pairs).sqrt() for rank in ranks]

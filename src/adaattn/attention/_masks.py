@@ -1,10 +1,11 @@
 """The masks of ``torch.nn.MultiheadAttention`` as those of the public call.
 
 There True means masked; here, as in ``scaled_dot_product_attention``, True means attend.
-Causal order and window stay flags as long as no mask over queries and keys is given: the
-numbers of such a mask exist anyway, so they are folded into it, which more kernels can
-serve. The keys that ``add_bias_kv`` and ``add_zero_attn`` append are seen by every query
-and have no position, so causal order and window become a mask beside them.
+Causal order and window stay flags as long as no mask over queries and keys is given, or one
+that says no more than ``is_causal`` beside it. Into any other they are folded, since its
+numbers exist anyway and more kernels can serve one mask. The keys that ``add_bias_kv`` and
+``add_zero_attn`` append are seen by every query and have no position, so causal order and
+window become a mask beside them.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from adaattn.attention._causal_hint import is_plain_causal
 from adaattn.attention._layout import Layout
 from adaattn.canonical import described
 from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError, expected_got
@@ -38,6 +40,11 @@ class Order:
     def hides(self) -> bool:
         """Whether any key can be hidden."""
         return self.is_causal or self.window != (-1, -1)
+
+    @property
+    def is_top_left(self) -> bool:
+        """Whether causal order counts from the first key, as masks of PyTorch's helpers do."""
+        return self.is_causal and not self.to_end
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -89,6 +96,8 @@ def mask_arguments(
     """
     padding = _padding_mask(key_padding_mask, layout)
     pairs = _pair_mask(attn_mask, layout, num_heads)
+    if attn_mask is not None and pairs is not None and pairs.dim() == 2 and order.is_top_left:
+        pairs = None if is_plain_causal(attn_mask) else pairs
     if order.hides and (pairs is not None or num_extra):
         seen = order.visible(layout.len_q, layout.len_k, device)
         pairs = seen if pairs is None else _both(pairs, seen)

@@ -191,7 +191,8 @@ class BaseAttention(nn.Module, ABC):
             attn_mask: [L, S] or [B * H, L, S]: True = masked, or added to the scores.
             average_attn_weights: weights are the mean over heads.
             is_causal: a query sees no key behind its own position. It holds beside
-                ``attn_mask``, not instead of it; alone it is the cheapest.
+                ``attn_mask``, not instead of it, and hides none of the keys that
+                ``add_bias_kv`` and ``add_zero_attn`` append; alone it is the cheapest.
             cache: keys and values of the tokens before, to which this call's are appended;
                 S counts them all, and causal order and window count from the end.
             positions: int64 [B or 1, L], where ``rotary`` places the tokens; None counts
@@ -261,7 +262,9 @@ class BaseAttention(nn.Module, ABC):
         q = layout.split_heads(q, config.num_heads)
         k, v = (layout.split_heads(item, config.kv_heads) for item in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # Under autocast the norms stay in the dtype of their weights, and q as v is.
+            wide = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         return q, k, v
 
     def _with_extra_keys(

@@ -100,7 +100,7 @@ def convert(
         >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
         >>> print(convert(layer, "dense"))
         replaced 1 of 1 attention layers
-          + self_attn  DenseAttention(64, 4)
+          + self_attn  DenseAttention(64, 4, dropout=0.1, layer=0)
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(expected_got("model", "a torch.nn.Module", type(model).__name__))

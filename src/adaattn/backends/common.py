@@ -17,6 +17,7 @@ from adaattn.spec import AttentionProblem, Aux
 __all__ = [
     "RowStatistics",
     "accumulation_dtype",
+    "additive_mask",
     "fused_attention",
     "grouped_product",
     "hides_nothing",
@@ -27,6 +28,7 @@ __all__ = [
     "tile_mask",
     "tile_scores",
     "visible_tile",
+    "with_dense_columns",
 ]
 
 
@@ -194,6 +196,18 @@ def fused_attention(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output if blind is None else output.masked_fill(blind, 0.0)
+
+
+def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask as numbers added to the scores, booleans in ``dtype``; None stays None."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with adjacent columns; kernels misread any other and say nothing."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

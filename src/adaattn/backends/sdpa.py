@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import sighted
+from adaattn.backends.common import additive_mask, sighted, with_dense_columns
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import (
     Align,
@@ -153,12 +153,12 @@ def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
 def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the CPU's flash kernel's output and log-sum-exp."""
     output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu.default(
-        _with_dense_columns(tensors.query),
-        _with_dense_columns(tensors.key),
-        _with_dense_columns(tensors.value),
+        with_dense_columns(tensors.query),
+        with_dense_columns(tensors.key),
+        with_dense_columns(tensors.value),
         0.0,
         problem.is_causal,
-        attn_mask=_additive(tensors),
+        attn_mask=additive_mask(tensors.mask, tensors.query.dtype),
         scale=problem.scale,
     )
     return Result(output=output, lse=_masked_lse(lse, tensors, problem))
@@ -241,7 +241,7 @@ def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
         tensors.query,
         tensors.key,
         tensors.value,
-        _additive(tensors),
+        additive_mask(tensors.mask, tensors.query.dtype),
         problem.dropout_p,
         problem.is_causal,
         None,
@@ -258,15 +258,6 @@ _KERNELS = {
     "sdpa.cudnn": _cudnn,
     "sdpa.math": _math,
 }
-
-
-def _additive(tensors: Tensors) -> torch.Tensor | None:
-    """Return the mask as numbers added to the scores, booleans in the dtype of the query."""
-    mask = tensors.mask
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zeros = torch.zeros_like(mask, dtype=tensors.query.dtype)
-    return zeros.masked_fill(~mask, float("-inf"))
 
 
 def _masked_lse(
@@ -294,7 +285,7 @@ def _full_bias(
     tensors: Tensors, problem: AttentionProblem
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mask as a bias [B, Hq, Sq, Sk] in stored, aligned rows, and its blind rows."""
-    bias = _additive(tensors)
+    bias = additive_mask(tensors.mask, tensors.query.dtype)
     if bias is None:
         return None, None
     bias, blind = sighted(bias)
@@ -307,12 +298,7 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     missing = -tensor.shape[-1] % _ALIGNMENT
     if missing:
         return F.pad(tensor, (0, missing))
-    return _with_dense_columns(tensor)
-
-
-def _with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with adjacent columns; kernels misread any other and say nothing."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return with_dense_columns(tensor)
 
 
 def _aligned(bias: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ A rule names a tensor of ours and the tensors of theirs that it is made of, put 
 another along the first dimension. ``*`` stands for the index of a layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Family:
         rules: by our names.
         ignored: ends or beginnings of names without a counterpart, and why that is right.
         needs: attributes of the config, the value that is supported, and what another means.
-        convert: makes our config of theirs and the class of the model.
+        convert: makes our fields of their config and the names of the tensors.
     """
 
     model_types: tuple[str, ...]
@@ -49,11 +49,10 @@ class Family:
     rules: Mapping[str, Rule]
     ignored: Mapping[str, str]
     needs: Mapping[str, tuple[object, str]]
-    convert: Callable[[Any, str], dict[str, Any]]
+    convert: Callable[[Any, Set[str]], dict[str, Any]]
 
 
 REFUSED = {
-    "distilbert": "its layers are named and joined in another way than BERT's",
     "gemma": "its embeddings are scaled and its norms multiply by 1 + weight",
     "gemma2": "its embeddings are scaled and its norms multiply by 1 + weight",
     "gemma3_text": "its embeddings are scaled and its norms multiply by 1 + weight",
@@ -115,7 +114,7 @@ def _pairs(names: Mapping[str, str], *, transposed: bool = False) -> dict[str, R
     return rules
 
 
-def _llama_config(config: Any, architecture: str) -> dict[str, Any]:
+def _llama_config(config: Any, names: Set[str]) -> dict[str, Any]:
     """Return the fields of our config for LLaMA and its kin."""
     kind = config.model_type
     heads = config.num_attention_heads
@@ -158,7 +157,7 @@ def _windows(config: Any) -> tuple[tuple[int, int], ...]:
     return tuple((size - 1, -1) if kind == "sliding_attention" else (-1, -1) for kind in kinds)
 
 
-def _gpt2_config(config: Any, architecture: str) -> dict[str, Any]:
+def _gpt2_config(config: Any, names: Set[str]) -> dict[str, Any]:
     """Return the fields of our config for GPT-2."""
     return {
         "vocab_size": config.vocab_size,
@@ -177,9 +176,8 @@ def _gpt2_config(config: Any, architecture: str) -> dict[str, Any]:
     }
 
 
-def _bert_config(config: Any, architecture: str) -> dict[str, Any]:
+def _bert_config(config: Any, names: Set[str]) -> dict[str, Any]:
     """Return the fields of our config for BERT."""
-    classifies = architecture == "BertForSequenceClassification"
     return {
         "vocab_size": config.vocab_size,
         "num_layers": config.num_hidden_layers,
@@ -195,8 +193,26 @@ def _bert_config(config: Any, architecture: str) -> dict[str, Any]:
         "classifier_dropout": config.classifier_dropout,
         "type_vocab_size": config.type_vocab_size,
         "embedding_norm": True,
-        "pooler": architecture != "BertForMaskedLM",
-        "num_labels": config.num_labels if classifies else 0,
+        "pooler": "pooler.dense.weight" in names,
+        "num_labels": config.num_labels if "classifier.weight" in names else 0,
+    }
+
+
+def _distilbert_config(config: Any, names: Set[str]) -> dict[str, Any]:
+    """Return the fields of our config for DistilBERT."""
+    return {
+        "vocab_size": config.vocab_size,
+        "num_layers": config.n_layers,
+        "embed_dim": config.dim,
+        "num_heads": config.n_heads,
+        "mlp_dim": config.hidden_dim,
+        "max_positions": config.max_position_embeddings,
+        "activation": _activation(config.activation),
+        "norm_eps": 1e-12,
+        "norm_placement": NormPlacement.POST,
+        "dropout": float(config.dropout),
+        "attention_dropout": float(config.attention_dropout),
+        "embedding_norm": True,
     }
 
 
@@ -315,4 +331,29 @@ _BERT = Family(
     convert=_bert_config,
 )
 
-FAMILIES: tuple[Family, ...] = (_GPT2, _LLAMA, _BERT)
+_DISTILBERT = Family(
+    model_types=("distilbert",),
+    architectures=("DistilBertModel", "DistilBertForMaskedLM"),
+    is_encoder=True,
+    prefix="distilbert.",
+    rules={
+        **_attention_rules("transformer.layer.*.attention.{}_lin", ("q", "k", "v")),
+        **_pairs(
+            {
+                "embeddings.tokens": "embeddings.word_embeddings",
+                "embeddings.positions": "embeddings.position_embeddings",
+                "embeddings.norm": "embeddings.LayerNorm",
+                "blocks.*.attention.out_proj": "transformer.layer.*.attention.out_lin",
+                "blocks.*.attention_norm": "transformer.layer.*.sa_layer_norm",
+                "blocks.*.mlp.up": "transformer.layer.*.ffn.lin1",
+                "blocks.*.mlp.down": "transformer.layer.*.ffn.lin2",
+                "blocks.*.mlp_norm": "transformer.layer.*.output_layer_norm",
+            }
+        ),
+    },
+    ignored={"vocab_": "the head of pre-training; an Encoder gives the states below it"},
+    needs={"quantization_config": (None, "quantised weights")},
+    convert=_distilbert_config,
+)
+
+FAMILIES: tuple[Family, ...] = (_GPT2, _LLAMA, _BERT, _DISTILBERT)

@@ -185,8 +185,7 @@ class Decoder(TransformerModel):
         """
         if eos_token_id is None:
             eos_token_id = self.config.eos_token_ids
-        if isinstance(eos_token_id, int):
-            eos_token_id = (eos_token_id,)
+        ends = (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
         if pad_token_id is None:
             pad_token_id = self.config.pad_token_id
         settings = GenerationSettings(
@@ -195,12 +194,13 @@ class Decoder(TransformerModel):
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            eos_token_ids=tuple(eos_token_id),
+            eos_token_ids=ends,
             pad_token_id=pad_token_id,
             use_cache=use_cache,
         )
         self._check_tokens(input_ids)
         self._check_length(input_ids.shape[1] + settings.max_new_tokens)
+        self._hidden_keys(attention_mask, *input_ids.shape)
         return generate_tokens(self, input_ids, attention_mask, settings, generator)
 
     def _check_call(
@@ -244,4 +244,4 @@ def _count_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, past: i
 def _next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of each label given the tokens before it."""
     scores = logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(scores, labels[:, 1:].flatten(), ignore_index=_IGNORED_LABEL)
+    return F.cross_entropy(scores, labels[:, 1:].flatten().long(), ignore_index=_IGNORED_LABEL)

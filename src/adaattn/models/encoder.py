@@ -108,7 +108,7 @@ class Encoder(TransformerModel):
             last_hidden_state=hidden,
             pooled=pooled,
             logits=logits,
-            loss=None if labels is None else F.cross_entropy(_given(logits).float(), labels),
+            loss=None if labels is None else F.cross_entropy(_given(logits).float(), labels.long()),
             hidden_states=states,
         )
 

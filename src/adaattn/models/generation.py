@@ -5,6 +5,7 @@ fewest whose probabilities reach ``top_p``, in this order, as Transformers does.
 beams, penalties, and processors of the user's own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +71,7 @@ class GenerationSettings:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: Sequence[int] = ()
     pad_token_id: int | None = None
     use_cache: bool = True
 
@@ -93,11 +94,13 @@ class GenerationSettings:
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ArgumentError(expected_got("top_p", "a number in (0, 1]", self.top_p))
-        for token in self.eos_token_ids:
-            if type(token) is not int:
-                raise ArgumentTypeError(
-                    expected_got("eos_token_id", "an integer or several", repr(token))
-                )
+        ends = self.eos_token_ids
+        if not isinstance(ends, Sequence) or any(type(token) is not int for token in ends):
+            raise ArgumentTypeError(
+                expected_got("eos_token_id", "an integer or several", repr(ends))
+            )
+        if self.pad_token_id is not None:
+            _check_count("pad_token_id", self.pad_token_id, least=0)
         if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
             raise ArgumentError(
                 expected_got(
@@ -159,12 +162,12 @@ def limit_logits(logits: torch.Tensor, settings: GenerationSettings) -> torch.Te
     return scores
 
 
-def _check_count(name: str, value: object) -> None:
-    """Refuse what is no integer of at least 1."""
+def _check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse what is no integer of at least ``least``."""
     if type(value) is not int:
         raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
-    if value < 1:
-        raise ArgumentError(expected_got(name, "an integer of at least 1", value))
+    if value < least:
+        raise ArgumentError(expected_got(name, f"an integer of at least {least}", value))
 
 
 def _check_prompt(

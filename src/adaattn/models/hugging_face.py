@@ -7,7 +7,7 @@ counterpart here is refused with its name. Not covered: mixtures of experts, Gem
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ def from_hugging_face(
 ) -> Decoder | Encoder:
     """Return a model with the weights of a Transformers model, in evaluation mode.
 
-    GPT-2, and Llama, Mistral, Qwen2 and Qwen3, become a `Decoder`; BERT becomes an `Encoder`,
-    without the heads of its pre-training. The source is left as it is and shares nothing.
+    GPT-2, and Llama, Mistral, Qwen2 and Qwen3, become a `Decoder`; BERT and DistilBERT become
+    an `Encoder`, without the heads of their pre-training. The source is left as it is and
+    shares nothing.
 
     Args:
         model_or_path: a live model, or a folder that ``save_pretrained`` wrote; nothing is
@@ -76,11 +77,12 @@ def from_hugging_face(
     family = _family_of(str(getattr(source.config, "model_type", "")))
     architecture = type(source).__name__
     _refuse_features(family, source.config, architecture)
-    config = _convert_config(family, source, architecture, attention, attention_settings)
+    tensors = {n.removeprefix(family.prefix): t for n, t in source.state_dict().items()}
+    config = _convert_config(family, source, tensors.keys(), attention, attention_settings)
     with torch.random.fork_rng(devices=[]):  # fresh weights are replaced: no number is spent
         model = Encoder(config) if family.is_encoder else Decoder(config)
-    tensors = _translate(family, source.state_dict(), model.state_dict(), subject)
-    model.assign(tensors, f"weights of {subject}")
+    translated = _translate(family, tensors, model.state_dict(), subject)
+    model.assign(translated, f"weights of {subject}")
     return model.to(device=device, dtype=dtype).eval()
 
 
@@ -106,7 +108,7 @@ def _refuse_features(family: Family, config: Any, architecture: str) -> None:
         reasons.append(expected_got("class of the model", f"one of {known}", architecture))
     for name, (wanted, meaning) in family.needs.items():
         if (found := getattr(config, name, wanted)) != wanted:
-            reasons.append(f"{name} is {found!r}: {meaning} have no counterpart")
+            reasons.append(f"{name} is {found!r}: there is no counterpart of {meaning}")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         reasons.append("rope_parameters rotate a part of each head, which these models never do")
@@ -120,7 +122,7 @@ def _refuse_features(family: Family, config: Any, architecture: str) -> None:
 def _convert_config(
     family: Family,
     source: Any,
-    architecture: str,
+    names: Set[str],
     attention: AttentionKind | str,
     settings: Mapping[str, Any] | None,
 ) -> TransformerConfig:
@@ -133,7 +135,7 @@ def _convert_config(
     ends = ends if isinstance(ends, (list, tuple)) else [ends]
     pad = getattr(config, "pad_token_id", None)
     fields = {
-        **family.convert(config, architecture),
+        **family.convert(config, names),
         # Configs of cut-down models keep tokens that their vocabulary has lost.
         "eos_token_ids": tuple(t for t in ends if t is not None and 0 <= t < vocabulary),
         "pad_token_id": pad if pad is not None and 0 <= pad < vocabulary else None,
@@ -145,12 +147,11 @@ def _convert_config(
 
 def _translate(
     family: Family,
-    found: Mapping[str, torch.Tensor],
+    source: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
     subject: str,
 ) -> dict[str, torch.Tensor]:
     """Return our tensors, each of its own memory; every one of theirs is used or listed."""
-    source = {name.removeprefix(family.prefix): tensor for name, tensor in found.items()}
     missing: list[str] = []
     used: set[str] = set()
     result = {}

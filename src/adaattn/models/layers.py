@@ -17,7 +17,7 @@ from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.cache import LayerCache
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.models.config import TransformerConfig
 from adaattn.models.kinds import (
     Activation,
@@ -111,13 +111,17 @@ class Embeddings(nn.Module):
             input_ids: [B, L] int64.
             positions: [B or 1, L] int64.
             token_type_ids: [B, L] int64; None is type 0 everywhere.
+
+        Raises:
+            ArgumentError: an index beyond its table, on a CPU; on a GPU CUDA stops the process.
         """
-        hidden: torch.Tensor = self.tokens(input_ids)
+        hidden = _look_up("input_ids", self.tokens, input_ids)
         if self.types is not None:
             first = torch.zeros_like(input_ids[:1])
-            hidden = hidden + self.types(first if token_type_ids is None else token_type_ids)
+            types = first if token_type_ids is None else token_type_ids
+            hidden = hidden + _look_up("token_type_ids", self.types, types)
         if self.positions is not None:
-            hidden = hidden + self.positions(positions)
+            hidden = hidden + _look_up("positions", self.positions, positions)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return self.dropout(hidden)  # type: ignore[no-any-return]
@@ -203,6 +207,16 @@ class Block(nn.Module):
             return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))  # type: ignore[no-any-return]
         hidden = hidden + attend(self.attention_norm(hidden))
         return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))  # type: ignore[no-any-return]
+
+
+def _look_up(name: str, table: nn.Embedding, indices: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a table; the kernel checks the indices, so that no host read has to."""
+    try:
+        return table(indices)  # type: ignore[no-any-return]
+    except IndexError as error:
+        low, high = indices.min().item(), indices.max().item()
+        wanted = f"numbers from 0 to {table.num_embeddings - 1}"
+        raise ArgumentError(expected_got(name, wanted, f"{low} to {high}")) from error
 
 
 def _gelu_tanh(hidden: torch.Tensor) -> torch.Tensor:

@@ -59,11 +59,6 @@ class TransformerModel(nn.Module, ABC):
         is_pre = config.norm_placement is NormPlacement.PRE
         self.final_norm = make_norm(config) if is_pre else None
 
-    @property
-    def device(self) -> torch.device:
-        """Where the token embedding lies."""
-        return self.embeddings.tokens.weight.device
-
     def attention_modules(self) -> tuple[BaseAttention, ...]:
         """Return the attention module of each block, in order."""
         return tuple(block.attention for block in self._each_block())

@@ -2,7 +2,8 @@
 
 Formulas, with P the (query, key) pairs that are computed, per batch and query head:
 
-- products: 2 * P * (D + Dv) FLOPs forward, 2.5 times that again backward;
+- products: 2 * P * (D + Dv) FLOPs forward, 2.5 times that again backward (low rank has its
+  backward through all columns, and off the CPU a forward pass before it);
 - traffic: q, k, v and the output once; materialised scores six times in fp32;
 - time: the larger of FLOPs over the achievable rate and bytes over the bandwidth (their
   sum where scores are materialised, since the passes do not overlap), plus launches.
@@ -100,6 +101,10 @@ def estimate(
     pairs = computed_pairs(problem, capability)
     training = _BACKWARD_FACTOR if problem.requires_grad else 1.0
     flops = 2.0 * pairs * (dim + value_dim) * heads * training * density
+    if group.method is Method.LOW_RANK and problem.requires_grad:
+        whole = 2.0 * pairs * (problem.head_dim + problem.value_dim) * heads
+        again = _BACKWARD_FACTOR - (1.0 if problem.device_type == "cpu" else 0.0)
+        flops = flops / training + again * whole
     moved = float(_tensor_bytes(problem, group)) * (2.0 if problem.requires_grad else 1.0)
     if capability.expands_kv and problem.group_size > 1:
         moved += 2.0 * _expanded_bytes(problem, group)

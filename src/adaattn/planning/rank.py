@@ -58,11 +58,13 @@ def candidate_ranks(
     return tuple((rank, rank) for rank in usable)
 
 
-def tail_ranks(problem: AttentionProblem) -> tuple[int, ...]:
-    """Return the ranks at which spectra are read: steps of D/16 below the head dimensions."""
+def tail_ranks(
+    problem: AttentionProblem, candidates: tuple[tuple[int, int], ...] = ()
+) -> tuple[int, ...]:
+    """Return the ranks at which spectra are read: the candidates, and steps of D/16 below D."""
     width = min(problem.head_dim, problem.value_dim)
     step = max(max(problem.head_dim, problem.value_dim) // _TAILS, 1)
-    return tuple(range(step, width, step))
+    return tuple(sorted({rank for rank, _ in candidates} | set(range(step, width, step))))
 
 
 def predicted_error(stats: TensorStats, rank: int, head: int) -> float:

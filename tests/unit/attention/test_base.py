@@ -19,9 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import adaattn
+from adaattn.attention import _causal_hint
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.attention.runner import Runner
+from adaattn.cache import KVCache
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -176,10 +178,72 @@ def test_a_padding_mask_stays_one_row_and_causal_order_a_flag() -> None:
     assert "is_causal" not in fourth
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_a_mask_that_only_repeats_causal_order_is_left_out(added: bool) -> None:
+    module = DenseAttention(EMBED, HEADS)
+    spy = Spy(module)
+    hidden = torch.ones(LEN, LEN, dtype=torch.bool).triu(1)
+    causal = nn.Transformer.generate_square_subsequent_mask(LEN) if added else hidden
+    module(tokens(), attn_mask=causal, is_causal=True)
+    assert "attn_mask" not in spy.calls[-1]
+    assert spy.calls[-1]["is_causal"] is True
+    # Without the flag the mask is a mask, and one number more makes it another mask.
+    module(tokens(), attn_mask=causal)
+    assert "attn_mask" in spy.calls[-1]
+    causal[3, 1] = True if added else not causal[3, 1]
+    module(tokens(), attn_mask=causal, is_causal=True)
+    assert "attn_mask" in spy.calls[-1]
+
+
+def test_a_mask_is_compared_again_only_after_a_write() -> None:
+    """From a GPU the comparison waits for the device, so its answer is kept with the mask."""
+    mask = torch.ones(LEN, LEN, dtype=torch.bool).triu(1)
+    with pytest.MonkeyPatch.context() as patch:
+        compared: list[torch.Tensor] = []
+        compare = _causal_hint._compared
+        patch.setattr(_causal_hint, "_compared", lambda m: compared.append(m) or compare(m))
+        assert [_causal_hint._remembered(mask) for _ in range(3)] == [True] * 3
+        assert len(compared) == 1
+        mask[0, 0] = True
+        assert [_causal_hint._remembered(mask) for _ in range(3)] == [False] * 3
+        assert len(compared) == 2
+        with torch.inference_mode():
+            counted = torch.ones(LEN, LEN, dtype=torch.bool).triu(1)
+            assert _causal_hint._remembered(counted)
+            assert _causal_hint._remembered(counted)
+        # What was made in inference mode has no version, so nothing is kept.
+        assert len(compared) == 4
+
+
+def test_a_causal_mask_that_learns_gets_its_gradient() -> None:
+    module = DenseAttention(EMBED, HEADS)
+    causal = nn.Transformer.generate_square_subsequent_mask(LEN).requires_grad_()
+    x = tokens()
+    (slope,) = torch.autograd.grad(
+        module(x, attn_mask=causal, is_causal=True)[0].square().sum(), causal
+    )
+    assert slope.abs().sum() > 0
+    with torch.no_grad():
+        spy = Spy(module)
+        module(x, attn_mask=causal, is_causal=True)
+    assert "attn_mask" not in spy.calls[0]
+
+
+def test_a_causal_mask_beside_a_cache_counts_from_its_own_corner() -> None:
+    """The mask hides keys ahead of the first ones; ``is_causal`` those ahead of the last."""
+    module = DenseAttention(EMBED, HEADS)
+    cache = KVCache(num_layers=1).layer(0)
+    x = tokens()
+    module(x[:, :4], is_causal=True, cache=cache)
+    mask = torch.ones(2, LEN, dtype=torch.bool).triu(1)
+    weights = module(x[:, 4:], attn_mask=mask, is_causal=True, cache=cache, need_weights=True)[1]
+    assert torch.equal(weights == 0, mask.expand_as(weights))
+
+
 def test_a_two_dimensional_mask_is_not_expanded() -> None:
     module = DenseAttention(EMBED, HEADS)
     spy = Spy(module)
-    module(tokens(), attn_mask=torch.zeros(LEN, LEN, dtype=torch.bool), is_causal=True)
+    module(tokens(), attn_mask=torch.eye(LEN, dtype=torch.bool).roll(1, 0), is_causal=True)
     assert spy.calls[0]["attn_mask"].shape == (LEN, LEN)
 
 

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from adaattn.attention._hooks import HOOK_DICTIONARIES
+from adaattn.attention.adaattn import AdaAttention
+from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
+from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.attention.replace import ConversionReport, convert
@@ -413,6 +416,32 @@ def test_the_report_prints_every_layer() -> None:
     assert str(convert(nn.Linear(2, 2), "dense")) == "replaced 0 of 0 attention layers"
     assert "(the model itself)  DenseAttention" in str(convert(plain(), "dense"))
     assert isinstance(report, ConversionReport)
+
+
+KINDS = {
+    "ada": (AdaAttention, {"policy": "quality"}),
+    "adaptive_precision": (AdaptivePrecisionAttention, {"policy": "quality"}),
+    "adaptive_rank": (AdaptiveRankAttention, {"error_budget": 0.0}),
+    "dense": (DenseAttention, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_takes_the_place_and_its_settings(kind: str) -> None:
+    wanted, settings = KINDS[kind]
+    model = Pair(batch_first=True)
+    exact, x = copy.deepcopy(model).double(), torch.randn(BATCH, LEN, EMBED)
+    eager = model(x)
+    convert(model, kind, **settings)
+    assert type(model.first) is wanted
+    for got, reference, yardstick in zip(model(x), exact(x.double()), eager, strict=True):
+        assert_matches(got, reference, yardstick, summands=SUMMANDS)
+
+
+def test_the_default_kind_is_the_flagship() -> None:
+    model = Pair()
+    convert(model)
+    assert type(model.first) is AdaAttention
 
 
 def test_settings_reach_the_modules() -> None:

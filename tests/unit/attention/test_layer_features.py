@@ -336,6 +336,23 @@ def test_half_precision_modules_compute_all_features() -> None:
     assert_matches(rounded(x, is_causal=True)[0], reference, eager, summands=SUMMANDS)
 
 
+def test_autocast_computes_all_features_and_caches_its_own_dtype() -> None:
+    module = make(rotary=ROTARY, num_kv_heads=2, qk_norm=True, sinks=True, add_bias_kv=True)
+    exact = copy.deepcopy(module).double()
+    x = torch.randn(BATCH, LEN, EMBED)
+    cache = KVCache(num_layers=1).layer(0)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = module(x, is_causal=True)[0]
+        parts = [
+            module(part, is_causal=True, cache=cache)[0] for part in x.split((5, LEN - 5), dim=1)
+        ]
+        eager = plain_attention(module, x, is_causal=True)[0]
+    reference = plain_attention(exact, x.double(), is_causal=True)[0]
+    assert whole.dtype == torch.bfloat16
+    assert_matches(whole, reference, eager.bfloat16(), summands=SUMMANDS)
+    assert_matches(torch.cat(parts, 1), reference, eager.bfloat16(), summands=SUMMANDS)
+
+
 @pytest.mark.parametrize("with_cache", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_layer_of_transformers_gives_the_same(with_cache: bool, padded: bool) -> None:

@@ -88,13 +88,25 @@ HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_GROUPED, **_TIERS}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, **_TIERS, "head_dim": 16}),
     "bert": ("BertConfig", "BertModel", _THEIRS),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertModel",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 32,
+            "hidden_dim": 48,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 48,
+            "pad_token_id": 0,
+        },
+    ),
     "bert_classifier": (
         "BertConfig",
         "BertForSequenceClassification",
         {**_THEIRS, "num_labels": 3},
     ),
 }
-CAUSAL = [name for name in HUGGING_FACE if not name.startswith("bert")]
 
 
 def spread_weights(model: torch.nn.Module) -> None:

@@ -222,7 +222,7 @@ def test_settings_reach_the_attention_module(decoder: Maker) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"polcy": "speed"}, r"attention_settings: expected some of \[.*'policy'.*got \['polcy'\]"),
+        ({"heads": 3}, r"attention_settings: expected some of \[.*'policy'.*got \['heads'\]"),
         ({"window": (1, 1)}, r"got \['window'\]; sizes and kinds are fields of TransformerConfig"),
     ],
 )
@@ -305,6 +305,16 @@ ROWS = torch.ones(2, 5, dtype=torch.long)
         ),
         (DTypeError, {"positions": ROWS.float()}, r"positions: expected int64 or int32, got torch"),
         (ShapeError, {"labels": ROWS[:, :4]}, r"labels: expected \[2, 5\], got \(2, 4\)"),
+        (
+            ArgumentError,
+            {"input_ids": 64 * ROWS},
+            r"input_ids: expected numbers from 0 to 63, got 64",
+        ),
+        (
+            ArgumentError,
+            {"positions": -ROWS},
+            r"positions: expected numbers from 0 to 47, got -1 to",
+        ),
         (ArgumentError, {"num_logits": 0}, r"num_logits: expected an integer of at least 1, with"),
         (ArgumentError, {"num_logits": 1, "labels": ROWS}, r"without labels, got labels too"),
         (ArgumentError, {"cache": KVCache(3)}, r"num_layers of the cache: expected 2, got 3"),

@@ -145,6 +145,12 @@ def test_every_style_runs_and_only_pre_norm_ends_with_a_norm(
             {"labels": ROWS},
             r"labels: expected \[2\], got \(2, 5\)",
         ),
+        (
+            ArgumentError,
+            {},
+            {"token_type_ids": 2 * ROWS},
+            r"token_type_ids: expected numbers from 0 to 1, got 2 to 2",
+        ),
         (DTypeError, {}, {"input_ids": ROWS.double()}, r"input_ids: expected int64 or int32"),
         (
             ArgumentError,

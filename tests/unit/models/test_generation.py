@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
+from adaattn.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
 from adaattn.models import Decoder, from_hugging_face
-from adaattn.models.generation import GenerationSettings, limit_logits
+from adaattn.models.generation import GenerationSettings, generate_tokens, limit_logits
 
 Maker = Callable[..., Decoder]
 Tokens = Callable[..., torch.Tensor]
@@ -172,7 +172,14 @@ def test_without_padding_a_mask_changes_nothing(decoder: Maker) -> None:
         (
             ArgumentTypeError,
             {"eos_token_id": ["</s>"]},
-            r"eos_token_id: expected an integer or several, got '</s>'",
+            r"eos_token_id: expected an integer or several, got \['</s>'\]",
+        ),
+        (ArgumentTypeError, {"eos_token_id": 2.5}, r"expected an integer or several, got 2\.5"),
+        (ArgumentTypeError, {"pad_token_id": "0"}, r"pad_token_id: expected an integer, got '0'"),
+        (
+            DTypeError,
+            {"attention_mask": torch.ones(2, 3)},
+            r"attention_mask: expected integers or booleans, got torch.float32",
         ),
         (
             ArgumentError,
@@ -181,8 +188,8 @@ def test_without_padding_a_mask_changes_nothing(decoder: Maker) -> None:
         ),
         (
             ShapeError,
-            {"attention_mask": torch.ones(2, 4)},
-            r"attention_mask: expected \[2, 3\], got \(2, 4\)",
+            {"attention_mask": torch.ones(2, 4, dtype=torch.bool)},
+            r"attention_mask: expected \[2, 3\], .*, got \(2, 4\)",
         ),
         (
             ShapeError,
@@ -202,3 +209,9 @@ def test_bad_input_is_refused(
     given = {"input_ids": ROWS, "max_new_tokens": 2, "do_sample": True, **arguments}
     with pytest.raises(error, match=message):
         decoder().generate(**given)
+
+
+def test_a_mask_of_another_shape_is_refused_even_if_it_hides_nothing(decoder: Maker) -> None:
+    settings, mask = GenerationSettings(max_new_tokens=1), torch.ones(2, 1)
+    with pytest.raises(ShapeError, match=r"attention_mask: expected \[2, 3\], got \(2, 1\)"):
+        generate_tokens(decoder(), ROWS, mask, settings)

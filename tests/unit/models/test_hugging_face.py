@@ -52,22 +52,27 @@ def test_decoders_give_the_logits_of_transformers(
         assert distance(found.loss, wanted.loss) < BOUND
 
 
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @torch.no_grad()
-def test_encoders_give_the_states_of_transformers(theirs: Maker, tokens: Tokens, side: str) -> None:
-    source, rows = theirs("bert"), tokens(2, 12)
+def test_encoders_give_the_states_of_transformers(
+    theirs: Maker, tokens: Tokens, name: str, side: str
+) -> None:
+    source, rows = theirs(name), tokens(2, 12)
     model = from_hugging_face(source)
     assert isinstance(model, Encoder)
-    types = (torch.arange(12) > 6).long().expand(2, -1)
+    extra = {}
+    if name == "bert":
+        extra["token_type_ids"] = (torch.arange(12) > 6).long().expand(2, -1)
     mask = torch.ones_like(rows)
     if side != "none":
         mask[0, slice(0, 5) if side == "left" else slice(7, 12)] = 0
-    wanted = source(rows, attention_mask=mask, token_type_ids=types, output_hidden_states=True)
-    found = model(rows, mask, types, return_hidden_states=True)
+    wanted = source(rows, attention_mask=mask, output_hidden_states=True, **extra)
+    found = model(rows, mask, return_hidden_states=True, **extra)
     seen = mask.bool()
     for ours, other in zip(found.hidden_states, wanted.hidden_states, strict=True):
         assert distance(ours[seen], other[seen]) < BOUND
-    if side != "left":  # the pooler reads the first token, which padding would be there
+    if name == "bert" and side != "left":  # the pooler reads the first token
         assert distance(found.pooled, wanted.pooler_output) < BOUND
 
 
@@ -80,7 +85,9 @@ def test_a_classifier_gives_the_logits_of_transformers(theirs: Maker, tokens: To
     assert distance(found.loss, wanted.loss) < BOUND
 
 
-@pytest.mark.parametrize("architecture", ["BertForPreTraining", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    "architecture", ["BertForPreTraining", "BertForMaskedLM", "DistilBertForMaskedLM"]
+)
 @torch.no_grad()
 def test_heads_of_pre_training_are_left_behind(
     theirs: Maker, tokens: Tokens, architecture: str
@@ -88,11 +95,19 @@ def test_heads_of_pre_training_are_left_behind(
     import transformers
 
     torch.manual_seed(2)
-    source = getattr(transformers, architecture)(theirs("bert").config).eval()
+    name = "distilbert" if architecture.startswith("Distil") else "bert"
+    source = getattr(transformers, architecture)(theirs(name).config).eval()
     model, rows = from_hugging_face(source), tokens()
-    wanted = source.bert(rows).last_hidden_state
+    wanted = getattr(source, name)(rows).last_hidden_state
     assert distance(model(rows).last_hidden_state, wanted) < BOUND
-    assert (model.pooler is None) == (architecture == "BertForMaskedLM")
+    assert (model.pooler is None) == (architecture != "BertForPreTraining")
+
+
+def test_a_bert_without_a_pooler_stays_without(theirs: Maker) -> None:
+    import transformers
+
+    source = transformers.BertModel(theirs("bert").config, add_pooling_layer=False)
+    assert from_hugging_face(source).pooler is None
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,20 @@ def test_tensors_of_another_shape_are_named(theirs: Maker) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"is True: a scale that differs from"),
-        ("gpt2", {"reorder_and_upcast_attn": True}, r"is True: scores in float32 whatever the"),
-        ("gpt2", {"add_cross_attention": True}, r"add_cross_attention is True: layers that look"),
-        ("bert", {"is_decoder": True}, r"is_decoder is True: a causal BERT have no counterpart"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"is True: .* of a scale that differs"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, r"is True: .* of scores in float32 wh"),
+        ("gpt2", {"add_cross_attention": True}, r"add_cross_attention is True: .* of layers that"),
+        (
+            "bert",
+            {"is_decoder": True},
+            r"is_decoder is True: there is no counterpart of a causal BERT",
+        ),
         (
             "bert",
             {"position_embedding_type": "relative_key"},
-            r"position_embedding_type is 'relative_key': positions relative to each other",
+            r"position_embedding_type is 'relative_key': .* positions relative to each other",
         ),
-        ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is .*: quantised"),
+        ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is .* of quantised"),
     ],
 )
 def test_features_without_a_counterpart_are_refused(
@@ -78,7 +82,10 @@ def test_rotations_without_a_counterpart_are_refused(theirs: Maker) -> None:
     [
         ("gemma2", r"model type 'gemma2': its embeddings are scaled and its norms multiply by"),
         ("roberta", r"its positions count from the padding token"),
-        ("t5", r"'t5': no rule says .*\n.*bert, gpt2, llama, mistral, qwen2, qwen3; adaattn.integ"),
+        (
+            "t5",
+            r"'t5': no rule says .*\n.*bert, distilbert, gpt2, llama, mistral, qwen2, qwen3; ada",
+        ),
     ],
 )
 def test_other_model_types_are_refused(

@@ -154,7 +154,10 @@ def edit_values(folder: Path, **changes: Any) -> None:
     [
         (lambda f: (f / "config.json").unlink(), r"expected a file written by save\(\), got no fi"),
         (lambda f: (f / "config.json").write_bytes(b"\xff"), r"expected a readable text, got Uni"),
-        (lambda f: (f / "config.json").write_text("{"), r"config.json: expected JSON, got .*; sav"),
+        (
+            lambda f: (f / "config.json").write_text("{"),
+            r"config.json: expected JSON, got .*; save",
+        ),
         (
             lambda f: (f / "config.json").write_text("[]"),
             r'"format": "adaattn.transformer", got an',

@@ -170,9 +170,7 @@ def test_what_is_no_result_is_refused(
     assert "expected a benchmark result, got KeyError('machine')" in capsys.readouterr().err
 
 
-def test_a_result_of_the_operator_benchmark_can_be_read(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_result_of_the_operator_benchmark_can_be_read(script: ModuleType, tmp_path: Path) -> None:
     results = SCRIPT.parents[1] / "benchmarks" / "results" / "ops_cpu.json"
     shutil.copy(results, tmp_path)
     values, machines = script.read_runs(tmp_path)

@@ -1,0 +1,240 @@
+"""Attention under a real memory limit: who fails, and who does not.
+
+On a GPU the limit is PyTorch's (``set_per_process_memory_fraction``), on a CPU the kernel's
+(``RLIMIT_AS`` of a child process): an allocation beyond it fails there and then. The
+limit counts what a call takes beside its inputs.
+
+    python -m benchmarks.gpu.budget '{"variant": "naive", ...}'
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import adaattn
+from adaattn.hardware import peak_memory
+from adaattn.kernels.cuda_utils import memory_efficient_attention
+from benchmarks.gpu.clock import free_unused
+from benchmarks.gpu.rows import OUT_OF_MEMORY, UNAVAILABLE, WRONG, Row, Settings, guarded, line
+from benchmarks.gpu.tensors import (
+    Attention,
+    Inputs,
+    Sample,
+    TensorCell,
+    draw,
+    naive,
+    sdpa,
+    softcapped,
+)
+
+__all__ = ["attempts", "run"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_PLANNED_SHARE = 0.5
+"""Of the limit is what this library is told: allocators round up, and outputs count too."""
+
+_CHILD_LIMIT_S = 240
+
+
+def run(settings: Settings) -> list[Row]:
+    """Return a row for each length, phase and variant."""
+    sizes = _sizes(settings)
+    cases = {
+        "causal": ("naive", "F.sdpa", "adaattn", "memory_efficient_attention"),
+        "causal, softcap 30": ("naive", "adaattn"),
+    }
+    if settings.quick:
+        del cases["causal"]
+    rows: list[Row] = []
+    for semantics, variants in cases.items():
+        for variant in variants:
+            request = sizes | {"variant": variant, "semantics": semantics}
+            found = attempts(request) if settings.is_gpu else _in_child(request)
+            rows += [Row(**values) for values in found]
+            for values in found:
+                settings.say(line(Row(**values)))
+    order = list(dict.fromkeys((row.cell, row.phase) for row in rows))
+    return sorted(rows, key=lambda row: order.index((row.cell, row.phase)))
+
+
+def _sizes(settings: Settings) -> dict[str, Any]:
+    """Return the part of a request that the device decides."""
+    if settings.is_gpu:
+        sizes = {"heads": 16, "dim": 128, "dtype": "bfloat16", "budget_bytes": 4 << 30}
+        lengths = [4096, 16384, 65536]
+    else:
+        sizes = {"heads": 8, "dim": 64, "dtype": "float32", "budget_bytes": 256 << 20}
+        lengths = [1024, 4096, 8192]
+    if settings.quick:
+        sizes |= {"heads": 4, "dim": 16, "budget_bytes": 48 << 20}
+        lengths = [256, 2048]
+    phases = [False] if settings.quick else [False, True]
+    return sizes | {"lengths": lengths, "phases": phases, "device": settings.device}
+
+
+def attempts(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of a row for each length and phase of one variant, each under the limit.
+
+    Args:
+        request: variant, semantics, device, heads, dim, dtype, lengths, phases (False is the
+            forward pass, True training) and budget_bytes.
+    """
+    device, limit = request["device"], request["budget_bytes"]
+    dtype = getattr(torch, request["dtype"])
+    softcap = 30.0 if "softcap" in request["semantics"] else 0.0
+    _warm(request, device, dtype)
+    rows = []
+    for training in request["phases"]:
+        for length in request["lengths"]:
+            shape = (1, request["heads"], length, request["dim"])
+            cell = TensorCell(name="", shape=shape, dtype=dtype)
+            inputs = draw(cell, device, grad=training)
+            exact = Sample(inputs, rows=8, softcap=softcap)
+            row = {
+                "suite": "memory",
+                "cell": f"{_mib(limit)} MiB, S{length}, {request['semantics']}",
+                "variant": request["variant"],
+                "phase": "training" if training else "forward",
+                "dtype": request["dtype"],
+            }
+            found = _attempt(request, inputs, training, limit)
+            rows.append(row | _judged(found, exact, dtype, limit))
+    return rows
+
+
+def _attempt(request: dict[str, Any], inputs: Inputs, training: bool, limit: int) -> dict[str, Any]:
+    """Return output (None where it failed), status, milliseconds and peak of one call."""
+    device = request["device"]
+    function = _function(request)
+    gradient = torch.ones_like(inputs[0]) if training else None
+
+    def run() -> torch.Tensor:
+        if gradient is None:
+            with torch.no_grad():
+                return function(*inputs)
+        output = function(*inputs)
+        torch.autograd.grad(output, inputs, gradient)
+        return output
+
+    free_unused(device)
+    peak = peak_memory(device)
+    release = _limit(device, limit)
+    start = time.perf_counter()
+    try:
+        with peak:
+            output, status = guarded(run)
+            if device == "cuda":
+                torch.cuda.synchronize()
+        took_ms = 1e3 * (time.perf_counter() - start)
+    finally:
+        release()
+    return {"output": output, "status": status, "ms": took_ms, "peak_bytes": peak.added_bytes}
+
+
+def _judged(found: dict[str, Any], exact: Sample, dtype: torch.dtype, limit: int) -> dict[str, Any]:
+    """Return the fields of a row; no time on a wrong result."""
+    row: dict[str, Any] = {"status": found["status"], "extra": {"limit_bytes": limit}}
+    if found["output"] is None:
+        return row | {"note": "an allocation was refused"}
+    error, mse = exact.error(found["output"])
+    row |= {"mse": mse, "relative_error": error}
+    allowed = 2 * exact.eager_error() + torch.finfo(dtype).eps
+    if not error <= allowed:
+        return row | {"status": WRONG, "note": f"relative error {error:.3g}"}
+    return row | {
+        "mean_ms": found["ms"],
+        "std_ms": 0.0,
+        "median_ms": found["ms"],
+        "rounds": 1,
+        "peak_bytes": found["peak_bytes"],
+    }
+
+
+def _function(request: dict[str, Any]) -> Attention:
+    """Return the variant; this library's are told half of the limit."""
+    told = int(_PLANNED_SHARE * request["budget_bytes"])
+    softcap = 30.0 if "softcap" in request["semantics"] else None
+    policy = adaattn.Policy(name="limited", memory_budget_bytes=told)
+    ours = partial(
+        adaattn.scaled_dot_product_attention, is_causal=True, softcap=softcap, policy=policy
+    )
+    chunked = partial(memory_efficient_attention, is_causal=True, memory_budget_bytes=told)
+    functions: dict[str, Attention] = {
+        "naive": softcapped if softcap else naive,
+        "F.sdpa": sdpa,
+        "adaattn": ours,
+        "memory_efficient_attention": chunked,
+    }
+    return functions[request["variant"]]
+
+
+def _warm(request: dict[str, Any], device: str, dtype: torch.dtype) -> None:
+    """Load kernels and start threads, whose memory is no call's."""
+    small = TensorCell(name="", shape=(1, request["heads"], 128, request["dim"]), dtype=dtype)
+    for training in request["phases"]:
+        inputs = draw(small, device, grad=training)
+        output = _function(request)(*inputs)
+        if training:
+            output.sum().backward()
+
+
+def _limit(device: str, limit: int) -> Callable[[], None]:
+    """Allow this process so many bytes more than it has; return what ends the limit."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        total = torch.cuda.mem_get_info()[1]
+        share = (torch.cuda.memory_reserved() + limit) / total
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
+        return lambda: torch.cuda.set_per_process_memory_fraction(1.0)
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    allowed = pages * resource.getpagesize() + limit
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _in_child(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what `attempts` returns, from a process whose address space is limited."""
+    row = {"suite": "memory", "cell": request["semantics"], "variant": request["variant"]}
+    if not sys.platform.startswith("linux"):
+        note = "a limit on a process's memory needs Linux"
+        return [row | {"status": UNAVAILABLE, "note": note}]
+    package = Path(adaattn.__file__).resolve().parents[1]
+    search = [str(_ROOT), str(package), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.budget", json.dumps(request)],
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(item for item in search if item)},
+        capture_output=True,
+        text=True,
+        timeout=_CHILD_LIMIT_S,
+        check=False,
+    )
+    if done.returncode == 0:
+        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    if done.returncode < 0 or "bad_alloc" in done.stderr:
+        note = f"the process was ended with status {done.returncode}"
+        return [row | {"status": OUT_OF_MEMORY, "note": note}]
+    raise RuntimeError(f"{request['variant']} failed under its limit:\n{done.stderr}")
+
+
+def _mib(count: int) -> int:
+    """Return bytes in MiB."""
+    return math.ceil(count / 2**20)
+
+
+if __name__ == "__main__":
+    print(json.dumps(attempts(json.loads(sys.argv[1]))))
