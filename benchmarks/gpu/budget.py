@@ -71,31 +71,31 @@ def _sizes(settings: Settings) -> dict[str, Any]:
     """Return the part of a request that the device decides."""
     if settings.is_gpu:
         sizes = {"heads": 16, "dim": 128, "dtype": "bfloat16", "budget_bytes": 4 << 30}
-        lengths = [4096, 16384, 65536]
+        lengths = {"forward": [4096, 16384, 65536], "training": [4096, 16384, 65536]}
     else:
         sizes = {"heads": 8, "dim": 64, "dtype": "float32", "budget_bytes": 256 << 20}
-        lengths = [1024, 4096, 8192]
+        lengths = {"forward": [1024, 4096, 8192], "training": [1024, 4096]}
     if settings.quick:
         sizes |= {"heads": 4, "dim": 16, "budget_bytes": 48 << 20}
-        lengths = [256, 2048]
-    phases = [False] if settings.quick else [False, True]
-    return sizes | {"lengths": lengths, "phases": phases, "device": settings.device}
+        lengths = {"forward": [256, 2048]}
+    return sizes | {"lengths": lengths, "device": settings.device}
 
 
 def attempts(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the fields of a row for each length and phase of one variant, each under the limit.
 
     Args:
-        request: variant, semantics, device, heads, dim, dtype, lengths, phases (False is the
-            forward pass, True training) and budget_bytes.
+        request: variant, semantics, device, heads, dim, dtype, budget_bytes, and the lengths of
+            each phase.
     """
     device, limit = request["device"], request["budget_bytes"]
     dtype = getattr(torch, request["dtype"])
     softcap = 30.0 if "softcap" in request["semantics"] else 0.0
     _warm(request, device, dtype)
     rows = []
-    for training in request["phases"]:
-        for length in request["lengths"]:
+    for phase, lengths in request["lengths"].items():
+        training = phase == "training"
+        for length in lengths:
             shape = (1, request["heads"], length, request["dim"])
             cell = TensorCell(name="", shape=shape, dtype=dtype)
             inputs = draw(cell, device, grad=training)
@@ -104,7 +104,7 @@ def attempts(request: dict[str, Any]) -> list[dict[str, Any]]:
                 "suite": "memory",
                 "cell": f"{_mib(limit)} MiB, S{length}, {request['semantics']}",
                 "variant": request["variant"],
-                "phase": "training" if training else "forward",
+                "phase": phase,
                 "dtype": request["dtype"],
             }
             found = _attempt(request, inputs, training, limit)
@@ -181,10 +181,10 @@ def _function(request: dict[str, Any]) -> Attention:
 def _warm(request: dict[str, Any], device: str, dtype: torch.dtype) -> None:
     """Load kernels and start threads, whose memory is no call's."""
     small = TensorCell(name="", shape=(1, request["heads"], 128, request["dim"]), dtype=dtype)
-    for training in request["phases"]:
-        inputs = draw(small, device, grad=training)
+    for phase in request["lengths"]:
+        inputs = draw(small, device, grad=phase == "training")
         output = _function(request)(*inputs)
-        if training:
+        if phase == "training":
             output.sum().backward()
 
 

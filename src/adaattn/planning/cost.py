@@ -39,6 +39,9 @@ SELECTION_STRIDE: Final = 12.8
 """Block selection scores 5 of 64 query rows exactly."""
 
 _BACKWARD_FACTOR: Final = 3.5
+_FUSED_SHARE: Final = 0.55
+"""Share of the matrix rate of the fused backward where it was not measured: sdpa.flash's own."""
+
 _SCORE_PASSES: Final = 6
 _DECODE_ROWS: Final = 8
 _DECODE_SHARES: Final = ((0.12, 0.6), (0.5, 0.05))
@@ -101,10 +104,8 @@ def estimate(
     pairs = computed_pairs(problem, capability)
     training = _BACKWARD_FACTOR if problem.requires_grad else 1.0
     flops = 2.0 * pairs * (dim + value_dim) * heads * training * density
-    if group.method is Method.LOW_RANK and problem.requires_grad:
-        whole = 2.0 * pairs * (problem.head_dim + problem.value_dim) * heads
-        again = _BACKWARD_FACTOR - (1.0 if problem.device_type == "cpu" else 0.0)
-        flops = flops / training + again * whole
+    if group.method is Method.LOW_RANK:
+        flops /= training
     moved = float(_tensor_bytes(problem, group)) * (2.0 if problem.requires_grad else 1.0)
     if capability.expands_kv and problem.group_size > 1:
         moved += 2.0 * _expanded_bytes(problem, group)
@@ -122,7 +123,9 @@ def estimate(
         compute_s = min(compute_s, memory_s)
     time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0)
     if group.method is Method.LOW_RANK:
-        time_s += _eigen_s(problem, hardware)
+        whole, whole_s = _whole_backward(problem, group, hardware, pairs)
+        flops += whole
+        time_s += _eigen_s(problem, hardware) + whole_s
     return Cost(
         flops=flops + extra_flops,
         bytes_moved=moved + extra_bytes + score_bytes,
@@ -252,6 +255,24 @@ def _eigen_s(problem: AttentionProblem, hardware: HardwareFacts) -> float:
     if problem.device_type == "cuda":
         return count * 1.6e-3 * math.pow(dim / 128, 1.5)
     return count * (1e-4 + 45.0 * dim**3 / max(hardware.rates.flops_of(Precision.FP32), 1.0))
+
+
+def _whole_backward(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, pairs: float
+) -> tuple[float, float]:
+    """Return (FLOPs, seconds) of low rank's backward pass, which takes all columns.
+
+    On a CPU the fused kernel computes it, on a GPU chunks of written-out weights, for which
+    half of the fused kernel's rate is assumed.
+    """
+    if not problem.requires_grad:
+        return 0.0, 0.0
+    heads = problem.batch * problem.num_heads
+    flops = 2.0 * pairs * (problem.head_dim + problem.value_dim) * heads * (_BACKWARD_FACTOR - 1)
+    rates = hardware.rates
+    share = rates.efficiency_of("sdpa.flash", group.precision, problem.head_dim, _FUSED_SHARE)
+    share *= 1.0 if problem.device_type == "cpu" else 0.5
+    return flops, flops / max(rates.flops_of(group.precision) * share, 1.0)
 
 
 def _flops_rate(

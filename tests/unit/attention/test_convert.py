@@ -167,7 +167,7 @@ def test_layers_are_numbered_in_order() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("mode", ["no padding", "padding", "padding and mask", "causal"])
+@pytest.mark.parametrize("mode", ["nothing", "padding", "padding and mask", "causal"])
 def test_the_inference_path_of_encoders_never_passes_the_modules_by(
     norm_first: bool, mode: str
 ) -> None:

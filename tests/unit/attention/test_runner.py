@@ -332,7 +332,7 @@ class TestCheckpoints:
         found = gradients(output, tensors)
         wanted = planned_gradients(events[0].decision.plan, tensors)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        assert [event.decision.plan.groups for event in events] == [
+        assert [event.decision.plan.groups for event in events[:2]] == [
             events[0].decision.plan.groups
         ] * 2
 

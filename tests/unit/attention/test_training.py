@@ -1,0 +1,211 @@
+"""Modules that adapt, in training: gradients, checkpointing, AMP, compilation, DDP."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from adaattn import HeadGroup, Method, Plan, Precision
+from adaattn.attention.adaattn import AdaAttention
+from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
+from adaattn.attention.adaptive_rank import AdaptiveRankAttention
+from adaattn.attention.base import BaseAttention
+from adaattn.attention.dense import DenseAttention
+from adaattn.testing import fake_facts
+
+EMBED, HEADS, LENGTH = 128, 2, 4096
+BUDGET = 0.02
+
+
+def gradients(module: BaseAttention, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
+    """Return the gradients of input and parameters for a fixed random direction."""
+    x = x.detach().requires_grad_()
+    output = (call or module)(x)
+    output = output[0] if isinstance(output, tuple) else output
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    wanted = [x, *module.parameters()]
+    return list(torch.autograd.grad((output * direction.to(output.dtype)).sum(), wanted))
+
+
+@pytest.fixture
+def planted(pretend: Callable[[str], Any], plant: Callable[..., None]) -> AdaptiveRankAttention:
+    """Both heads of rank 6 and a little noise, on a machine where that pays in training."""
+    pretend("cpu")
+    module = AdaptiveRankAttention(EMBED, HEADS, error_budget=BUDGET, measure_every=2)
+    plant(module, range(HEADS), rank=6, noise=0.002)
+    return module
+
+
+def test_gradients_under_low_rank_are_those_of_dense_attention_within_the_budget(
+    planted: AdaptiveRankAttention,
+) -> None:
+    x = torch.randn(1, LENGTH, EMBED)
+    found = gradients(planted, x)
+    assert planted.get_statistics()["share_by_method"] == {"low_rank": 1.0}
+    dense = DenseAttention(EMBED, HEADS, dtype=torch.float64)
+    dense.load_state_dict(planted.state_dict())
+    for gradient, right in zip(found, gradients(dense, x.double()), strict=True):
+        assert (gradient - right).norm() <= BUDGET * right.norm()
+
+
+@pytest.mark.parametrize("heads_dim", [3, 4])
+def test_gradcheck_holds_in_a_small_double_case(heads_dim: int) -> None:
+    """Three tokens are of rank 3, so low rank of three columns loses nothing in any direction."""
+    group = HeadGroup(
+        capability="low_rank",
+        method=Method.LOW_RANK,
+        precision=Precision.FP64,
+        rank=3,
+        value_rank=3,
+    )
+    module = AdaptiveRankAttention(2 * heads_dim, 2, dtype=torch.float64)
+    module.runner.plan = Plan(groups=(group,), num_heads=2, error_budget=0.01)
+    x = torch.randn(1, 3, 2 * heads_dim, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda item: module(item)[0], (x,))
+    assert set(module.get_statistics()["share_by_method"]) == {"low_rank"}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients_and_counts_each_call_once(
+    planted: AdaptiveRankAttention, use_reentrant: bool
+) -> None:
+    x = torch.randn(1, LENGTH, EMBED)
+    twin = copy.deepcopy(planted)
+
+    def recomputed(item: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(lambda y: planted(y)[0], item, use_reentrant=use_reentrant)
+        return out
+
+    if use_reentrant:  # its autograd function supports backward() alone
+        x_ours = x.clone().requires_grad_()
+        output = recomputed(x_ours)
+        direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+        output.backward(direction)
+        x_theirs = x.clone().requires_grad_()
+        theirs = twin(x_theirs)[0]
+        theirs.backward(direction)
+        ours = [x_ours.grad, *(item.grad for item in planted.parameters())]
+        expected = [x_theirs.grad, *(item.grad for item in twin.parameters())]
+    else:
+        ours, expected = gradients(planted, x, recomputed), gradients(twin, x)
+    assert all(map(torch.equal, ours, expected))
+    statistics = planted.get_statistics()
+    assert statistics["calls"] == 1
+    assert statistics["recomputed_calls"] == 1
+
+
+def test_training_steps_lower_the_loss_and_keep_auditing(
+    planted: AdaptiveRankAttention,
+) -> None:
+    optimiser = torch.optim.SGD(planted.parameters(), lr=0.5)
+    x, target = torch.randn(1, LENGTH, EMBED), 0.1 * torch.randn(1, LENGTH, EMBED)
+    losses = []
+    for _ in range(6):
+        optimiser.zero_grad()
+        loss = (planted(x)[0] - target).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    statistics = planted.get_statistics()
+    assert statistics["measured_calls"] == 3
+    assert statistics["max_audited_error"] <= BUDGET
+
+
+@pytest.mark.parametrize("kind", [AdaptiveRankAttention, AdaptivePrecisionAttention, AdaAttention])
+class TestEveryKind:
+    """What each adaptive module must bear."""
+
+    def test_autocast_computes_in_its_format(self, kind: type[BaseAttention]) -> None:
+        module = kind(32, 4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output, _ = module(torch.randn(2, 20, 32))
+        assert output.dtype is torch.bfloat16
+        assert module.get_statistics()["share_by_precision"] == {"bf16": 1.0}
+        output.float().sum().backward()
+        assert all(item.grad is not None for item in module.parameters())
+
+    def test_a_compiled_module_gives_the_same_numbers_and_still_counts(
+        self, kind: type[BaseAttention]
+    ) -> None:
+        module = kind(32, 4)
+        compiled = torch.compile(module, backend="aot_eager")
+        x = torch.randn(2, 20, 32, requires_grad=True)
+        output, _ = compiled(x)
+        assert torch.equal(output, module(x)[0])
+        assert module.get_statistics()["calls"] == 2
+        torch._dynamo.reset()
+
+    def test_with_a_plan_it_compiles_into_one_graph(self, kind: type[BaseAttention]) -> None:
+        module = kind(32, 4)
+        q = torch.randn(2, 4, 20, 8)
+        module.runner.plan = module.runner.decision(q, q, q).plan
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        x = torch.randn(2, 20, 32)
+        assert torch.equal(compiled(x)[0], module(x)[0])
+        torch._dynamo.reset()
+
+    def test_a_copy_and_a_pickle_run_like_the_original(
+        self, kind: type[BaseAttention], tmp_path: Path
+    ) -> None:
+        module = kind(32, 4)
+        x = torch.randn(2, 20, 32)
+        expected, _ = module(x)
+        torch.save(module, tmp_path / "module.pt")
+        loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+        for other in (copy.deepcopy(module), loaded):
+            assert torch.equal(other(x)[0], expected)
+            assert other.get_statistics()["calls"] == 2
+        assert module.get_statistics()["calls"] == 1
+
+    def test_double_precision_and_half_are_kept(self, kind: type[BaseAttention]) -> None:
+        for dtype in (torch.float64, torch.bfloat16):
+            output, _ = kind(32, 4, dtype=dtype)(torch.randn(2, 20, 32, dtype=dtype))
+            assert output.dtype is dtype
+
+
+def _train_rank(rank: int, folder: str) -> None:
+    """One process of two: a step of DDP on its half of the batch."""
+    torch.set_num_threads(1)
+    from adaattn import hardware
+
+    facts = fake_facts("cpu")
+    hardware.probe = lambda device: facts  # type: ignore[assignment]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    module = AdaptiveRankAttention(64, 2)
+    wrapped = DistributedDataParallel(module)
+    x = torch.randn(2, 100, 64)
+    output, _ = wrapped(x[rank : rank + 1])
+    output.square().mean().backward()
+    torch.save([item.grad for item in module.parameters()], f"{folder}/gradients{rank}.pt")
+    whole = module.get_statistics().gather()
+    torch.save(whole["calls"], f"{folder}/calls{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_data_parallel_ranks_agree_on_gradients_and_gather_their_statistics(
+    tmp_path: Path,
+) -> None:
+    mp.spawn(_train_rank, args=(str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"gradients{rank}.pt") for rank in range(2))
+    assert all(map(torch.equal, first, second))
+    torch.manual_seed(0)
+    module = AdaptiveRankAttention(64, 2)
+    x = torch.randn(2, 100, 64)
+    alone = module(x)[0].square().mean()
+    alone.backward()
+    for gradient, parameter in zip(first, module.parameters(), strict=True):
+        whole = parameter.grad
+        # Both are sums of the same terms in another order.
+        rounding = torch.finfo(torch.float32).eps * 200**0.5
+        assert (gradient - whole).abs().max() <= rounding * whole.abs().max() * 4
+    assert [torch.load(tmp_path / f"calls{rank}.pt") for rank in range(2)] == [2, 2]
