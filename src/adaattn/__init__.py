@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaattn import errors, hardware
     from adaattn._events import AttentionEvent, record_events
+    from adaattn.attention.adaattn import AdaAttention
+    from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
+    from adaattn.attention.adaptive_rank import AdaptiveRankAttention
+    from adaattn.attention.dense import DenseAttention
+    from adaattn.attention.replace import ConversionReport, convert
+    from adaattn.attention.statistics import AttentionStatistics
+    from adaattn.cache import KVCache
     from adaattn.functional import plan_attention, scaled_dot_product_attention
     from adaattn.outputs import AuxOutput, AuxRequest
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
@@ -20,8 +27,10 @@ if TYPE_CHECKING:
         AttentionProblem,
         Capability,
         Decision,
+        Earlier,
         HardwareFacts,
         HeadGroup,
+        History,
         Method,
         Plan,
         Policy,
@@ -33,6 +42,13 @@ __version__ = "0.1.0"
 
 _EXPORTS: Final = {
     "adaattn._events": ("AttentionEvent", "record_events"),
+    "adaattn.attention.adaattn": ("AdaAttention",),
+    "adaattn.attention.adaptive_precision": ("AdaptivePrecisionAttention",),
+    "adaattn.attention.adaptive_rank": ("AdaptiveRankAttention",),
+    "adaattn.attention.dense": ("DenseAttention",),
+    "adaattn.attention.replace": ("ConversionReport", "convert"),
+    "adaattn.attention.statistics": ("AttentionStatistics",),
+    "adaattn.cache": ("KVCache",),
     "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
     "adaattn.outputs": ("AuxOutput", "AuxRequest"),
     "adaattn.policies": (
@@ -46,8 +62,10 @@ _EXPORTS: Final = {
         "AttentionProblem",
         "Capability",
         "Decision",
+        "Earlier",
         "HardwareFacts",
         "HeadGroup",
+        "History",
         "Method",
         "Plan",
         "Policy",
@@ -60,20 +78,30 @@ _HOME: Final = {name: module for module, names in _EXPORTS.items() for name in n
 
 __all__ = [
     "PRESETS",
+    "AdaAttention",
+    "AdaptivePrecisionAttention",
+    "AdaptiveRankAttention",
     "AttentionEvent",
     "AttentionProblem",
+    "AttentionStatistics",
     "AuxOutput",
     "AuxRequest",
     "Capability",
+    "ConversionReport",
     "Decision",
+    "DenseAttention",
+    "Earlier",
     "HardwareFacts",
     "HeadGroup",
+    "History",
+    "KVCache",
     "Method",
     "Plan",
     "Policy",
     "Precision",
     "TensorStats",
     "__version__",
+    "convert",
     "current_policy",
     "errors",
     "hardware",

@@ -1,6 +1,7 @@
 """Hooks of a module, moved to the one that takes its place."""
 
 import functools
+import weakref
 from typing import Any, Final
 
 from torch import nn
@@ -39,6 +40,10 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         hooks: Any = getattr(old, name)
         hooks.update(getattr(new, name))
         vars(new)[name] = hooks
+        for hook in hooks.values():
+            if getattr(hook, "with_module", False):
+                # PyTorch wraps such a hook with the module that it is to be given.
+                hook.module = weakref.ref(new)
     vars(new)["_is_full_backward_hook"] = old._is_full_backward_hook
 
 
@@ -47,8 +52,6 @@ def _holds(hook: Any, module: nn.Module) -> bool:
     if isinstance(hook, functools.partial):
         return module in (*hook.args, *hook.keywords.values()) or _holds(hook.func, module)
     inner = getattr(hook, "hook", None)
-    if getattr(hook, "with_module", False):
-        return True
     return getattr(hook, "__self__", None) is module or (
         inner is not None and _holds(inner, module)
     )

@@ -286,6 +286,16 @@ def test_forward_hooks_move_and_their_handles_still_remove_them() -> None:
     assert seen == []
 
 
+def test_a_hook_that_is_given_its_module_is_given_the_new_one() -> None:
+    model = Pair()
+    seen: list[nn.Module] = []
+    model.first.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    convert(model, "dense")
+    model.load_state_dict(model.state_dict())
+    assert len(seen) == 1
+    assert seen[0] is model.first
+
+
 def test_hooks_of_every_kind_are_known() -> None:
     """A kind that a later PyTorch adds must be moved too."""
     present = {name for name in vars(nn.Module()) if "hook" in name}
