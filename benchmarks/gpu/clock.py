@@ -17,12 +17,12 @@ from adaattn.hardware import peak_memory
 from benchmarks.gpu.rows import Settings
 from benchmarks.timing import _once as once
 
-__all__ = ["free_unused", "peak_bytes", "timed", "utilisation_meter"]
+__all__ = ["free_unused", "once", "peak_bytes", "timed", "utilisation_meter"]
 
 Function = Callable[[], Any]
 
 _LEAST_ROUNDS = 3
-_LOAD_S = 0.5
+_LOAD_S = 0.4
 """How long the GPU is kept busy for one figure; NVML averages over up to this long."""
 
 _SAMPLE_MS = 50

@@ -16,6 +16,7 @@ from benchmarks.gpu.variants import (
     make_variants,
     module_flops,
     reference,
+    upstream,
 )
 
 __all__ = ["cells", "run", "run_cell"]
@@ -155,7 +156,9 @@ def _errors(variant: Variant, x: torch.Tensor, exact: Reference) -> tuple[float,
     error = float(difference.norm() / exact.output.norm())
     gradient_error = 0.0
     if exact.gradients is not None:
-        found = joined_gradients(variant.module, variant.call, x).to(exact.gradients.dtype)
+        found = joined_gradients(variant.module, variant.call, x, upstream(x)).to(
+            exact.gradients.dtype
+        )
         gradient_error = float((found - exact.gradients).norm() / exact.gradients.norm())
     return error, float(difference.square().mean()), gradient_error
 
@@ -178,7 +181,7 @@ def _function(variant: Variant, x: torch.Tensor, training: bool) -> Callable[[],
 
         return forward
 
-    return partial(joined_gradients, variant.module, variant.call, x)
+    return partial(joined_gradients, variant.module, variant.call, x, upstream(x))
 
 
 def _ratio(timings: dict[str, dict[str, Any]], peer: str, median: float) -> float | None:

@@ -21,6 +21,7 @@ __all__ = [
     "make_variants",
     "module_flops",
     "reference",
+    "upstream",
 ]
 
 
@@ -199,23 +200,31 @@ def reference(cell: ModuleCell, x: torch.Tensor, *, training: bool = False) -> R
         output = module.out_proj(heads)
         largest = torch.linalg.matrix_norm(module.out_proj.weight.double(), ord=2)
         growth = float(largest * heads.double().norm() / output.double().norm())
-    gradients = joined_gradients(module, _written, wide) if training else None
+    gradients = joined_gradients(module, _written, wide, upstream(wide)) if training else None
     return Reference(output=output, gradients=gradients, growth=growth)
 
 
+def upstream(x: torch.Tensor) -> torch.Tensor:
+    """Return the output gradient that every implementation gets for x [B, S, E]."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
+
+
 def joined_gradients(
-    module: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor], x: torch.Tensor
+    module: nn.Module,
+    call: Callable[[Any, torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradients of every parameter in one vector, from a fixed random output gradient.
+    """Return the gradients of every parameter in one vector.
 
     Args:
         module: an implementation.
         call: from the module and x to the output.
         x: [B, S, E].
+        gradient: of the output, [B, S, E].
     """
-    generator = torch.Generator().manual_seed(3)
-    upstream = torch.randn(x.shape, generator=generator).to(x.device, x.dtype)
-    found = torch.autograd.grad(call(module, x), list(module.parameters()), upstream)
+    found = torch.autograd.grad(call(module, x), list(module.parameters()), gradient)
     return torch.cat([item.flatten() for item in found])
 
 

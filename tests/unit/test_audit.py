@@ -79,17 +79,19 @@ def test_heads_over_budget_are_repaired_and_the_others_kept(
     assert caplog.messages == [sentence]
     assert sentence in aux.decision.notes
     assert events[0].fallbacks == (sentence,)
+    assert events[0].repaired_heads == (1, 3)
     assert FALLBACKS["audit"] == before + 1
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 1.2, float("nan"), float("inf")])
 def test_a_result_that_is_wrong_in_every_head_is_repaired(
-    monkeypatch: pytest.MonkeyPatch, factor: float
+    monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent], factor: float
 ) -> None:
     tensors = draw_low_rank()
     scale_heads(monkeypatch, *[factor] * 4)
     output = attend(*tensors, policy=LOSSY)
     assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
+    assert events[0].repaired_heads == (0, 1, 2, 3)
 
 
 def test_a_named_approximation_over_budget_is_refused(
@@ -164,7 +166,7 @@ def test_errors_within_the_budget_are_reported_and_left(
     true_errors = head_errors(output, exactly(tensors)).float()
     unit = torch.finfo(torch.float32).eps * (64 + 2048)
     assert (aux.error_estimate - true_errors).abs().amax() < unit
-    assert events[0].fallbacks == ()
+    assert events[0].fallbacks == () and events[0].repaired_heads == ()
     assert events[0].head_errors == tuple(aux.error_estimate.amax(0).tolist())
     assert events[0].error_estimate == max(events[0].head_errors)
 

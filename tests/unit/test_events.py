@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import torch
 import adaattn
 from adaattn import _events, dispatch
 from adaattn._events import AttentionEvent, emit, has_sinks, record_events, wants_timing
-from adaattn.spec import Decision, HeadGroup, Plan
-from adaattn.testing import make_problem
+from adaattn.spec import Decision, HeadGroup, Plan, TensorStats
+from adaattn.testing import fake_facts, make_problem
 
 EVENT = AttentionEvent(
     problem=make_problem(),
@@ -33,7 +34,36 @@ def _fail(event: AttentionEvent) -> None:
 def test_an_event_says_nothing_that_was_not_measured() -> None:
     assert EVENT.error_estimate is None and EVENT.time_ms is None
     assert EVENT.fallbacks == EVENT.head_errors == EVENT.entropy_bits == ()
-    assert EVENT.tag == ""
+    assert EVENT.tag == "" and EVENT.stats is None and EVENT.repaired_heads == ()
+
+
+def test_the_entropies_of_an_event_are_those_of_its_numbers() -> None:
+    measured = replace(EVENT, stats=TensorStats(entropy_bits=(1.5, 2.5), sampled_rows=8))
+    assert measured.entropy_bits == (1.5, 2.5)
+    with pytest.raises(TypeError):
+        replace(EVENT, entropy_bits=(1.0, 2.0))
+
+
+def test_an_event_tells_the_numbers_that_its_call_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = fake_facts("cpu")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+    seen: list[AttentionEvent] = []
+    q, k, v = (torch.randn(1, 2, 2048, 8) @ torch.randn(8, 64) / 8 for _ in range(3))
+    with record_events(seen.append):
+        adaattn.scaled_dot_product_attention(q, k, v, policy="speed")
+        adaattn.scaled_dot_product_attention(q, k, v, policy="quality")
+    lossy, exact = seen
+    assert lossy.stats is not None and exact.stats is None
+    assert lossy.stats.sampled_rows == adaattn.policies.PRESETS["speed"].audit_rows // 2
+    assert len(lossy.stats.low_rank_errors) == 3
+    assert lossy.entropy_bits == lossy.stats.entropy_bits and exact.entropy_bits == ()
+    assert lossy.repaired_heads == exact.repaired_heads == ()
+    assert lossy.decision.cost is not None and lossy.decision.exact_cost is not None
+    assert lossy.decision.cost.flops < lossy.decision.exact_cost.flops
+    assert exact.decision.cost is not None
+    assert exact.decision.cost == exact.decision.exact_cost
 
 
 def test_a_sink_gets_each_event_inside_its_block_and_none_outside() -> None:

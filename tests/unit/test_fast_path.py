@@ -1,6 +1,7 @@
 """The second identical call takes a shortcut: it must be the same call, never a similar one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from adaattn import (
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.errors import ArgumentError, PlanError
+from adaattn.spec import History
 from adaattn.testing import assert_matches
 
 
@@ -84,6 +86,49 @@ def test_events_are_emitted_although_a_shortcut_is_known(decided: list[Any]) -> 
     with record_events(events.append):
         attend(*tensors, tag="layer3")
     assert [event.tag for event in events] == ["layer3"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_event_of_a_shortcut_is_that_of_the_call_that_was_decided(
+    name: str, decided: list[Any]
+) -> None:
+    tensors, settings = draw(), SETTINGS[name]()
+    events: list[AttentionEvent] = []
+    with record_events(events.append):
+        for tag in ("", "layer3", ""):
+            attend(*tensors, **settings, tag=tag)
+    assert len(decided) == 1
+    first, tagged, again = events
+    assert again == first and again.decision is first.decision
+    assert tagged == replace(first, tag="layer3")
+    assert first.time_ms is None and first.stats is None
+
+
+def test_a_sink_that_wants_time_gets_it_although_a_shortcut_is_known(decided: list[Any]) -> None:
+    tensors = draw()
+    attend(*tensors)
+    events: list[AttentionEvent] = []
+    with record_events(events.append, timing=True):
+        attend(*tensors)
+    assert len(decided) == 2
+    assert events[0].time_ms is not None and events[0].time_ms > 0
+
+
+def test_a_failing_sink_does_not_stop_a_shortcut(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: AttentionEvent) -> None:
+        raise RuntimeError("a full disk")
+
+    tensors = draw()
+    first = attend(*tensors)
+    with record_events(fail):
+        assert torch.equal(attend(*tensors), first)
+    assert caplog.text.count("an event sink failed") == 1
+
+
+def test_a_history_changes_nothing_about_a_call_that_loses_nothing(decided: list[Any]) -> None:
+    tensors = draw()
+    first = attend(*tensors, window=(5, 3))
+    assert torch.equal(attend(*tensors, window=(5, 3), history=History()), first)
 
 
 def test_a_policy_is_never_taken_for_another_that_inherits_its_identity() -> None:

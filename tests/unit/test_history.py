@@ -17,11 +17,12 @@ from adaattn import (
     record_events,
 )
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import registry
+from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ArgumentError, NonFiniteError
 from adaattn.measure import measure
-from adaattn.spec import Earlier, History, Method, Precision, TensorStats, Way
+from adaattn.planning import worth_measuring
+from adaattn.spec import Capability, Earlier, History, Method, Precision, TensorStats, Way
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, make_problem
 
 LOSSY = Policy(name="lossy", error_budget=0.05)
@@ -56,6 +57,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test see a machine on which the planner takes the low-rank executor."""
     facts = fake_facts("cpu")
     monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+
+
+@pytest.fixture
+def executors() -> tuple[Capability, ...]:
+    """What the executors declare, the same on every machine that runs the tests."""
+    return tuple(replace(item, unavailable="") for item in capabilities() if item.backend != "flex")
 
 
 @pytest.fixture
@@ -259,6 +266,49 @@ class TestRepeat:
         assert torch.equal(first, again)
         exact = attend(*(t.double() for t in tensors))
         assert_matches(first, exact, attend(*tensors, backend="chunked"), summands=2048 + 64)
+
+
+class TestSharedCost:
+    """Calls that share a measurement pay a part of it each."""
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_what_does_not_pay_for_one_call_may_pay_for_several(
+        self, executors: tuple[Capability, ...], is_causal: bool
+    ) -> None:
+        facts = fake_facts("cpu")
+        policy = replace(LOSSY, precisions=())
+        paying = {
+            calls: [
+                length
+                for length in range(512, 4096, 64)
+                if worth_measuring(
+                    make_problem(len_q=length, head_dim=64, is_causal=is_causal),
+                    facts,
+                    policy,
+                    executors,
+                    calls_per_measurement=calls,
+                )
+            ]
+            for calls in (1, 8, 1000)
+        }
+        assert set(paying[1]) < set(paying[8]) <= set(paying[1000])
+        assert 512 not in paying[1000]
+
+    def test_a_call_is_told_by_its_history(
+        self, events: list[AttentionEvent], measurements: list[TensorStats]
+    ) -> None:
+        length = next(
+            length
+            for length in range(512, 4096, 64)
+            if plan_attention(*draw(length=length), policy=LOSSY).plan.audit_rows
+        )
+        before = len(measurements)
+        tensors = draw(length=length - 64)
+        attend(*tensors, policy=LOSSY)
+        assert len(measurements) == before
+        attend(*tensors, policy=LOSSY, history=History(calls_per_measurement=1000))
+        assert len(measurements) == before + 1
+        assert events[1].stats is not None
 
 
 @pytest.mark.parametrize("history", [History(), History(entries=())])

@@ -294,6 +294,7 @@ def test_a_decision_without_a_trace_or_a_policy_prints_too() -> None:
     memory=st.none() | st.integers(0, 1 << 60),
     methods=st.sets(st.sampled_from(Method)).map(lambda found: (Method.EXACT, *sorted(found))),
     precisions=st.lists(st.sampled_from(Precision)).map(tuple),
+    ranks=st.lists(st.integers(1, 1 << 20)).map(tuple),
     rows=st.integers(0, 1 << 20),
     heads=st.lists(
         st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 1, exclude_max=True))
@@ -305,6 +306,7 @@ def test_a_policy_comes_back_from_json_as_it_was(
     memory: int | None,
     methods: tuple[Method, ...],
     precisions: tuple[Precision, ...],
+    ranks: tuple[int, ...],
     rows: int,
     heads: tuple[tuple[int, int, float], ...],
     text: str,
@@ -315,6 +317,7 @@ def test_a_policy_comes_back_from_json_as_it_was(
         memory_budget_bytes=memory,
         methods=methods,
         precisions=precisions,
+        ranks=ranks,
         audit_rows=rows,
         head_budgets=heads,
         provenance=text,
@@ -342,6 +345,12 @@ def test_a_policy_comes_back_from_json_as_it_was(
         ({"methods": (Method.EXACT, "low_rank")}, ArgumentTypeError, "tuple of adaattn.spec.Meth"),
         ({"precisions": ("bf16",)}, ArgumentTypeError, "a tuple of adaattn.spec.Precision, got"),
         ({"precisions": [Precision.BF16]}, ArgumentTypeError, "a tuple of adaattn.spec.Precision"),
+        ({"ranks": (0,)}, ArgumentError, r"ranks: expected integers of at least 1, got \(0,\)"),
+        ({"ranks": (8, -8)}, ArgumentError, "ranks: expected integers of at least 1"),
+        ({"ranks": [8]}, ArgumentTypeError, r"ranks: expected a tuple of integers, got \[8\]"),
+        ({"ranks": 8}, ArgumentTypeError, "ranks: expected a tuple of integers, got 8"),
+        ({"ranks": (8.0,)}, ArgumentTypeError, "ranks: expected a tuple of integers"),
+        ({"ranks": (True,)}, ArgumentTypeError, "ranks: expected a tuple of integers"),
         ({"head_budgets": [(0, 0, 0.1)]}, ArgumentTypeError, "head_budgets: expected a tuple, got"),
         ({"head_budgets": ((0, 0),)}, ArgumentTypeError, r"tuples \(layer, head, error_budget\)"),
         ({"head_budgets": ([0, 0, 0.1],)}, ArgumentTypeError, r"tuples \(layer, head, error_bud"),
@@ -372,6 +381,9 @@ def test_a_policy_refuses_what_no_plan_could_honour(
         ({"methods": 5}, "policy values: "),
         ({"methods": ["low_rank"]}, "policy values: .*Method.EXACT"),
         ({"precisions": [3]}, "policy values: "),
+        ({"ranks": 8}, "policy values: "),
+        ({"ranks": ["8"]}, "policy values: .*a tuple of integers"),
+        ({"ranks": [0]}, "policy values: .*integers of at least 1"),
         ({"head_budgets": [[0, 0]]}, "policy values: "),
         ({"head_budgets": [[0, "x", 0.1]]}, "policy values: "),
         ({"head_budgets": [[0, 0, 7]]}, "policy values: .*layer 0, head 0"),
@@ -386,3 +398,17 @@ def test_words_that_are_no_policy_are_refused(data: dict[str, object], message: 
 def test_a_policy_of_words_keeps_every_default() -> None:
     assert Policy.from_dict({}) == Policy()
     assert Policy.from_dict({"methods": ["exact"]}) == Policy(methods=(Method.EXACT,))
+    assert Policy.from_dict({"ranks": [4, 12]}) == Policy(ranks=(4, 12))
+
+
+def test_costs_are_part_of_a_decision_in_words() -> None:
+    cost = Cost(flops=2.0, bytes_moved=3.0, workspace_bytes=4, time_ms=5.0)
+    words = Decision(plan=MIXED, cost=cost).to_dict()
+    assert words["cost"] == {
+        "flops": 2.0,
+        "bytes_moved": 3.0,
+        "workspace_bytes": 4,
+        "time_ms": 5.0,
+    }
+    assert words["exact_cost"] is None
+    assert json.loads(json.dumps(words["cost"])) == words["cost"]

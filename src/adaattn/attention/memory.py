@@ -2,12 +2,13 @@
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any, Final
 
 import torch
 
 from adaattn._events import AttentionEvent
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import (
     AttentionProblem,
     Decision,
@@ -46,6 +47,7 @@ class CallMemory:
 
     Raises:
         ArgumentError: a number is out of range.
+        ArgumentTypeError: ``momentum`` is no number.
     """
 
     def __init__(self, *, measure_every: int = 8, momentum: float = 0.5) -> None:
@@ -53,6 +55,8 @@ class CallMemory:
             raise ArgumentError(
                 expected_got("measure_every", "an integer of at least 1", measure_every)
             )
+        if not isinstance(momentum, (int, float)):
+            raise ArgumentTypeError(expected_got("momentum", "a number", repr(momentum)))
         if not 0.0 <= momentum < 1.0:
             raise ArgumentError(expected_got("momentum", "a number in [0, 1)", momentum))
         self.measure_every = measure_every
@@ -109,6 +113,13 @@ class CallMemory:
             self._history = None
         entry.ways = ways
 
+    def learns_from(self, event: AttentionEvent) -> bool:
+        """Return whether a call was measured, or its problem was before.
+
+        The others are decided by static facts: a recomputation decides them alike.
+        """
+        return event.stats is not None or event.problem in self._entries
+
     def recalled(self, mark: object) -> Decision | None:
         """Return the decision of the forward pass that had these inputs, the newest first."""
         for known, decision in reversed(self._forwards):
@@ -135,7 +146,8 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
         if len(before) != len(now):
             return now
         pairs = zip(before, now, strict=True)
-        return tuple(momentum * a + (1 - momentum) * b for a, b in pairs)
+        # A head that an audit barred has an infinite error until it is measured anew.
+        return tuple(momentum * a + (1 - momentum) * b if isfinite(a) else b for a, b in pairs)
 
     def error(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(max(a, b) for a, b in zip(mean(before, now), now, strict=True))

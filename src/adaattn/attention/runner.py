@@ -161,10 +161,9 @@ class Runner:
         if not lossy or is_transformed(query, key, value):
             with record_events(self._count):
                 return _called(query, key, value, need_weights, semantics | settings)
-        mark = _fingerprint(query, key, value)
-        repeat = self._memory.recalled(mark) if is_recomputing() else None
-        if repeat is not None:
+        if is_recomputing():
             self.statistics.record_recomputed()
+            repeat = self._memory.recalled(_fingerprint(query, key, value))
             settings["history"] = History(repeat=repeat)
             return _called(query, key, value, need_weights, semantics | settings)
         settings["history"] = self._memory.history()
@@ -173,7 +172,8 @@ class Runner:
             found = _called(query, key, value, need_weights, semantics | settings)
         for event in events:
             self.statistics.record(event)
-            self._memory.learn(event, mark)
+            if self._memory.learns_from(event):
+                self._memory.learn(event, _fingerprint(query, key, value))
         return found
 
     def _count(self, event: AttentionEvent) -> None:

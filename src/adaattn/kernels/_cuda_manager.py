@@ -31,8 +31,12 @@ _SHARED_MEMORY: Final = (
     ((12, 0), 99 * _KIB),
 )
 
+_LOCAL_DATA_SHARE: Final = 64 * _KIB
+"""AMD's shared memory of a work group, whose device numbers are no compute capabilities: HIP
+documentation, "Hardware features"."""
+
 _MAX_THREADS: Final = 1024
-"""Threads of a block, in every compute capability since 2.0: the same table."""
+"""Threads of a block, in every compute capability since 2.0 (the same table) and on AMD."""
 
 _BLOCKS: Final = (16, 32, 64, 128)
 """Sides of a tile: 16 is the least that tensor cores take; past 128 registers run out."""
@@ -133,6 +137,8 @@ class CUDAManager:
         """
         if not self.is_cuda:
             return self.facts.l2_bytes // max(self.num_processors, 1)
+        if torch.version.hip is not None:
+            return _LOCAL_DATA_SHARE
         reached = [size for first, size in _SHARED_MEMORY if self.compute_capability >= first]
         return reached[-1] if reached else _SHARED_MEMORY[0][1]
 

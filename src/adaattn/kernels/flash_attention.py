@@ -248,6 +248,19 @@ class _FlashRunner(Runner):
         asked: dict[str, Any] = semantics | {"need_weights": need_weights}
         if not self.unfused or self.plan is not None:
             return super().run(query, key, value, **asked)
+        # Which executor serves is found by trying: that has no place in a traced graph.
+        serve: Any = self._unfused
+        serve = torch.compiler.disable(serve) if torch.compiler.is_compiling() else serve
+        return serve(query, key, value, asked)  # type: ignore[no-any-return]
+
+    def _unfused(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        asked: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what the first runner that can serve gives."""
         found: tuple[torch.Tensor, torch.Tensor | None] = first_that_serves(
             UNFUSED, lambda name: self.unfused[name].run(query, key, value, **asked)
         )

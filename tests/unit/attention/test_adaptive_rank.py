@@ -92,7 +92,8 @@ class TestPlantedHeads:
         assert statistics["switches"] == 0
 
     def test_arithmetic_is_saved_by_the_cost_model(self, planted: AdaptiveRankAttention) -> None:
-        planted(torch.randn(1, LENGTH, EMBED))
+        with torch.no_grad():  # in training backward takes all columns
+            planted(torch.randn(1, LENGTH, EMBED))
         statistics = planted.get_statistics()
         assert statistics["flops_saved"] / (statistics["flops_saved"] + statistics["flops"]) > 0.25
 

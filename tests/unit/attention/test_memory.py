@@ -195,6 +195,13 @@ class TestAges:
         known = [entry.problem for entry in memory.history().entries]
         assert known == [*problems[2:8], problems[0], problems[8]]
 
+    @pytest.mark.parametrize("measure_every", [1, 5])
+    def test_planning_is_told_how_many_calls_share_a_measurement(self, measure_every: int) -> None:
+        memory = CallMemory(measure_every=measure_every)
+        assert memory.history().calls_per_measurement == measure_every
+        memory.learn(event(stats(0.1, 0.2)), ())
+        assert memory.history().calls_per_measurement == measure_every
+
     def test_a_reset_forgets_everything(self) -> None:
         memory = CallMemory()
         memory.learn(event(stats(0.1, 0.2)), "mark")

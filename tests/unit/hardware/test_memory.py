@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaattn.hardware import free_memory_bytes, memory, peak_memory
+from adaattn.hardware import free_memory_bytes, memory, peak_memory, peak_so_far
 from adaattn.hardware.memory import host_memory_bytes
 
 
@@ -129,3 +129,61 @@ def test_the_peak_of_a_block_that_failed_is_still_read() -> None:
     with pytest.raises(ValueError, match="inside"), peak:
         raise ValueError("inside")
     assert (peak.added_bytes is None) == (peak.peak_bytes is None)
+
+
+def test_the_peak_so_far_of_a_process_never_falls() -> None:
+    before = peak_so_far("cpu")
+    if before is None:
+        assert memory.resource is None
+        return
+    block = torch.ones(64 << 20, dtype=torch.uint8)
+    after = peak_so_far("cpu")
+    del block
+    assert after is not None
+    assert before <= after <= peak_so_far("cpu")
+    assert 16 << 20 < before < host_memory_bytes()
+
+
+def test_the_peak_so_far_agrees_with_the_kernel() -> None:
+    """Both are the resident memory at most; the kernel counts in pages, per thread."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("this system has no /proc")
+    with peak_memory("cpu") as peak:
+        block = torch.ones(256 << 20, dtype=torch.uint8)
+        del block
+    so_far = peak_so_far("cpu")
+    assert so_far is not None
+    if peak.peak_bytes is not None:
+        assert so_far >= peak.peak_bytes - (16 << 20)
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_each_system_counts_the_peak_in_its_own_unit(
+    monkeypatch: pytest.MonkeyPatch, platform: str, unit: int
+) -> None:
+    class Usage:
+        ru_maxrss = 7
+
+    class Resource:
+        RUSAGE_SELF = 0
+
+        @staticmethod
+        def getrusage(who: int) -> Usage:
+            return Usage()
+
+    monkeypatch.setattr(memory, "resource", Resource)
+    monkeypatch.setattr("sys.platform", platform)
+    assert peak_so_far("cpu") == 7 * unit
+
+
+def test_the_peak_so_far_is_unknown_where_the_system_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "resource", None)
+    assert peak_so_far("cpu") is None
+
+
+def test_the_peak_so_far_of_a_gpu_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
+    assert peak_so_far("cuda") == 350

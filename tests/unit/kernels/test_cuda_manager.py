@@ -106,6 +106,15 @@ def test_tiles_fit_the_shared_memory_of_the_generation(
     assert manager.optimal_block_size(8192, torch.float32) == 16
 
 
+def test_an_amd_card_is_not_taken_for_the_nvidia_card_of_the_same_number(
+    card: Callable[[str], CUDAManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = card("h200")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert manager.block_memory_bytes == 64 << 10
+    assert manager.optimal_block_size(128) == 32
+
+
 def test_a_cpu_has_clear_values_too(machine: Callable[..., HardwareFacts]) -> None:
     facts = machine("cpu")
     manager = CUDAManager("cpu")

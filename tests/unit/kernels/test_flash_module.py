@@ -1,5 +1,6 @@
 """The module on fused kernels: what it computes, and what it counts."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -164,3 +165,25 @@ def test_wrong_settings_are_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         AdaptiveFlashAttention(**({"embed_dim": 32, "num_heads": 4} | arguments))
+
+
+@pytest.mark.parametrize("enable_flash", [False, True])
+def test_a_copy_counts_for_itself(enable_flash: bool) -> None:
+    attention = AdaptiveFlashAttention(32, 4, enable_flash=enable_flash)
+    x = torch.randn(1, 4, 32)
+    attention(x)
+    other = copy.deepcopy(attention)
+    other(x)
+    assert other.get_flash_statistics()["total_calls"] == 2
+    assert attention.get_flash_statistics()["total_calls"] == 1
+
+
+def test_it_compiles_with_the_chain_and_the_precision_mode_outside_of_the_graph(
+    machine: Install,
+) -> None:
+    machine("cpu_amx")
+    attention = AdaptiveFlashAttention(32, 4, "bf16", enable_flash=False)
+    x = torch.randn(1, 4, 32)
+    compiled = torch.compile(attention, backend="eager")
+    assert torch.equal(compiled(x)[0], attention(x)[0])
+    assert attention.get_flash_statistics()["total_calls"] == 2

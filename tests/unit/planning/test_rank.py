@@ -374,6 +374,21 @@ class TestTailRanks:
         problem = make_problem(head_dim=dims[0], value_dim=dims[1])
         assert tail_ranks(problem) == expected
 
+    @pytest.mark.parametrize(
+        ("dims", "named", "expected"),
+        [
+            ((16, 16), (5, 8), (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
+            ((64, 64), (2, 30), (2, *range(4, 29, 4), 28, 30, *range(32, 64, 4))),
+            ((256, 16), (4,), (4,)),
+        ],
+    )
+    def test_ranks_that_may_be_tried_are_among_them(
+        self, dims: tuple[int, int], named: tuple[int, ...], expected: tuple[int, ...]
+    ) -> None:
+        problem = make_problem(head_dim=dims[0], value_dim=dims[1])
+        found = tail_ranks(problem, candidate_ranks(problem, named))
+        assert found == tuple(sorted(set(expected)))
+
     @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
     def test_usual_candidates_are_among_them(self, dim: int) -> None:
         problem = make_problem(head_dim=dim)
