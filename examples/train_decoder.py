@@ -1,52 +1,39 @@
-"""Train a byte-level decoder on *Opticks* with adaptive rank, beside a twin with exact attention."""
+"""Train a byte-level decoder on *Opticks* with adaptive rank, beside a twin with exact attention.
+
+Both have the same first weights and read the same passages. Low rank is used forward only: the
+backward pass takes all columns, so every direction of q, k and v keeps its gradient.
+"""
 
 import argparse
-import ctypes
+import subprocess
 import sys
+from pathlib import Path
 
 import torch
+from training_memory import add_sizes, make_model, passages, train
 
 from adaattn import hardware, record_events
-from adaattn.evaluation.corpus import load_text
-from adaattn.models import Decoder, TransformerConfig
 
 
-def written_out(query, key, value, **_):
-    """Return causal softmax(QK^T)V with every score in memory, and no weights."""
-    scores = query @ key.mT * query.shape[-1] ** -0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value, None
+def plot(path, curves):
+    """Write the loss curves to a page, if plotly is there."""
+    try:
+        import plotly.graph_objects as go
+    except ImportError:
+        print("no page was written: plotly is missing, pip install 'adaattn[viz]' brings it")
+        return
+    lines = [go.Scatter(y=losses, name=name) for name, losses in curves.items()]
+    axes = {"xaxis_title": "step", "yaxis_title": "loss, nats a byte"}
+    go.Figure(lines, layout=axes).write_html(path)
+    print(f"wrote {path}")
 
 
-def train(batches, options, attention, settings=None, runs=None):
-    """Return the model, its loss at each step, and the most memory that training added."""
-    torch.manual_seed(options.seed)  # the same weights whatever the attention
-    sizes = {"embed_dim": options.width, "num_heads": options.heads, "head_dim": options.head_dim}
-    sizes |= {"max_positions": options.length, "attention_settings": settings or {}}
-    config = TransformerConfig(vocab_size=256, num_layers=2, attention=attention, **sizes)
-    model, losses = Decoder(config), []
-    for module in model.attention_modules():
-        module.runner.run = runs or module.runner.run
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if sys.platform == "linux":  # what the C library keeps would hide a part of the next peak
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-    with hardware.peak_memory("cpu") as peak:
-        for batch in batches:
-            loss = model(batch, labels=batch).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return model, losses, peak.added_bytes
-
-
-def main(options):
-    """Train both, and say what came of it."""
+def main():
+    """Train both, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_sizes(parser, steps=40)
+    parser.add_argument("--plot", metavar="HTML", help="write the loss curves there, by plotly")
+    options = parser.parse_args()
     if hardware.load_rates("cpu") is None:
-        print("measuring this machine: whether low rank pays depends on it", flush=True)
-        hardware.measure_rates("cpu")
-    text = torch.frombuffer(bytearray(load_text("opticks"), "utf-8"), dtype=torch.uint8).long()
-    torch.manual_seed(options.seed)
-    starts = torch.randint(len(text) - options.length, (options.steps,)).tolist()
-    batches = [text[start : start + options.length][None] for start in starts]
+        hardware.measure_rates("cpu")  # whether low rank pays is a question to this machine
     ...

@@ -175,6 +175,7 @@ def plan_attention(
     policy: Policy | str | None = None,
     backend: str = "auto",
     layer: int = -1,
+    history: History | None = None,
     **semantics: Any,
 ) -> Decision:
     """Return the decision that a call with these arguments would follow, without running it.
@@ -192,6 +193,7 @@ def plan_attention(
         policy: likewise.
         backend: likewise.
         layer: which layer's budgets to take from a calibrated policy.
+        history: what earlier calls taught.
         **semantics: the other keywords of `scaled_dot_product_attention` that say what is to
             be computed; unknown ones are refused.
 
@@ -215,7 +217,7 @@ def plan_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
     call = build_call(query, key, value, arguments)
-    return decide_call(call, resolve_policy(policy), backend, layer)
+    return decide_call(call, resolve_policy(policy), backend, layer, history)
 
 
 def _planned(

@@ -56,7 +56,7 @@ def test_an_event_tells_the_numbers_that_its_call_measured(
         adaattn.scaled_dot_product_attention(q, k, v, policy="quality")
     lossy, exact = seen
     assert lossy.stats is not None and exact.stats is None
-    assert lossy.stats.sampled_rows == adaattn.policies.PRESETS["speed"].audit_rows // 2
+    assert 0 < lossy.stats.sampled_rows <= adaattn.policies.PRESETS["speed"].audit_rows
     assert len(lossy.stats.low_rank_errors) == 3
     assert lossy.entropy_bits == lossy.stats.entropy_bits and exact.entropy_bits == ()
     assert lossy.repaired_heads == exact.repaired_heads == ()

@@ -239,7 +239,7 @@ class BaseAttention(nn.Module, ABC):
         k, v = self._with_extra_keys(k, v)
         wanted = self.need_weights_by_default if need_weights is None else need_weights
         output, weights = self.runner.run(
-            q, k, v, need_weights=wanted, **masks, **self._semantics()
+            q, k, v, need_weights=wanted, training=self.training, **masks, **self._semantics()
         )
         output = self.out_proj(layout.merge_heads(output))
         if weights is None:

@@ -1,5 +1,6 @@
 """One module's calls: the policy that they follow, what they taught, the statistics they leave."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from adaattn.dispatch import is_transformed
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.outputs import AuxRequest
 from adaattn.policies import resolve_policy
-from adaattn.spec import Decision, History, Plan, Policy
+from adaattn.spec import Decision, History, Plan, Policy, Precision
 
 __all__ = ["Runner"]
 
@@ -72,6 +73,7 @@ class Runner:
         value: torch.Tensor,
         *,
         need_weights: bool = False,
+        training: bool = False,
         **semantics: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [B, Hq, Sq, Dv], weights [B, Hq, Sq, Sk] or None).
@@ -81,6 +83,9 @@ class Runner:
             key: [B, Hkv, Sk, D].
             value: [B, Hkv, Sk, Dv].
             need_weights: return the softmax weights too.
+            training: gradients may be wanted later though none are followed now, as in the
+                forward pass of a reentrant checkpoint: formats that training may not use are
+                left out.
             **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to
                 be computed.
         """
@@ -88,8 +93,8 @@ class Runner:
             if self.plan is not None:
                 return self._planned(query, key, value, need_weights, semantics)
             outside: Any = torch.compiler.disable(self._run)
-            return outside(query, key, value, need_weights, semantics)  # type: ignore[no-any-return]
-        return self._run(query, key, value, need_weights, semantics)
+            return outside(query, key, value, need_weights, training, semantics)  # type: ignore[no-any-return]
+        return self._run(query, key, value, need_weights, training, semantics)
 
     def reset(self) -> None:
         """Forget the statistics and all that was learnt."""
@@ -99,14 +104,15 @@ class Runner:
     def decision(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **semantics: Any
     ) -> Decision:
-        """Return the decision that a call with these tensors would follow; see `run`."""
+        """Return the decision that the next call with these tensors would follow; see `run`."""
         return plan_attention(
             query,
             key,
             value,
             policy=self.policy,
-            backend=self.backend,
+            backend=self._backend_of(query),
             layer=self.layer,
+            history=self._memory.history(),
             **semantics,
         )
 
@@ -116,15 +122,16 @@ class Runner:
         key: torch.Tensor,
         value: torch.Tensor,
         need_weights: bool,
+        training: bool,
         semantics: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `run` returns, in the format of the precision mode."""
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
             if self.plan is not None:
-                with record_events(self.statistics.record):
+                with record_events(self._count):
                     return self._planned(q, k, v, need_weights, semantics)
-            return self._adapted(q, k, v, need_weights, semantics)
+            return self._adapted(q, k, v, need_weights, training, semantics)
 
         found, note = in_mode(self.precision_mode, query, key, value, run)
         if note:
@@ -150,20 +157,24 @@ class Runner:
         key: torch.Tensor,
         value: torch.Tensor,
         need_weights: bool,
+        training: bool,
         semantics: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what planning decides from the call and from what earlier calls taught."""
         policy = resolve_policy(self.policy)
-        plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
-        backend = "chunked" if plain else self.backend
-        settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
         lossy = policy.error_budget > 0.0 or bool(policy.head_budgets)
+        later = training or query.requires_grad or key.requires_grad or value.requires_grad
+        if lossy and later and not torch.is_grad_enabled():
+            kept = tuple(item for item in policy.precisions if item is not Precision.FP16)
+            policy = replace(policy, precisions=kept)
+        backend = self._backend_of(query)
+        settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
         if not lossy or is_transformed(query, key, value):
             with record_events(self._count):
                 return _called(query, key, value, need_weights, semantics | settings)
         if is_recomputing():
             self.statistics.record_recomputed()
-            repeat = self._memory.recalled(_fingerprint(query, key, value))
+            repeat = self._memory.recalled(_fingerprint(query, key, value, semantics))
             settings["history"] = History(repeat=repeat)
             return _called(query, key, value, need_weights, semantics | settings)
         settings["history"] = self._memory.history()
@@ -173,7 +184,7 @@ class Runner:
         for event in events:
             self.statistics.record(event)
             if self._memory.learns_from(event):
-                self._memory.learn(event, _fingerprint(query, key, value))
+                self._memory.learn(event, _fingerprint(query, key, value, semantics))
         return found
 
     def _count(self, event: AttentionEvent) -> None:
@@ -182,6 +193,11 @@ class Runner:
             self.statistics.record_recomputed()
         else:
             self.statistics.record(event)
+
+    def _backend_of(self, query: torch.Tensor) -> str:
+        """Return the executor asked for, or ``"auto"``."""
+        plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
+        return "chunked" if plain else self.backend
 
     @property
     def _tag(self) -> str:
@@ -204,11 +220,20 @@ def _called(
     return output, found.weights
 
 
-def _fingerprint(*tensors: torch.Tensor) -> tuple[object, ...]:
-    """Return shapes and a few numbers by which a recomputed call knows its forward pass."""
+def _fingerprint(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    semantics: dict[str, Any],
+) -> tuple[object, ...]:
+    """Return what a recomputed call knows its forward pass by: settings, shapes, a few numbers."""
+    said: list[object] = []
     picked = []
-    for tensor in tensors:
-        tokens = tensor.detach()[-1:, -1, :: max(tensor.shape[-2] // 4, 1), -1:]
-        picked.append(tokens.flatten().double())
-    numbers = torch.cat(picked).tolist()
-    return (*(tuple(tensor.shape) for tensor in tensors), *numbers)
+    for name, item in (("q", query), ("k", key), ("v", value), *sorted(semantics.items())):
+        if not isinstance(item, torch.Tensor):
+            said.append((name, item))
+            continue
+        said.append((name, tuple(item.shape), item.dtype))
+        last = item.detach()[(-1,) * max(item.dim() - 2, 0)].reshape(-1)
+        picked.append(last[:: max(last.numel() // 4, 1)].double())
+    return (*said, *torch.cat(picked).tolist())

@@ -46,7 +46,7 @@ def test_the_hardware_decides_the_format(
     pretend(machine)
     x = torch.randn(1, 4096, EMBED)
     for expected, with_gradient in ((inference, False), (training, True)):
-        module = AdaptivePrecisionAttention(EMBED, HEADS, policy="balanced")
+        module = AdaptivePrecisionAttention(EMBED, HEADS, policy="balanced").train(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             output, _ = module(x)
         assert module.get_statistics()["share_by_precision"] == {expected: 1.0}
@@ -167,7 +167,7 @@ def test_a_users_policy_keeps_its_budget_and_loses_its_methods(
 
 def test_magnitudes_beyond_fp16_leave_the_format(pretend: Callable[[str], Any]) -> None:
     pretend("v100")
-    module = AdaptivePrecisionAttention(EMBED, HEADS, policy="speed")
+    module = AdaptivePrecisionAttention(EMBED, HEADS, policy="speed").eval()
     with torch.no_grad():
         module.in_proj_weight[2 * EMBED :] *= 1e5
     with torch.no_grad():

@@ -383,6 +383,48 @@ class TestCheckpoints:
         assert runner.statistics["calls"] == 3
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
+    @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8), (2, 0, 4, 8)])
+    def test_an_empty_call_is_recomputed_too(
+        self, shape: tuple[int, int, int, int], use_reentrant: bool
+    ) -> None:
+        """Its fingerprint once looked for a last row that there is not."""
+        tensors = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        output = checkpoint(squared(Runner(LOSSY)), *tensors, use_reentrant=use_reentrant)
+        assert all(torch.equal(g, torch.zeros(shape)) for g in gradients(output, tensors))
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_calls_that_nothing_was_measured_on_are_recomputed_alike(
+        self, events: list[AttentionEvent], use_reentrant: bool
+    ) -> None:
+        """A decode step is decided by its static facts, whatever was learnt of other problems."""
+        runner = Runner(LOSSY)
+        query, key, value = draw(grad=True)
+        runner.run(query, key, value)
+        step = query.detach()[:, :, -1:].clone().requires_grad_()
+        tensors = [step, key, value]
+        output = checkpoint(squared(runner), *tensors, use_reentrant=use_reentrant)
+        found = gradients(output, tensors)
+        wanted = planned_gradients(events[1].decision.plan, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert [event.stats is not None for event in events[:3]] == [True, False, False]
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_a_forward_pass_that_was_forgotten_is_measured_again_and_teaches_nothing(
+        self, events: list[AttentionEvent], use_reentrant: bool
+    ) -> None:
+        runner = Runner(LOSSY, measure_every=100)
+        tensors = draw(grad=True)
+        output = checkpoint(squared(runner), *tensors, use_reentrant=use_reentrant)
+        for _ in range(64):
+            runner.run(*draw(grad=not use_reentrant))
+        calls = runner.statistics["calls"]
+        found = gradients(output, tensors)
+        wanted = planned_gradients(events[0].decision.plan, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert runner.statistics["calls"] == calls == 65
+        assert runner.statistics["recomputed_calls"] == 1
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_a_repair_is_repeated(
         self,
         monkeypatch: pytest.MonkeyPatch,

@@ -404,6 +404,15 @@ class TestMerging:
         assert merged.to_dict() == whole.to_dict()
         assert first.to_dict() == recorded(VARIED[0]).to_dict()
 
+    def test_the_same_head_of_two_processes_is_one_head(self) -> None:
+        """Its counts add up, and its last rank is the last one told, not their sum."""
+        larger = replace(LOW, rank=16, value_rank=16)
+        first, second = recorded(event(larger), event(larger)), recorded(event(LOW))
+        merged = AttentionStatistics.merge([first, second])
+        head = merged["per_head"]["attention head 0"]
+        assert (head["calls low_rank"], head["last_rank"]) == (3, 8)
+        assert merged["heads_by_rank"] == {"16": 8, "8": 4}
+
     def test_nothing_merged_is_nothing(self) -> None:
         assert AttentionStatistics.merge([]).to_dict() == NOTHING
         empty = [AttentionStatistics(), AttentionStatistics()]
