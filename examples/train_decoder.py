@@ -1,7 +1,7 @@
-"""Train a byte-level decoder on *Opticks* with adaptive rank, beside a twin with exact attention.
+"""Train a small decoder on *Opticks* with adaptive rank, beside a twin with exact attention.
 
-Both have the same first weights and read the same passages. Low rank is used forward only: the
-backward pass takes all columns, so every direction of q, k and v keeps its gradient.
+The twins start from the same weights and read the same passages. Low rank serves the forward
+pass alone: backward takes all columns, so that no direction of q, k and v is cut off.
 """
 
 import argparse
@@ -9,8 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from training_memory import add_sizes, make_model, passages, train
+from _training import add_options, train
 
 from adaattn import hardware, record_events
 
@@ -20,20 +19,44 @@ def plot(path, curves):
     try:
         import plotly.graph_objects as go
     except ImportError:
-        print("no page was written: plotly is missing, pip install 'adaattn[viz]' brings it")
+        print("no page: plotly is missing, pip install 'adaattn[viz]' brings it")
         return
     lines = [go.Scatter(y=losses, name=name) for name, losses in curves.items()]
-    axes = {"xaxis_title": "step", "yaxis_title": "loss, nats a byte"}
-    go.Figure(lines, layout=axes).write_html(path)
+    axes = {"xaxis_title": "step", "yaxis_title": "loss in nats a byte"}
+    go.Figure(lines, axes).write_html(path)
     print(f"wrote {path}")
 
 
 def main():
     """Train both, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_sizes(parser, steps=40)
-    parser.add_argument("--plot", metavar="HTML", help="write the loss curves there, by plotly")
+    add_options(parser, steps=40)
+    parser.add_argument("--plot", metavar="HTML", help="page for the loss curves, by plotly")
     options = parser.parse_args()
     if hardware.load_rates("cpu") is None:
-        hardware.measure_rates("cpu")  # whether low rank pays is a question to this machine
-    ...
+        hardware.measure_rates("cpu")  # whether low rank pays is a question to the machine
+    events = []
+    with record_events(events.append):
+        model, losses = train("adaptive rank", options)
+    _, exact = train("exact", options)
+    print("step   adaptive      exact  difference")
+    for step in sorted({*range(0, options.steps, max(options.steps // 8, 1)), options.steps - 1}):
+        pair = losses[step], exact[step]
+        print(f"{step + 1:4}  {pair[0]:9.4f}  {pair[1]:9.4f}  {pair[0] - pair[1]:+10.1e}")
+    found = model.get_statistics()
+    share = found["share_by_method"].get("low_rank", 0.0)
+    print(f"{share:.0%} of the heads of all calls ran in low rank; heads by rank: ", end="")
+    print(found["heads_by_rank"] or "none")
+    print("of low rank the planner said in the last call:")
+    for entry in events[-1].decision.trace:
+        if entry.candidate.startswith("low_rank"):
+            print(f"  {entry.candidate}: {entry.reason}")
+    if options.plot:
+        plot(options.plot, {"adaptive rank": losses, "exact": exact})
+    script = Path(__file__).with_name("training_memory.py")
+    sizes = [f"--{name}={getattr(options, name)}" for name in ("length", "seed")]
+    subprocess.run([sys.executable, script, *sizes], check=True)
+
+
+if __name__ == "__main__":
+    main()

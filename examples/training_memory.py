@@ -1,46 +1,58 @@
-"""Measure the memory of training steps: attention written out, exact, and with adaptive rank.
+"""Measure what training adds to memory: attention written out by hand, exact, and adaptive rank.
 
-Each way trains in a process of its own, so that no peak hides in what another left behind.
+Each way trains in a process of its own, so that no peak hides in what another one left behind.
 """
 
 import argparse
 import subprocess
 import sys
 
-import torch
+from _training import WAYS, add_options, train
 
 from adaattn import hardware
-from adaattn.evaluation.corpus import load_text
-from adaattn.models import Decoder, TransformerConfig
-
-SIZES = {"vocab_size": 256, "num_layers": 2, "embed_dim": 64, "num_heads": 2, "head_dim": 128}
-WAYS = ("written out", "exact", "adaptive rank")
 
 
-def written_out(query, key, value, **_):
-    """Return causal softmax(QK^T)V with every score in memory, and no weights."""
-    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
-    scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(later, float("-inf"))
-    return scores.softmax(-1) @ value, None
+def measure(way, options):
+    """Print the most bytes that training added in this process, and the share of low rank."""
+    with hardware.peak_memory("cpu") as peak:
+        model, _ = train(way, options)
+    print(peak.added_bytes or 0, model.get_statistics()["share_by_method"].get("low_rank", 0.0))
 
 
-def train(way, options):
-    """Return a decoder trained on passages of *Opticks*, and its loss at each step."""
-    torch.manual_seed(options.seed)  # the same weights and passages for every way
-    kind = {"attention": "dense"}
-    if way == "adaptive rank":
-        settings = {"error_budget": options.error_budget}
-        kind = {"attention": "adaptive_rank", "attention_settings": settings}
-    model = Decoder(TransformerConfig(**SIZES, max_positions=options.length, **kind))
-    for module in model.attention_modules() if way == "written out" else ():
-        module.runner.run = written_out
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    text = torch.tensor(list(load_text("opticks").encode()))
-    for start in torch.randint(len(text) - options.length, (options.steps,)).tolist():
-        tokens = text[None, start : start + options.length]
-        loss = model(tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+def compare(options, arguments):
+    """Run each way, and print what it took and what adaptive rank saves."""
+    peaks = {}
+    for way in WAYS:
+        command = [sys.executable, __file__, *arguments, "--way", way]
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        peaks[way] = int(found[0])
+        low_rank = f", {float(found[1]):.0%} of heads in low rank" if way == WAYS[-1] else ""
+        print(f"{way + ' attention':24} {peaks[way] / 2**20:6.0f} MiB{low_rank}", flush=True)
+    if not all(peaks.values()):
+        print("this system does not tell how much memory a process used at most")
+        return
+    for way in WAYS[:2]:
+        saved = 1 - peaks["adaptive rank"] / peaks[way]
+        verdict = (
+            f"saves {saved:.0%}" if saved > 0 else f"saves nothing, it takes {-saved:.0%} more"
+        )
+        print(f"against {way} attention adaptive rank {verdict}")
+
+
+def main():
+    """Read the command line; without --way compare all."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_options(parser, steps=10)
+    parser.add_argument("--way", choices=WAYS, help="measure this one alone, in this process")
+    options = parser.parse_args()
+    if hardware.load_rates("cpu") is None:
+        hardware.measure_rates("cpu")  # whether low rank pays is a question to the machine
+    if options.way:
+        measure(options.way, options)
+    else:
+        print(f"memory added by {options.steps} training steps over {options.length} bytes each")
+        compare(options, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

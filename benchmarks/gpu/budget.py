@@ -4,7 +4,7 @@ On a GPU the limit is PyTorch's (``set_per_process_memory_fraction``), on a CPU 
 (``RLIMIT_AS`` of a child process): an allocation beyond it fails there and then. The
 limit counts what a call takes beside its inputs.
 
-    python -m benchmarks.gpu.budget '{"variant": "naive", ...}'
+    python -m benchmarks.gpu.budget '[{"variant": "naive", ...}]'
 """
 
 import json
@@ -25,6 +25,7 @@ from adaattn.kernels.cuda_utils import memory_efficient_attention
 from benchmarks.gpu.clock import free_unused, once
 from benchmarks.gpu.rows import OK, OUT_OF_MEMORY, UNAVAILABLE, WRONG, Row, Settings, guarded, line
 from benchmarks.gpu.tensors import (
+    BACKWARD_FACTOR,
     Attention,
     Inputs,
     Sample,
@@ -54,16 +55,20 @@ def run(settings: Settings) -> list[Row]:
     }
     if settings.quick:
         del cases["causal"]
-    rows: list[Row] = []
+    requests = []
     for semantics, variants in cases.items():
         for variant in variants:
             request = sizes | {"variant": variant, "semantics": semantics}
             if variant == "memory_efficient_attention":
                 request |= {"lengths": _shortened(sizes["lengths"])}
-            found = attempts(request) if settings.is_gpu else _in_child(request)
-            rows += [Row(**values) for values in found]
-            for values in found:
-                settings.say(line(Row(**values)))
+            requests.append(request)
+    rows: list[Row] = []
+    # A process for each variant, whose memory no other one has used; in a quick run one for all.
+    for part in [requests] if settings.quick else [[request] for request in requests]:
+        found = _attempts_of(part) if settings.is_gpu else _in_child(part)
+        rows += [Row(**values) for values in found]
+        for values in found:
+            settings.say(line(Row(**values)))
     order = list(dict.fromkeys((row.cell, row.phase) for row in rows))
     return sorted(rows, key=lambda row: order.index((row.cell, row.phase)))
 
@@ -83,8 +88,16 @@ def _sizes(settings: Settings) -> dict[str, Any]:
 
 
 def _shortened(lengths: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the lengths without the last of each phase, where chunks would take a minute."""
+    """Return the lengths without the last of each phase, where chunks would take a minute.
+
+    Each chunk of a causal call reads another number of keys, for which cuDNN plans anew.
+    """
     return {phase: values[:-1] or values for phase, values in lengths.items()}
+
+
+def _attempts_of(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `attempts` returns for several variants."""
+    return [row for request in requests for row in attempts(request)]
 
 
 def attempts(request: dict[str, Any]) -> list[dict[str, Any]]:
@@ -114,7 +127,11 @@ def attempts(request: dict[str, Any]) -> list[dict[str, Any]]:
                 "dtype": request["dtype"],
             }
             found = _attempt(request, inputs, training, limit)
-            rows.append(row | _judged(found, exact, dtype, limit))
+            row |= _judged(found, exact, dtype, limit)
+            if ms := row.get("median_ms"):
+                flops = cell.flops * (BACKWARD_FACTOR if training else 1.0)
+                row |= {"tokens_per_s": 1e3 * length / ms, "tflops": flops / ms / 1e9}
+            rows.append(row)
     return rows
 
 
@@ -212,16 +229,17 @@ def _limit(device: str, limit: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _in_child(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what `attempts` returns, from a process whose address space is limited."""
-    row = {"suite": "memory", "cell": request["semantics"], "variant": request["variant"]}
+def _in_child(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `_attempts_of` returns, from a process whose address space is limited."""
+    names = ", ".join(request["variant"] for request in requests)
+    row = {"suite": "memory", "cell": requests[0]["semantics"], "variant": names}
     if not sys.platform.startswith("linux"):
         note = "a limit on a process's memory needs Linux"
         return [row | {"status": UNAVAILABLE, "note": note}]
     package = Path(adaattn.__file__).resolve().parents[1]
     search = [str(_ROOT), str(package), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.budget", json.dumps(request)],
+        [sys.executable, "-m", "benchmarks.gpu.budget", json.dumps(requests)],
         cwd=_ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(item for item in search if item)},
         capture_output=True,
@@ -235,7 +253,7 @@ def _in_child(request: dict[str, Any]) -> list[dict[str, Any]]:
     if done.returncode < 0 or "bad_alloc" in done.stderr:
         note = f"the process was ended with status {done.returncode}"
         return [row | {"status": OUT_OF_MEMORY, "note": note}]
-    raise RuntimeError(f"{request['variant']} failed under its limit:\n{done.stderr}")
+    raise RuntimeError(f"{names} failed under a limit:\n{done.stderr}")
 
 
 def _mib(count: int) -> int:
@@ -244,4 +262,4 @@ def _mib(count: int) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(attempts(json.loads(sys.argv[1]))))
+    print(json.dumps(_attempts_of(json.loads(sys.argv[1]))))

@@ -14,6 +14,7 @@ from benchmarks.gpu.clock import peak_bytes, timed
 from benchmarks.gpu.rows import OK, WRONG, Row, Settings, guarded, line
 
 __all__ = [
+    "BACKWARD_FACTOR",
     "Inputs",
     "Sample",
     "TensorCell",
@@ -24,6 +25,9 @@ __all__ = [
     "sdpa",
     "softcapped",
 ]
+
+BACKWARD_FACTOR = 3.5
+"""FLOPs of forward and backward over those of forward: seven products for two, the scores again."""
 
 Inputs = tuple[torch.Tensor, ...]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -133,7 +137,7 @@ def run_tensors(
         if rows[name]["status"] == OK:
             runs[name] = run
     timings = timed(runs, settings)
-    flops = cell.flops * (3.5 if training else 1.0)
+    flops = cell.flops * (BACKWARD_FACTOR if training else 1.0)
     for name, timing in timings.items():
         median = timing["median_ms"]
         rows[name] |= timing | {

@@ -61,7 +61,9 @@ def spectral_stats(
     pairs = problem.group_size * problem.len_q * problem.len_k
     columns = projected.value.double().square().sum(-2)
     whole = tensors.value.double().square().sum((-2, -1))
-    found = [projected.scores.effective_rank()]
+    mean = tensors.value.double().mean(-2).square().sum(-1) * problem.len_k
+    spread = (1 - mean / whole.clamp_min(1e-300)).clamp(0.0, 1.0)
+    found = [projected.scores.effective_rank(), spread]
     found += [abs(problem.scale) * (energies[..., rank:].sum(-1) / pairs).sqrt() for rank in ranks]
     for rank in ranks:
         left = (whole - columns[..., :rank].sum(-1)).clamp_min(0.0)
@@ -69,11 +71,12 @@ def spectral_stats(
     worst = torch.stack(found).amax(1).repeat_interleave(problem.group_size, dim=-1)
     rows = torch.cat([entropies.to(worst.dtype), worst]).tolist()
     count = len(entropies)
-    tails = [tuple(row) for row in rows[count + 1 :]]
+    tails = [tuple(row) for row in rows[count + 2 :]]
     return TensorStats(
         entropy_bits=tuple(rows[0]),
         pooled_entropy_bits=_pooled(rows[:count]),
         effective_ranks=tuple(rows[count]),
+        value_spreads=tuple(rows[count + 1]),
         score_tails=tuple(zip(ranks, tails[: len(ranks)], strict=True)),
         value_tails=tuple(zip(ranks, tails[len(ranks) :], strict=True)),
     )

@@ -117,17 +117,20 @@ def _why_not_fused(event: AttentionEvent) -> str | None:
         return ""
     if event.fallbacks:
         return event.fallbacks[-1]
-    against = []
-    for entry in event.decision.trace:
+    against: list[tuple[int, int, int, str]] = []
+    for place, entry in enumerate(event.decision.trace):
         name = entry.candidate.split("/")[0]
         known = not entry.accepted and name != "any executor"
         if not known or not capability_named(name).is_fused:
             continue
         if entry.reason.startswith(_SLOWER):
-            against.append((0, f"{name} was predicted slower than {slow[0].capability}"))
+            sentence = f"{name} was predicted slower than {slow[0].capability}"
+            against.append((0, 0, place, sentence))
         else:
             elsewhere = "the tensors are on" in entry.reason or "cannot run it" in entry.reason
-            against.append((2 if elsewhere else 1, f"{name}: {entry.reason}"))
+            # The nearest to serving: it could run here, and the fewest things stand against it.
+            kind, count = (2 if elsewhere else 1), entry.reason.count(";")
+            against.append((kind, count, place, f"{name}: {entry.reason}"))
     if against:
-        return min(against)[1]
+        return min(against)[-1]
     return f"{slow[0].capability} was asked for by name, which is no fused kernel"

@@ -99,11 +99,11 @@ class CallMemory:
             if entry is not None:
                 stats = running_stats(entry.stats, stats, self.momentum)
             entry = self._entries[event.problem] = _Entry(stats, (), 0)
-            self._entries.move_to_end(event.problem)
             if len(self._entries) > _PROBLEMS:
                 self._entries.popitem(last=False)
         if entry is None:
             return
+        self._entries.move_to_end(event.problem)
         entry.age += 1
         ways = _ways(event)
         if event.repaired_heads:
@@ -162,6 +162,7 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
         entropy_bits=mean(old.entropy_bits, new.entropy_bits),
         pooled_entropy_bits=by_key(old.pooled_entropy_bits, new.pooled_entropy_bits, mean),
         effective_ranks=mean(old.effective_ranks, new.effective_ranks),
+        value_spreads=mean(old.value_spreads, new.value_spreads),
         score_tails=by_key(old.score_tails, new.score_tails, mean),
         value_tails=by_key(old.value_tails, new.value_tails, mean),
         precision_errors=by_key(old.precision_errors, new.precision_errors, error),

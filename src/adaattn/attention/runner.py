@@ -234,6 +234,8 @@ def _fingerprint(
             said.append((name, item))
             continue
         said.append((name, tuple(item.shape), item.dtype))
+        if not item.numel():
+            continue
         last = item.detach()[(-1,) * max(item.dim() - 2, 0)].reshape(-1)
         picked.append(last[:: max(last.numel() // 4, 1)].double())
-    return (*said, *torch.cat(picked).tolist())
+    return (*said, *(torch.cat(picked).tolist() if picked else ()))

@@ -11,7 +11,7 @@ from adaattn import hardware
 from adaattn._events import AttentionEvent
 from adaattn.attention._digest import Digest, digest_of
 from adaattn.errors import ArgumentTypeError, UnsupportedError, expected_got
-from adaattn.spec import Method, Way
+from adaattn.spec import Method, Precision, Way
 
 __all__ = ["AttentionStatistics"]
 
@@ -42,7 +42,8 @@ class AttentionStatistics(Mapping[str, Any]):
       where no head was exact; ``flash_ratio``, the share of fused ones in all calls (0.0
       before the first);
     - ``share_by_method`` and ``share_by_precision``: shares of the heads computed;
-      ``heads_by_rank``, ``calls_by_executor``, ``calls_by_plan``: counts;
+      ``heads_by_rank``, ``calls_by_executor``, ``calls_by_plan``: counts; ``precision_notes``:
+      why a number format that was asked for by name was not used;
     - ``measured_calls``, on which numbers were taken from the tensors; ``recomputed_calls``,
       run again in backward by activation checkpointing and counted nowhere else;
       ``step_downs``: executors that failed and audits that were not passed;
@@ -50,7 +51,8 @@ class AttentionStatistics(Mapping[str, Any]):
       computed in another way than in the call before;
     - ``mean_entropy_bits``, ``mean_effective_rank``: means over measured heads, else None;
     - ``mean_estimated_error``, ``max_estimated_error``: what planning expected of the
-      approximations; ``mean_audited_error``, ``max_audited_error``: what exact rows showed;
+      approximations; ``mean_audited_error``, ``max_audited_error``: what exact rows showed of
+      those that were kept;
     - ``flops``, ``bytes_moved``: by the cost model; ``flops_saved``, ``bytes_saved``: less than
       the cheapest exact way; ``peak_workspace_bytes``: predicted memory beside inputs and
       output; ``peak_memory_bytes``: most that the process used by then (on CUDA PyTorch's
@@ -77,14 +79,17 @@ class AttentionStatistics(Mapping[str, Any]):
         _add(self._numbers, dict(digest.numbers))
         for kind, name, count in digest.kinds:
             self._kinds[kind][name] += count
+        for head in event.repaired_heads:
+            self._count_repaired(event.problem.precision, digest, head)
         self._numbers["step_downs"] += len(event.fallbacks)
         self._numbers["repaired_heads"] += len(event.repaired_heads)
         if event.time_ms is not None:
             self._numbers["time_ms"] += event.time_ms
         for error in digest.errors:
             self._add_error("estimated", error)
+        own = (Method.EXACT, event.problem.precision)
         for head, error in enumerate(event.head_errors):
-            if digest.ways[head] != (Method.EXACT, event.problem.precision):
+            if digest.ways[head] != own and head not in event.repaired_heads:
                 self._add_error("audited", error)
         self._raise("peak_workspace_bytes", event.workspace_bytes)
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
@@ -231,6 +236,19 @@ class AttentionStatistics(Mapping[str, Any]):
                     for counter in (counts, self._numbers):
                         counter[f"{name}_sum"] += values[head]
                         counter[f"{name}_count"] += 1
+
+    def _count_repaired(self, own: Precision, digest: Digest, head: int) -> None:
+        """Count a head as exact that was computed so after all."""
+        method, precision = digest.ways[head]
+        moves = [("heads_by_method", method.name.lower(), "exact")]
+        moves.append(("heads_by_precision", precision.label, own.label))
+        if digest.ranks[head]:
+            moves.append(("heads_by_rank", str(digest.ranks[head]), ""))
+        for kind, before, after in moves:
+            self._kinds[kind][before] -= 1
+            if after:
+                self._kinds[kind][after] += 1
+            self._kinds[kind] += Counter()  # drops what has come to zero
 
     def _add_error(self, kind: str, error: float) -> None:
         """Add one error to a mean and a maximum."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from adaattn.errors import PlanError
-from adaattn.planning.candidates import Candidate
+from adaattn.planning.candidates import ENTER_ERROR, Candidate
 from adaattn.planning.cost import copied_bytes, estimate
 from adaattn.planning.trace import format_ms
 from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Way
@@ -22,13 +22,6 @@ __all__ = [
 
 MARGIN: Final = 0.05
 """How much faster than a more accurate candidate a less accurate one must be predicted."""
-
-ENTER_ERROR: Final = 0.8
-"""Share of its budget below which an error must be before a head takes a new way.
-
-Errors are estimated on a few rows and drift during training; a head whose error lies at its
-budget would change its way at every measurement. It leaves a way only above the budget itself.
-"""
 
 
 def with_inertia(judged: Sequence[Candidate], ways: tuple[Way, ...]) -> list[Candidate]:
@@ -64,10 +57,11 @@ def assign_heads(
     for head in range(num_heads):
         best = exact
         bar = exact.head_ms(head) if exact else float("inf")
-        for item in ordered:
-            if item.refusal or item.is_exact or not _may_serve(item, head, ways):
+        mine = ways[head] if ways else None
+        for item in sorted(ordered, key=lambda item: item.way != mine):
+            if item.refusal or item.is_exact or not item.may_serve(head, ways):
                 continue
-            margin = 0.0 if ways and _way(item) == ways[head] else MARGIN
+            margin = 0.0 if item.way == mine and best is exact else MARGIN
             if item.head_ms(head) < bar * (1 - margin):
                 best, bar = item, item.head_ms(head)
         if best is None:
@@ -137,27 +131,13 @@ def mixed_cost(
     return Cost(flops=flops, bytes_moved=moved, workspace_bytes=workspace, time_ms=time_ms)
 
 
-def _way(item: Candidate) -> Way:
-    """Return how a candidate computes."""
-    return item.group.method, item.group.precision
-
-
-def _may_serve(item: Candidate, head: int, ways: tuple[Way, ...]) -> bool:
-    """Return whether a head may be computed by a candidate, given how it was before."""
-    if not item.allows(head):
-        return False
-    if not ways or not item.errors or _way(item) == ways[head]:
-        return True
-    return item.errors[head] <= ENTER_ERROR * item.budgets[head]
-
-
 def _is_held(item: Candidate, ways: tuple[Way, ...]) -> bool:
     """Return whether a candidate keeps the budget for some heads, and inertia bars them all."""
     if not ways or item.refusal or not item.errors:
         return False
     heads = range(item.num_heads)
     return any(item.allows(head) for head in heads) and not any(
-        _may_serve(item, head, ways) for head in heads
+        item.may_serve(head, ways) for head in heads
     )
 
 

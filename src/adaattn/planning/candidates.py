@@ -32,9 +32,17 @@ from adaattn.spec import (
     Policy,
     Precision,
     TensorStats,
+    Way,
 )
 
-__all__ = ["BLOCK_SIZE", "KEPT_MASSES", "Candidate", "enumerate_candidates", "with_stats"]
+__all__ = [
+    "BLOCK_SIZE",
+    "ENTER_ERROR",
+    "KEPT_MASSES",
+    "Candidate",
+    "enumerate_candidates",
+    "with_stats",
+]
 
 KEPT_MASSES: Final = (0.9, 0.97, 0.99)
 """Shares of each sampled row's probability that the kept blocks must hold."""
@@ -43,6 +51,13 @@ BLOCK_SIZE: Final = 64
 """Side of a sparse block: small blocks keep less, and gathering hides below this size."""
 
 _BEST_DENSITY: Final = 0.1
+
+ENTER_ERROR: Final = 0.8
+"""Share of its budget below which an error must be before a head takes a new way.
+
+Errors are estimated on a few rows and drift during training; a head whose error lies at its
+budget would change its way at every measurement. It leaves a way only above the budget itself.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,6 +119,19 @@ class Candidate:
     def allows(self, head: int) -> bool:
         """Return whether a head's estimated error is within its budget; a budget of 0 is exact."""
         return not self.errors or 0.0 < self.budgets[head] >= self.errors[head]
+
+    @property
+    def way(self) -> Way:
+        """How it computes."""
+        return self.group.method, self.group.precision
+
+    def may_serve(self, head: int, ways: tuple[Way, ...]) -> bool:
+        """Return whether a head may be computed so, given how each was before; () is the first."""
+        if not self.allows(head):
+            return False
+        if not ways or not self.errors or self.way == ways[head]:
+            return True
+        return self.errors[head] <= ENTER_ERROR * self.budgets[head]
 
 
 @lru_cache(maxsize=512)

@@ -92,6 +92,8 @@ def decide(
         assert exact is not None
         return _exact_decision(problem, exact, candidates, hardware, policy)
     judged = with_stats(candidates, problem, stats, hardware, policy, budgets)
+    if forced or exact is None:
+        ways = ()  # there is nothing to stay with
     judged = with_inertia(judged, ways)
     chosen = assign_heads(judged, exact, problem.num_heads, ways)
     groups = group_heads(chosen)
@@ -112,7 +114,7 @@ def decide(
     )
     return Decision(
         plan=plan,
-        trace=trace_of(judged, chosen, exact),
+        trace=trace_of(judged, chosen, exact, ways),
         policy=policy.name,
         cost=cost,
         exact_cost=exact.cost if exact else None,

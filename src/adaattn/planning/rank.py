@@ -2,14 +2,14 @@
 
 The prediction costs two spectra and no product of the sampled rows. With S the scores and
 E what their best approximation of rank r leaves out, the output of a row changes to first
-order by P * (E - <E>_P) V: relative to the output about the size of E, less what is common to
-the keys that the row attends to. A row that attends to one key loses nothing, so
+order by P * (E - <E>_P) V. The mean m of the values drops out of that, but not of the output:
+with n keys in effect, s^2 the energy of the values around m and t^2 what rank r leaves of them,
 
-    error(r)^2 ~ (1 - 1/n) * mean(E^2) + (what rank r leaves of V)^2
+    output^2 ~ m^2 + s^2 / n        error(r)^2 ~ ((1 - 1/n) * mean(E^2) * s^2 + t^2) / n
 
-with n the keys in effect: 2 to the row entropy, averaged over the scales at which it was
-pooled, since neighbours whose weights move together count as fewer. It screens; errors
-measured on sampled rows decide.
+n is 2 to the row entropy. The prediction is averaged over the scales at which that was pooled,
+since neighbours whose weights move together count as fewer. It screens; errors measured on
+sampled rows decide.
 """
 
 from typing import Final
@@ -38,8 +38,8 @@ SCREEN: Final = 4.0
 """A rank is measured where its predicted error is within this many budgets.
 
 Over planted and decaying spectra (D 64 and 128, 512 and 2048 keys, row entropies from 2 to 11
-bits, with and without causality; fp32, 2026-11) measured errors below 0.3 were 0.42 to 3.2
-times the predicted ones, 1.05 in the median.
+bits, with and without causality; fp32, 2026-11) measured errors below 0.3 were 0.55 to 3.2
+times the predicted ones, 1.10 in the median.
 """
 
 
@@ -78,9 +78,15 @@ def predicted_error(stats: TensorStats, rank: int, head: int) -> float:
         return float("inf")
     score = dict(stats.score_tails)[known[-1]][head]
     value = dict(stats.value_tails)[known[-1]][head]
+    spread = stats.value_spreads[head] if stats.value_spreads else 1.0
     entropies = [stats.entropy_bits, *(bits for _, bits in stats.pooled_entropy_bits)]
-    spread = sum(1.0 - 2.0 ** -bits[head] for bits in entropies) / len(entropies)
-    return float((spread * score**2 + value**2) ** 0.5)
+    total = 0.0
+    for bits in entropies:
+        share = 2.0 ** -bits[head]
+        lost = (1.0 - share) * score**2 * spread + value**2
+        size = 1.0 - spread + spread * share
+        total += lost * share / size if size else lost
+    return float((total / len(entropies)) ** 0.5)
 
 
 def predicted_ranks(

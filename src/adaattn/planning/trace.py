@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 
 from adaattn.planning.candidates import Candidate
-from adaattn.spec import TraceEntry
+from adaattn.spec import TraceEntry, Way
 
 __all__ = ["format_ms", "trace_of"]
 
 
 def trace_of(
-    judged: Sequence[Candidate], chosen: Sequence[Candidate], exact: Candidate | None
+    judged: Sequence[Candidate],
+    chosen: Sequence[Candidate],
+    exact: Candidate | None,
+    ways: tuple[Way, ...] = (),
 ) -> tuple[TraceEntry, ...]:
     """Return one entry for each candidate, in the order they were tried.
 
@@ -17,12 +20,13 @@ def trace_of(
         judged: every candidate.
         chosen: the candidate of each head.
         exact: the cheapest candidate that loses nothing.
+        ways: how each head was computed the last time.
     """
     usable = [item.time_ms for item in judged if item.is_exact and not item.refusal]
     why = "the fastest that loses nothing"
     if exact is not None and exact.time_ms > min(usable, default=exact.time_ms):
         why = "PyTorch's own choice, and nothing exact is faster by enough"
-    return tuple(_entry(item, chosen, exact, why) for item in judged)
+    return tuple(_entry(item, chosen, exact, why, ways) for item in judged)
 
 
 def format_ms(value: float) -> str:
@@ -36,7 +40,11 @@ def format_ms(value: float) -> str:
 
 
 def _entry(
-    item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None, why_exact: str
+    item: Candidate,
+    chosen: Sequence[Candidate],
+    exact: Candidate | None,
+    why_exact: str,
+    ways: tuple[Way, ...],
 ) -> TraceEntry:
     """Return the entry of one candidate."""
     heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
@@ -46,7 +54,7 @@ def _entry(
     elif item.refusal:
         reason = item.refusal
     else:
-        reason = _slower_reason(item, chosen)
+        reason = _slower_reason(item, chosen, ways)
     return TraceEntry(
         candidate=item.name,
         accepted=accepted,
@@ -94,9 +102,9 @@ def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
     return format_ms(total) + ("" if len(heads) == num_heads else " for its heads")
 
 
-def _slower_reason(item: Candidate, chosen: Sequence[Candidate]) -> str:
+def _slower_reason(item: Candidate, chosen: Sequence[Candidate], ways: tuple[Way, ...]) -> str:
     """Return why a usable candidate was not taken, compared on the heads that it may serve."""
-    heads = [head for head in range(len(chosen)) if item.allows(head)]
+    heads = [head for head in range(len(chosen)) if item.may_serve(head, ways)]
     mine = sum(item.head_ms(head) for head in heads)
     theirs = sum(chosen[head].head_ms(head) for head in heads)
     names = " and ".join(dict.fromkeys(chosen[head].name for head in heads))

@@ -119,6 +119,7 @@ class TensorStats:
         score_tails: for each rank, the root mean square of what the best approximation of that
             rank leaves out of each head's scores.
         value_tails: for each rank, the share of the values' norm that it leaves out.
+        value_spreads: share of the values' energy around their mean over the keys, per head.
         low_rank_errors: for each (rank, value_rank) the relative Frobenius error of each
             head's sampled output rows; ranks that were predicted not to do are left out.
         block_sparse: for each kept-mass target ``(mass, densities, errors)``, per head: the
@@ -134,6 +135,7 @@ class TensorStats:
     effective_ranks: tuple[float, ...] = ()
     score_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
     value_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    value_spreads: tuple[float, ...] = ()
     low_rank_errors: tuple[tuple[tuple[int, int], tuple[float, ...]], ...] = ()
     block_sparse: tuple[tuple[float, tuple[float, ...], tuple[float, ...]], ...] = ()
     measure_ms: float = 0.0
