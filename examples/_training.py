@@ -1,4 +1,4 @@
-"""What `train_decoder.py` and `training_memory.py` share: a small byte-level decoder in training."""
+"""What train_decoder.py and training_memory.py share: a small byte-level decoder in training."""
 
 import torch
 

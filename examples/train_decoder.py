@@ -22,8 +22,7 @@ def plot(path, curves):
         print("no page: plotly is missing, pip install 'adaattn[viz]' brings it")
         return
     lines = [go.Scatter(y=losses, name=name) for name, losses in curves.items()]
-    axes = {"xaxis_title": "step", "yaxis_title": "loss in nats a byte"}
-    go.Figure(lines, axes).write_html(path)
+    go.Figure(lines, {"yaxis_title": "loss in nats a byte"}).write_html(path)
     print(f"wrote {path}")
 
 
@@ -41,12 +40,11 @@ def main():
     _, exact = train("exact", options)
     print("step   adaptive      exact  difference")
     for step in sorted({*range(0, options.steps, max(options.steps // 8, 1)), options.steps - 1}):
-        pair = losses[step], exact[step]
-        print(f"{step + 1:4}  {pair[0]:9.4f}  {pair[1]:9.4f}  {pair[0] - pair[1]:+10.1e}")
+        mine, other = losses[step], exact[step]
+        print(f"{step + 1:4}  {mine:9.4f}  {other:9.4f}  {mine - other:+10.1e}")
     found = model.get_statistics()
-    share = found["share_by_method"].get("low_rank", 0.0)
-    print(f"{share:.0%} of the heads of all calls ran in low rank; heads by rank: ", end="")
-    print(found["heads_by_rank"] or "none")
+    share, ranks = found["share_by_method"].get("low_rank", 0.0), found["heads_by_rank"]
+    print(f"{share:.0%} of the heads of all calls ran in low rank, by rank: {ranks or 'none'}")
     print("of low rank the planner said in the last call:")
     for entry in events[-1].decision.trace:
         if entry.candidate.startswith("low_rank"):

@@ -13,6 +13,7 @@ from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
 from adaattn.auditing import FALLBACKS, Outcome, audited, is_lossy
 from adaattn.backends import (
     capabilities,
+    capabilities_asked_for,
     capability_named,
     execute,
 )
@@ -148,15 +149,6 @@ def check_plan(call: Call, plan: Plan) -> None:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
 
 
-@lru_cache(maxsize=256)
-def _selected(backend: str) -> tuple[Capability, ...]:
-    """Return the capabilities that a backend argument means."""
-    if backend == "auto":
-        return capabilities()
-    found = tuple(item for item in capabilities() if backend in (item.name, item.backend))
-    return found or (capability_named(backend),)
-
-
 def _decide_cached(
     problem: AttentionProblem,
     facts: HardwareFacts,
@@ -213,7 +205,7 @@ def _decide(
         return history.repeat, None
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
-    allowed = _selected(backend)
+    allowed = capabilities_asked_for(backend)
     if backend != "auto":
         _check_backend(problem, facts, policy, backend, allowed)
     lossy = policy.error_budget > 0 or bool(policy.head_budgets)
@@ -326,8 +318,7 @@ def _run_decision(
             facts = hardware.probe(call.tensors.query.device)
             exact_only = replace(policy, methods=(Method.EXACT,), precisions=())
             if isinstance(error, torch.OutOfMemoryError):
-                less = max(decision.plan.workspace_bytes - 1, 0)
-                exact_only = replace(exact_only, memory_budget_bytes=less)
+                exact_only = _within_free_memory(exact_only, call.tensors.query.device)
             try:
                 decision = decide(call.problem, None, facts, exact_only, left, layer=layer)
             except PlanError:
@@ -337,6 +328,14 @@ def _run_decision(
     if policy.audit_rows == 0 or not is_lossy(decision.plan, call.problem):
         return outcome
     return audited(call, outcome, policy, backend, layer)
+
+
+def _within_free_memory(policy: Policy, device: torch.device) -> Policy:
+    """Return the policy with a memory budget of what is free, less a tenth for fragments."""
+    free = hardware.free_memory_bytes(device)
+    limits = [policy.memory_budget_bytes, None if free is None else int(0.9 * free)]
+    known = [limit for limit in limits if limit is not None]
+    return replace(policy, memory_budget_bytes=min(known)) if known else policy
 
 
 def _step_down(names: list[str], error: RuntimeError) -> str:

@@ -87,7 +87,8 @@ def scaled_dot_product_attention(
         policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``) or a policy
             file; None is the one set by `use_policy`, else ``"quality"``.
         plan: run this and plan nothing; the form for ``torch.compile(fullgraph=True)``.
-        backend: ``"auto"``, or the name of an executor, which then never falls back.
+        backend: ``"auto"``; ``"flash"``, any fused kernel; ``"unfused"``, scores written out; or
+            the name of an executor. What is asked for never falls back on anything else.
         return_aux: an `AuxRequest`, or True for the decision alone.
         tag: a name for this call in events, such as a layer's.
         history: what earlier calls taught, so that not every call is measured and heads do not

@@ -237,7 +237,12 @@ def numbers_gone_wrong() -> dict[str, Wrong]:
         ("align", ["top_left"], ArgumentError, "or .bottom_right., got"),
         ("policy", "fastest", PolicyError, "'quality', 'balanced', 'speed', .* got 'fastest'"),
         ("policy", 3, PolicyError, "a Policy or the path of a policy file, got 3"),
-        ("backend", "cudnn9", ArgumentError, "backend: expected 'auto' or one of .* got 'cudnn9'"),
+        (
+            "backend",
+            "cudnn9",
+            ArgumentError,
+            "backend: expected 'auto', 'flash', 'unfused' or one of .* got 'cudnn9'",
+        ),
         ("return_aux", "lse", ArgumentTypeError, "return_aux: expected None, True or an AuxReq"),
     ]
     return {

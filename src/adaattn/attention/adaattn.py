@@ -27,8 +27,8 @@ class AdaAttention(BaseAttention):
         policy: a preset, a `adaattn.Policy` or a policy file; ``"quality"`` is exact.
         precision_mode: ``"auto"``, or a number format by name, as in
             `adaattn.attention.adaptive_precision.AdaptivePrecisionAttention`.
-        enable_gpu_optimization: False keeps calls on a GPU off fused kernels: PyTorch's plain
-            operations in bounded memory, exact, for debugging and comparison. On a CPU it
+        enable_gpu_optimization: False keeps calls on a GPU off fused kernels: exact, by matrix
+            products with the scores written out, for debugging and comparison. On a CPU it
             changes nothing.
         measure_every: calls from one measurement to the next.
         momentum: share of the old value in each running statistic.

@@ -27,14 +27,14 @@ class Runner:
 
     Args:
         policy: what its calls may lose; None follows the ambient policy.
-        backend: ``"auto"``, or an executor by name.
+        backend: as for `adaattn.scaled_dot_product_attention`.
         layer: the module's index in its model, for calibrated budgets and events; -1 is none.
         precision_mode: ``"auto"`` leaves the number format to the policy; a format by name is
             used where the device computes in it, else the input's own is kept and the
             statistics say why.
         measure_every: calls of one problem from one measurement to the next.
         momentum: share of the old value in each running statistic.
-        fused_on_gpu: False sends calls on a GPU to the chunked executor.
+        fused_on_gpu: False keeps calls on a GPU off fused kernels.
 
     Attributes:
         plan: a plan for every call; None plans each. With one the module traces into one
@@ -197,7 +197,7 @@ class Runner:
     def _backend_of(self, query: torch.Tensor) -> str:
         """Return the executor asked for, or ``"auto"``."""
         plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
-        return "chunked" if plain else self.backend
+        return "unfused" if plain else self.backend
 
     @property
     def _tag(self) -> str:

@@ -2,12 +2,18 @@
 
 from adaattn.backends.execute import execute, run_group, slice_heads
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.registry import capabilities, capability_named, load
+from adaattn.backends.registry import (
+    capabilities,
+    capabilities_asked_for,
+    capability_named,
+    load,
+)
 
 __all__ = [
     "Result",
     "Tensors",
     "capabilities",
+    "capabilities_asked_for",
     "capability_named",
     "execute",
     "load",

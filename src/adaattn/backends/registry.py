@@ -1,5 +1,6 @@
 """The executors of this installation: what each can do, and how it is called."""
 
+from functools import lru_cache
 from typing import Final
 
 from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
@@ -7,7 +8,7 @@ from adaattn.backends.interface import Executor
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec import Capability
 
-__all__ = ["capabilities", "capability_named", "load"]
+__all__ = ["capabilities", "capabilities_asked_for", "capability_named", "load"]
 
 _MODULES: Final = (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference)
 _CAPABILITIES: Final[tuple[Capability, ...]] = tuple(
@@ -32,9 +33,34 @@ def capability_named(name: str) -> Capability:
     """
     if name not in _BY_NAME:
         raise ArgumentError(
-            expected_got("backend", f"'auto' or one of {', '.join(_BY_NAME)}", repr(name))
+            expected_got(
+                "backend",
+                f"'auto', 'flash', 'unfused' or one of {', '.join(_BY_NAME)}",
+                repr(name),
+            )
         )
     return _BY_NAME[name]
+
+
+@lru_cache(maxsize=256)
+def capabilities_asked_for(backend: str) -> tuple[Capability, ...]:
+    """Return the capabilities that a caller's ``backend=`` allows.
+
+    Args:
+        backend: ``"auto"``: all; ``"flash"``: the fused kernels; ``"unfused"``: exact attention
+            with its scores written out; a module such as ``"sdpa"``: its capabilities; a name.
+
+    Raises:
+        ArgumentError: it is none of these.
+    """
+    if backend == "auto":
+        return _CAPABILITIES
+    if backend == "flash":
+        return tuple(item for item in _CAPABILITIES if item.is_fused)
+    if backend == "unfused":
+        return tuple(item for item in _CAPABILITIES if item.materialises_scores)
+    found = tuple(item for item in _CAPABILITIES if backend in (item.name, item.backend))
+    return found or (capability_named(backend),)
 
 
 def load(name: str) -> Executor:

@@ -16,17 +16,16 @@ from adaattn.attention.config import AttentionOptions
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.runner import Runner
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.kernels._fused import UNFUSED, attend, first_that_serves
+from adaattn.kernels._fused import attend
 from adaattn.outputs import AuxOutput, AuxRequest
 from adaattn.spec import Align, Policy
 
 __all__ = ["AdaptiveFlashAttention", "FlashAttentionConfig", "flash_attention_forward"]
 
-_TURNED_OFF: Final = "enable_flash=False: no fused kernel was asked"
-
 _FROM_STATISTICS: Final = (
     "flash_calls",
     "fallback_calls",
+    "fallback_reasons",
     "approximate_calls",
     "flash_ratio",
     "step_downs",
@@ -143,14 +142,11 @@ def flash_attention_forward(
             expected_got("backend with enable_flash=False", "'auto'", repr(backend))
         )
     semantics = config.semantics | {"attn_mask": attn_mask}
+    backend = backend if config.enable_flash else "unfused"
     settings = {"policy": policy, "backend": backend, "return_aux": return_aux}
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        if config.enable_flash:
-            return attend(query, key, value, semantics, settings)
-        return first_that_serves(
-            UNFUSED, lambda name: attend(query, key, value, semantics, settings | {"backend": name})
-        )
+        return attend(query, key, value, semantics, settings)
 
     found, note = in_mode(config.precision_mode, query, key, value, run)
     if not return_aux:
@@ -201,10 +197,10 @@ class AdaptiveFlashAttention(BaseAttention):
         policy: Policy | str | None = None,
         **options: Unpack[AttentionOptions],
     ) -> None:
-        runner = _FlashRunner(
+        runner = Runner(
             policy,
-            precision_mode=checked_mode(precision_mode),
-            enable_flash=enable_flash,
+            backend="auto" if enable_flash else "unfused",
+            precision_mode=precision_mode,
             layer=options.get("layer", -1),
         )
         super().__init__(embed_dim, num_heads, dropout, bias, runner=runner, **options)
@@ -218,71 +214,11 @@ class AdaptiveFlashAttention(BaseAttention):
         ``peak_workspace_bytes``, ``share_by_method``, ``share_by_precision`` and
         ``precision_notes``: how often the mode was not used, and why.
         """
-        assert isinstance(self.runner, _FlashRunner)
-        return self.runner.flash_statistics()
-
-
-class _FlashRunner(Runner):
-    """A runner whose chain may do without fused kernels."""
-
-    def __init__(
-        self, policy: Policy | str | None, *, precision_mode: str, enable_flash: bool, layer: int
-    ) -> None:
-        super().__init__(policy, layer=layer, precision_mode=precision_mode)
-        self.unfused: dict[str, Runner] = {}
-        for name in () if enable_flash else UNFUSED:
-            runner = Runner(policy, backend=name, layer=layer, precision_mode=precision_mode)
-            runner.statistics = self.statistics
-            self.unfused[name] = runner
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        need_weights: bool = False,
-        **semantics: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what `Runner.run` returns, by the first of the chain that can serve."""
-        asked: dict[str, Any] = semantics | {"need_weights": need_weights}
-        if not self.unfused or self.plan is not None:
-            return super().run(query, key, value, **asked)
-        # Which executor serves is found by trying: that has no place in a traced graph.
-        serve: Any = self._unfused
-        serve = torch.compiler.disable(serve) if torch.compiler.is_compiling() else serve
-        return serve(query, key, value, asked)  # type: ignore[no-any-return]
-
-    def _unfused(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        asked: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the first runner that can serve gives."""
-        found: tuple[torch.Tensor, torch.Tensor | None] = first_that_serves(
-            UNFUSED, lambda name: self.unfused[name].run(query, key, value, **asked)
-        )
-        return found
-
-    def reset(self) -> None:
-        """Forget the statistics and all that was learnt."""
-        super().reset()
-        for runner in self.unfused.values():
-            runner.reset()
-
-    def flash_statistics(self) -> dict[str, Any]:
-        """Return how its calls were served."""
-        known = self.statistics.to_dict()
-        reasons = dict(known["fallback_reasons"])
-        if self.unfused:
-            reasons = {_TURNED_OFF: known["fallback_calls"]} if known["fallback_calls"] else {}
+        known = self.get_statistics().to_dict()
         return {
             "total_calls": known["calls"],
-            "fallback_reasons": reasons,
             **{name: known[name] for name in _FROM_STATISTICS},
-            "precision_mode": self.precision_mode,
+            "precision_mode": self.runner.precision_mode,
         }
 
 

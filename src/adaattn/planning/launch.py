@@ -2,15 +2,15 @@
 
 from typing import Final
 
-from adaattn.spec import AttentionProblem
+from adaattn.spec import AttentionProblem, Precision
 
 __all__ = ["choose_chunk_rows"]
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Score workspace when the policy sets no limit; large enough to amortise launches."""
 
-_BYTES_PER_SCORE: Final = 12
-"""fp32 scores, weights and one temporary."""
+_SCORE_COPIES: Final = 3
+"""Scores, weights and one temporary, in the precision of sums."""
 
 _MAX_ROWS: Final = 1024
 _MIN_ROWS: Final = 16
@@ -34,9 +34,11 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
     heads = problem.batch * problem.num_heads
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
     if memory_budget_bytes is not None:
-        available = memory_budget_bytes - _BYTES_PER_ROW * heads * problem.len_q
+        wide = 2 if problem.precision is Precision.FP64 else 1
+        available = memory_budget_bytes - wide * _BYTES_PER_ROW * heads * problem.len_q
         smallest = 1
-    row_bytes = _BYTES_PER_SCORE * heads * max(problem.len_k, 1)
+    score_bytes = 8 if problem.precision is Precision.FP64 else 4
+    row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
     rows = max(available // max(row_bytes, 1), 1)
     left = problem.window[0]
     if left >= 0:
