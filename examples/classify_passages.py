@@ -1,11 +1,10 @@
 """Train a small encoder to tell passages of *Opticks* from the same letters in another order.
 
-Its classifier reads one token's state alone: attention must bring it what the others know.
-Printed is how often it is right on passages that it never saw, where guessing is right in half.
+Its classifier reads the first token's state: attention must bring it what the others know.
+Printed is how often it is right on passages that it never saw; guessing is right in half.
 """
 
 import argparse
-import time
 
 import torch
 
@@ -43,7 +42,6 @@ def main():
     model = Encoder(TransformerConfig(vocab_size=128 * 128, attention="ada", **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     print(f"before training: right in {accuracy(model, unseen, options):.1%}")
-    start = time.perf_counter()
     for step in range(1, options.steps + 1):
         passages, labels = draw(training, options.batch, options.length)
         loss = model.train()(passages, labels=labels).loss
@@ -53,9 +51,8 @@ def main():
         if step % max(options.steps // 4, 1) == 0:
             right = accuracy(model, unseen, options)
             print(f"step {step}: loss {loss.item():.3f}, right in {right:.1%}", flush=True)
-    print(f"trained in {time.perf_counter() - start:.1f} s; attention:")
     for name in ("calls", "flash_ratio", "share_by_method", "calls_by_executor"):
-        print(f"  {name}: {model.get_statistics()[name]}")
+        print(f"{name}: {model.get_statistics()[name]}")
 
 
 if __name__ == "__main__":

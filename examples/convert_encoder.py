@@ -1,4 +1,4 @@
-"""Put adaptive attention into a `torch.nn.TransformerEncoder` in place, and compare before and after.
+"""Put adaptive attention into a `torch.nn.TransformerEncoder`, and compare before and after.
 
 The batch is padded. Errors are against the same encoder in float64, over tokens that are no
 padding: what a conversion may change is the order of additions, so both are rounding.
@@ -35,7 +35,7 @@ def main():
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     layer = nn.TransformerEncoderLayer(options.width, options.heads, batch_first=True)
-    encoder = nn.TransformerEncoder(layer, options.layers).eval()
+    encoder = nn.TransformerEncoder(layer, options.layers, enable_nested_tensor=False).eval()
     inputs = torch.randn(options.batch, options.length, options.width)
     lengths = torch.linspace(options.length // 2, options.length, options.batch).long()
     padding = torch.arange(options.length) >= lengths[:, None]

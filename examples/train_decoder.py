@@ -23,7 +23,6 @@ def plot(path, curves):
         return
     lines = [go.Scatter(y=losses, name=name) for name, losses in curves.items()]
     go.Figure(lines, {"yaxis_title": "loss in nats a byte"}).write_html(path)
-    print(f"wrote {path}")
 
 
 def main():
@@ -51,9 +50,9 @@ def main():
             print(f"  {entry.candidate}: {entry.reason}")
     if options.plot:
         plot(options.plot, {"adaptive rank": losses, "exact": exact})
-    script = Path(__file__).with_name("training_memory.py")
-    sizes = [f"--{name}={getattr(options, name)}" for name in ("length", "seed")]
-    subprocess.run([sys.executable, script, *sizes], check=True)
+    sizes = [f"--length={options.length}", f"--error-budget={options.error_budget}"]
+    command = [sys.executable, Path(__file__).with_name("training_memory.py"), *sizes]
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
@@ -66,6 +67,12 @@ CAPABILITIES = (
 )
 
 _ScoreMod = Callable[..., torch.Tensor]
+
+_BLOCK: Final = 128
+"""Side of FlexAttention's blocks."""
+
+_MASK_ELEMENTS: Final = 1 << 22
+"""Decisions of a mask that are written out at once, about 20 bytes each with their distances."""
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -209,12 +216,10 @@ _BLOCK_MASKS: OrderedDict[_MaskKey, Any] = OrderedDict()
 
 def _block_mask(tensors: Tensors, problem: AttentionProblem, mask_mod: _ScoreMod) -> Any:
     """Return the block mask; those that depend on positions alone are kept."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     device = tensors.query.device
     per_head = tensors.mask is not None
-    batch = problem.batch if per_head else None
-    heads = problem.num_heads if per_head else None
+    batch = problem.batch if per_head else 1
+    heads = problem.num_heads if per_head else 1
     facts = (
         problem.len_q,
         problem.len_k,
@@ -227,11 +232,53 @@ def _block_mask(tensors: Tensors, problem: AttentionProblem, mask_mod: _ScoreMod
     if not per_head and key in _BLOCK_MASKS:
         _BLOCK_MASKS.move_to_end(key)
         return _BLOCK_MASKS[key]
-    made = create_block_mask(
-        mask_mod, batch, heads, problem.len_q, problem.len_k, device=device.type
-    )
+    made = made_block_mask(mask_mod, (batch, heads, problem.len_q, problem.len_k), device)
     if not per_head:
         _BLOCK_MASKS[key] = made
         if len(_BLOCK_MASKS) > _KEPT_MASKS:
             _BLOCK_MASKS.popitem(last=False)
     return made
+
+
+def made_block_mask(
+    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
+) -> Any:
+    """Return what ``create_block_mask`` returns, made from some rows of blocks at a time.
+
+    PyTorch's writes out all Sq x Sk decisions at once, 8 bytes each while it sums them up: 34 GB
+    at 64K tokens.
+
+    Args:
+        mask_mod: whether query i of batch b and head h sees key j, for index tensors.
+        shape: (B, H, Sq, Sk).
+        device: where the mask is made.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    batch, heads, len_q, len_k = shape
+    blocks_q, blocks_k = -(-len_q // _BLOCK), -(-len_k // _BLOCK)
+    b = torch.arange(batch, device=device)[:, None, None, None]
+    h = torch.arange(heads, device=device)[:, None, None]
+    j = torch.arange(len_k, device=device)
+    step = max(_MASK_ELEMENTS // (batch * heads * max(len_k, 1) * _BLOCK), 1)
+    seen, whole = [], []
+    for first in range(0, blocks_q, step):
+        rows = range(first * _BLOCK, min((first + step) * _BLOCK, len_q))
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        part = mask_mod(b, h, i, j).expand(batch, heads, len(rows), len_k)
+        part = F.pad(part, (0, -len_k % _BLOCK, 0, -len(rows) % _BLOCK))
+        tiles = part.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+        counts = tiles.sum(dim=(3, 5), dtype=torch.int32)
+        whole.append(counts == _BLOCK * _BLOCK)
+        seen.append((counts > 0) & ~whole[-1])
+    partial, full = (_ordered(torch.cat(items, dim=2)) for items in (seen, whole))
+    assert partial[1].shape[-1] == blocks_k
+    return BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(len_q, len_k)
+    )
+
+
+def _ordered(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (how many blocks of keys each block of queries has, their numbers, kept first)."""
+    order = torch.argsort(kept.int(), dim=-1, descending=True, stable=True)
+    return kept.sum(-1, dtype=torch.int32), order.int()

@@ -1,0 +1,202 @@
+"""The scripts in examples/ at small sizes, each in a process of its own, held to what they print."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import adaattn
+from adaattn.hardware import saved_rates
+from adaattn.hardware.probe import describe
+from adaattn.spec import Precision, Rates
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples"
+FILES = sorted(FOLDER.glob("*.py"))
+SCRIPTS = [file for file in FILES if not file.name.startswith("_")]
+MOST_LINES = 60
+
+# A machine whose attention kernel is slow beside its matrix products: low rank pays at lengths
+# that a test has time for, and the decision does not hang on what else runs on this one.
+RATES = Rates(
+    flops=((Precision.FP32, 1e11),),
+    bandwidth=2e10,
+    launch_s=1e-7,
+    efficiency=(("sdpa.flash:fp32:128", 0.005),),
+    source="measured: invented for a test",
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with rates, so that no script measures this machine."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADAATTN_CACHE", str(folder))
+        assert saved_rates.write(describe("cpu"), RATES)
+    return folder
+
+
+def run(name: str, *arguments: object, cache: Path) -> str:
+    """Return what a script prints on one thread, with the package of this process."""
+    package = Path(adaattn.__file__).resolve().parents[1]
+    environment = {
+        **os.environ,
+        "ADAATTN_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(package),
+    }
+    done = subprocess.run(
+        [sys.executable, FOLDER / name, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.stderr == ""
+    return done.stdout
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """Return what the groups of the one place that a pattern matches say."""
+    found = re.findall(pattern, text, re.MULTILINE)
+    assert len(found) == 1, f"{pattern!r} matches {len(found)} times in\n{text}"
+    parts = found[0] if isinstance(found[0], tuple) else (found[0],)
+    return [float(part) for part in parts]
+
+
+@pytest.fixture(scope="module")
+def training(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What the training prints, and the page that it writes."""
+    page = tmp_path_factory.mktemp("training") / "loss.html"
+    sizes = ("--steps", 16, "--length", 512)
+    return run("train_decoder.py", *sizes, "--plot", page, cache=cache), page.read_text()
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers with a tokenizer of bytes, saved as any user's folder is."""
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert [file.stem for file in SCRIPTS] == [
+        "classify_passages",
+        "convert_encoder",
+        "generate",
+        "sliding_window",
+        "train_decoder",
+        "training_memory",
+    ]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_an_example_is_short_and_says_what_it_is(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < MOST_LINES
+    assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_an_example_has_help_and_a_line_in_the_readme_and_the_docs(file: Path, cache: Path) -> None:
+    printed = run(file.name, "--help", cache=cache)
+    assert printed.startswith(f"usage: {file.name}") and "--seed" in printed
+    for page in (FOLDER / "README.md", FOLDER.parent / "docs" / "examples.md"):
+        assert f"`{file.name}`" in page.read_text(encoding="utf-8")
+
+
+class TestTraining:
+    def test_both_losses_fall(self, training: tuple[str, str]) -> None:
+        rows = re.findall(r"^ *(\d+) +(\d\S+) +(\d\S+) +([+-]\S+)$", training[0], re.MULTILINE)
+        assert [int(row[0]) for row in rows] == [1, 3, 5, 7, 9, 11, 13, 15, 16]
+        first, last = rows[0], rows[-1]
+        assert float(last[1]) < float(first[1]) and float(last[2]) < float(first[2])
+
+    def test_the_twins_differ_by_less_than_a_head_may(self, training: tuple[str, str]) -> None:
+        rows = re.findall(r"^ *\d+ +(\d\S+) +(\d\S+) +[+-]\S+$", training[0], re.MULTILINE)
+        budget = 0.05
+        assert all(abs(float(mine) / float(exact) - 1) < budget for mine, exact in rows)
+
+    def test_low_rank_ran_and_the_planner_says_why(self, training: tuple[str, str]) -> None:
+        (share,) = numbers(r"^(\d+)% of the heads of all calls ran in low rank", training[0])
+        assert share > 0
+        assert re.search(r"^  low_rank/fp32 rank=\S+: taken for all heads", training[0], re.M)
+
+    def test_the_page_has_both_curves(self, training: tuple[str, str]) -> None:
+        assert '"adaptive rank"' in training[1] and '"exact"' in training[1]
+
+    def test_less_memory_than_with_written_out_scores(self, cache: Path) -> None:
+        printed = run("training_memory.py", "--steps", 8, "--length", 2048, cache=cache)
+        (saved,) = numbers(r"^against written out attention .* saves (\d+)%$", printed)
+        assert saved >= 25
+        assert "against exact attention adaptive rank saves" in printed
+
+
+def test_the_classifier_learns_what_it_is_for(cache: Path) -> None:
+    printed = run("classify_passages.py", "--steps", 24, "--batch", 16, cache=cache)
+    right = [float(item) for item in re.findall(r"right in (\S+)%$", printed, re.MULTILINE)]
+    assert right[0] < 60 < 90 < right[-1]
+    assert "flash_ratio: 1.0" in printed
+
+
+def test_generating_streams_and_explains(cache: Path, tiny_folder: Path) -> None:
+    arguments = ("--model", tiny_folder, "--tokens", 5, "--temperature", 1.0, "--seed", 3)
+    printed = run("generate.py", *arguments, "--policy", "quality", cache=cache)
+    assert "5 tokens; the last call of attention: policy quality (error budget 0)" in printed
+    assert numbers(r"^calls: (\d+)$", printed) == [5 * 2]
+    assert printed == run("generate.py", *arguments, "--policy", "quality", cache=cache)
+
+
+def test_generating_needs_to_be_told_which_model(cache: Path) -> None:
+    with pytest.raises(AssertionError, match="one of the arguments --model --fetch is required"):
+        run("generate.py", cache=cache)
+
+
+def test_converting_changes_rounding_alone(cache: Path) -> None:
+    sizes = ("--layers", 2, "--width", 64, "--batch", 2, "--length", 48)
+    printed = run("convert_encoder.py", *sizes, cache=cache)
+    assert "replaced 2 of 2 attention layers" in printed
+    (before,) = numbers(r"^before  largest error (\S+),", printed)
+    (after,) = numbers(r"^after   largest error (\S+),", printed)
+    (apart,) = numbers(r"before and after: (\S+)$", printed)
+    band = 8 * torch.finfo(torch.float32).eps
+    assert after <= 2 * before + band and apart <= before + after + band
+    assert "flash_ratio: 1.0" in printed
+
+
+def test_a_long_sequence_keeps_to_its_budget(cache: Path) -> None:
+    sizes = ("--length", 2048, "--window", 128, "--mib", 8)
+    printed = run("sliding_window.py", *sizes, cache=cache)
+    assert "reference/fp32: expected at most 8 MiB of workspace, got 128 MiB" in printed
+    (planned,) = numbers(r"query rows at once, (\d+) MiB of workspace$", printed)
+    (peak,) = numbers(r"^measured peak: (-?\d+) MiB beside the output$", printed)
+    assert planned <= 8 and peak < 128
+    (error,) = numbers(r"in float64: (\S+)$", printed)
+    assert error < 8 * torch.finfo(torch.float32).eps
