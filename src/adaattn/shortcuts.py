@@ -35,6 +35,7 @@ Key = tuple[object, ...]
 _AUTOCAST: Final = "autocast"
 _PLAIN: Final = frozenset((int, float, bool, type(None)))
 _KEPT_DIRECT: Final = 4096
+_KEPT_TAGS: Final = 256
 
 _DIRECT: Final[dict[tuple[object, ...], tuple[_Direct, object, object]]] = {}
 """Shortcuts of exact calls. The policy beside each keeps its identity from being reused."""
@@ -124,11 +125,13 @@ def remember(
     if len(_DIRECT) >= _KEPT_DIRECT:
         _DIRECT.clear()
     event = AttentionEvent(problem=problem, decision=decision, workspace_bytes=plan.workspace_bytes)
-    _DIRECT[fast_key] = (partial(_told, _shortcut(problem, group), event), policy, named)
+    direct = _shortcut(problem, group)
+    _DIRECT[fast_key] = (partial(_told, direct, {event.tag: event}, event), policy, named)
 
 
 def _told(
     direct: _Direct,
+    by_tag: dict[str, AttentionEvent],
     event: AttentionEvent,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -138,10 +141,17 @@ def _told(
     slopes: torch.Tensor | None,
     tag: str,
 ) -> torch.Tensor:
-    """Return the result of a shortcut; the sinks, if there are any, get its event."""
+    """Return the result of a shortcut; the sinks, if there are any, get its event.
+
+    Calls of one tag share one event, so that a sink can tell repetitions by identity.
+    """
     output = direct(query, key, value, mask, sinks, slopes)
     if has_sinks():
-        emit(event if event.tag == tag else replace(event, tag=tag))
+        if tag not in by_tag:
+            if len(by_tag) >= _KEPT_TAGS:
+                by_tag.clear()
+            by_tag[tag] = replace(event, tag=tag)
+        emit(by_tag[tag])
     return output
 
 

@@ -1,17 +1,19 @@
-"""The scripts in examples/ at small sizes, each in a process of its own, held to what they print."""
+"""The scripts in examples/ at small sizes, held to what they print."""
 
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import adaattn
-from adaattn.hardware import saved_rates
+from adaattn.hardware import clear_cache, saved_rates
 from adaattn.hardware.probe import describe
 from adaattn.spec import Precision, Rates
 
@@ -19,6 +21,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
 SCRIPTS = [file for file in FILES if not file.name.startswith("_")]
 MOST_LINES = 60
+
+Run = Callable[..., str]
 
 # A machine whose attention kernel is slow beside its matrix products: low rank pays at lengths
 # that a test has time for, and the decision does not hang on what else runs on this one.
@@ -41,27 +45,24 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(name: str, *arguments: object, cache: Path) -> str:
-    """Return what a script prints on one thread, with the package of this process."""
-    package = Path(adaattn.__file__).resolve().parents[1]
-    environment = {
-        **os.environ,
-        "ADAATTN_CACHE": str(cache),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(package),
-    }
-    done = subprocess.run(
-        [sys.executable, FOLDER / name, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert done.stderr == ""
-    return done.stdout
+@pytest.fixture
+def run(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Return what runs a script in this process, and what it printed."""
+    monkeypatch.setenv("ADAATTN_CACHE", str(cache))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    clear_cache()
+
+    def call(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return printed.out
+
+    yield call
+    clear_cache()
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -74,10 +75,28 @@ def numbers(pattern: str, text: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def training(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What the training prints, and the page that it writes."""
+    """What the training and its measurements of memory print, and the page that it writes.
+
+    It runs in a process of its own, on one thread, for it starts others.
+    """
     page = tmp_path_factory.mktemp("training") / "loss.html"
-    sizes = ("--steps", 16, "--length", 512)
-    return run("train_decoder.py", *sizes, "--plot", page, cache=cache), page.read_text()
+    environment = {
+        **os.environ,
+        "ADAATTN_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(adaattn.__file__).resolve().parents[1]),
+    }
+    sizes = ["--steps=16", "--length=1024", f"--plot={page}"]
+    done = subprocess.run(
+        [sys.executable, FOLDER / "train_decoder.py", *sizes],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), f"{done.stdout}\n{done.stderr}"
+    return done.stdout, page.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +144,12 @@ def test_an_example_is_short_and_says_what_it_is(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
-def test_an_example_has_help_and_a_line_in_the_readme_and_the_docs(file: Path, cache: Path) -> None:
-    printed = run(file.name, "--help", cache=cache)
+def test_an_example_has_help_and_a_line_in_the_readme_and_the_docs(
+    file: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(file.name, "--help")
+    printed = capsys.readouterr().out
     assert printed.startswith(f"usage: {file.name}") and "--seed" in printed
     for page in (FOLDER / "README.md", FOLDER.parent / "docs" / "examples.md"):
         assert f"`{file.name}`" in page.read_text(encoding="utf-8")
@@ -152,36 +175,38 @@ class TestTraining:
     def test_the_page_has_both_curves(self, training: tuple[str, str]) -> None:
         assert '"adaptive rank"' in training[1] and '"exact"' in training[1]
 
-    def test_less_memory_than_with_written_out_scores(self, cache: Path) -> None:
-        printed = run("training_memory.py", "--steps", 8, "--length", 2048, cache=cache)
-        (saved,) = numbers(r"^against written out attention .* saves (\d+)%$", printed)
+    def test_less_memory_than_with_written_out_scores(self, training: tuple[str, str]) -> None:
+        (saved,) = numbers(r"^against written out attention .* saves (\d+)%$", training[0])
         assert saved >= 25
-        assert "against exact attention adaptive rank saves" in printed
+        assert "against exact attention adaptive rank saves" in training[0]
 
 
-def test_the_classifier_learns_what_it_is_for(cache: Path) -> None:
-    printed = run("classify_passages.py", "--steps", 24, "--batch", 16, cache=cache)
+def test_the_classifier_learns_what_it_is_for(run: Run) -> None:
+    printed = run("classify_passages.py", "--steps", 24, "--batch", 16)
     right = [float(item) for item in re.findall(r"right in (\S+)%$", printed, re.MULTILINE)]
     assert right[0] < 60 < 90 < right[-1]
     assert "flash_ratio: 1.0" in printed
 
 
-def test_generating_streams_and_explains(cache: Path, tiny_folder: Path) -> None:
+def test_generating_streams_and_explains(run: Run, tiny_folder: Path) -> None:
     arguments = ("--model", tiny_folder, "--tokens", 5, "--temperature", 1.0, "--seed", 3)
-    printed = run("generate.py", *arguments, "--policy", "quality", cache=cache)
+    printed = run("generate.py", *arguments, "--policy", "quality")
     assert "5 tokens; the last call of attention: policy quality (error budget 0)" in printed
     assert numbers(r"^calls: (\d+)$", printed) == [5 * 2]
-    assert printed == run("generate.py", *arguments, "--policy", "quality", cache=cache)
+    assert printed == run("generate.py", *arguments, "--policy", "quality")
 
 
-def test_generating_needs_to_be_told_which_model(cache: Path) -> None:
-    with pytest.raises(AssertionError, match="one of the arguments --model --fetch is required"):
-        run("generate.py", cache=cache)
+def test_generating_needs_to_be_told_which_model(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run("generate.py")
+    assert "one of the arguments --model --fetch is required" in capsys.readouterr().err
 
 
-def test_converting_changes_rounding_alone(cache: Path) -> None:
+def test_converting_changes_rounding_alone(run: Run) -> None:
     sizes = ("--layers", 2, "--width", 64, "--batch", 2, "--length", 48)
-    printed = run("convert_encoder.py", *sizes, cache=cache)
+    printed = run("convert_encoder.py", *sizes)
     assert "replaced 2 of 2 attention layers" in printed
     (before,) = numbers(r"^before  largest error (\S+),", printed)
     (after,) = numbers(r"^after   largest error (\S+),", printed)
@@ -191,9 +216,9 @@ def test_converting_changes_rounding_alone(cache: Path) -> None:
     assert "flash_ratio: 1.0" in printed
 
 
-def test_a_long_sequence_keeps_to_its_budget(cache: Path) -> None:
+def test_a_long_sequence_keeps_to_its_budget(run: Run) -> None:
     sizes = ("--length", 2048, "--window", 128, "--mib", 8)
-    printed = run("sliding_window.py", *sizes, cache=cache)
+    printed = run("sliding_window.py", *sizes)
     assert "reference/fp32: expected at most 8 MiB of workspace, got 128 MiB" in printed
     (planned,) = numbers(r"query rows at once, (\d+) MiB of workspace$", printed)
     (peak,) = numbers(r"^measured peak: (-?\d+) MiB beside the output$", printed)

@@ -72,10 +72,21 @@ class AttentionStatistics(Mapping[str, Any]):
         self._largest: dict[str, float] = {}
         self._heads: defaultdict[tuple[str, int], _Sums] = defaultdict(_new_sums)
         self._last: dict[str, tuple[Way, ...]] = {}
+        self._event: AttentionEvent | None = None
+        self._repeats = 0
 
     def record(self, event: AttentionEvent) -> None:
-        """Count one call."""
+        """Count one call.
+
+        Exact calls that are all alike come with one and the same event: they are only counted,
+        and added up when the next other call comes or somebody looks.
+        """
+        if event is self._event:
+            self._repeats += 1
+            return
+        self._settle()
         digest = digest_of(event)
+        self._event = event if _is_plain(event, digest) else None
         _add(self._numbers, dict(digest.numbers))
         for kind, name, count in digest.kinds:
             self._kinds[kind][name] += count
@@ -94,6 +105,26 @@ class AttentionStatistics(Mapping[str, Any]):
         self._raise("peak_workspace_bytes", event.workspace_bytes)
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
         self._record_heads(event, digest)
+
+    def _settle(self) -> None:
+        """Add up the calls that were like the last one."""
+        event, times = self._event, self._repeats
+        if event is None or not times:
+            return
+        self._repeats = 0
+        digest = digest_of(event)
+        for name, value in digest.numbers:
+            self._numbers[name] += times * value
+        for kind, name, count in digest.kinds:
+            self._kinds[kind][name] += times * count
+        for head, way in enumerate(digest.ways):
+            self._heads[event.tag, head][f"calls {way[0].name.lower()}"] += times
+        self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: sums, without the last event."""
+        self._settle()
+        return self.__dict__ | {"_event": None}
 
     def record_recomputed(self) -> None:
         """Count a call that activation checkpointing ran again."""
@@ -115,6 +146,7 @@ class AttentionStatistics(Mapping[str, Any]):
             if not isinstance(part, AttentionStatistics):
                 got = type(part).__name__
                 raise ArgumentTypeError(expected_got("statistics", "AttentionStatistics", got))
+            part._settle()
             _add(whole._numbers, part._numbers)
             for kind, counts in part._kinds.items():
                 whole._kinds[kind].update(counts)
@@ -146,6 +178,7 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values under the names that the class lists."""
+        self._settle()
         numbers = self._numbers
         calls = int(numbers["calls"])
         found: dict[str, Any] = {
@@ -265,6 +298,12 @@ class AttentionStatistics(Mapping[str, Any]):
     def _mean(self, name: str) -> float | None:
         """Return the mean of what was added under a name, or None."""
         return _mean(self._numbers, name)
+
+
+def _is_plain(event: AttentionEvent, digest: Digest) -> bool:
+    """Return whether an event says nothing but its decision, and that is exact."""
+    said = event.fallbacks or event.head_errors or event.repaired_heads or digest.errors
+    return not said and event.stats is None and event.time_ms is None
 
 
 def _new_sums() -> _Sums:

@@ -586,3 +586,25 @@ def test_statistics_are_the_same_facts_as_events() -> None:
     for memory in (ours, theirs):
         memory.pop("peak_memory_bytes")
     assert ours == theirs
+
+
+def test_one_event_given_again_counts_like_as_many_events() -> None:
+    """Calls that are all alike share one event and are added up when somebody looks."""
+    x = torch.randn(1, 2, 16, 8)
+    seen: list[AttentionEvent] = []
+    with record_events(seen.append):
+        adaattn.scaled_dot_product_attention(x, x, x)
+    (event,) = seen
+    shared, apart = AttentionStatistics(), AttentionStatistics()
+    for _ in range(5):
+        shared.record(event)
+        apart.record(replace(event))
+    assert shared["calls"] == 5
+    shared.record(event)
+    apart.record(replace(event))
+    copied = pickle.loads(pickle.dumps(shared))
+    for found in (shared, copied, AttentionStatistics.merge([shared])):
+        told, expected = found.to_dict(), apart.to_dict()
+        for statistics in (told, expected):
+            del statistics["peak_memory_bytes"]
+        assert told == expected
