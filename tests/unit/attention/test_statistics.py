@@ -592,7 +592,7 @@ def test_one_event_given_again_counts_like_as_many_events() -> None:
     """Calls that are all alike share one event and are added up when somebody looks."""
     x = torch.randn(1, 2, 16, 8)
     seen: list[AttentionEvent] = []
-    with record_events(seen.append):
+    with adaattn.record_events(seen.append):
         adaattn.scaled_dot_product_attention(x, x, x)
     (event,) = seen
     shared, apart = AttentionStatistics(), AttentionStatistics()
