@@ -1,7 +1,8 @@
 """One module's calls: the policy that they follow, what they taught, the statistics they leave."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,12 +90,13 @@ class Runner:
             **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to
                 be computed.
         """
+        call = _Call(query, key, value, need_weights, training, semantics)
         if torch.compiler.is_compiling():
             if self.plan is not None:
-                return self._planned(query, key, value, need_weights, semantics)
+                return self._planned(call)
             outside: Any = torch.compiler.disable(self._run)
-            return outside(query, key, value, need_weights, training, semantics)  # type: ignore[no-any-return]
-        return self._run(query, key, value, need_weights, training, semantics)
+            return outside(call)  # type: ignore[no-any-return]
+        return self._run(call)
 
     def reset(self) -> None:
         """Forget the statistics and all that was learnt."""
@@ -116,75 +118,49 @@ class Runner:
             **semantics,
         )
 
-    def _run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        need_weights: bool,
-        training: bool,
-        semantics: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what `run` returns, in the format of the precision mode."""
 
-        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            if self.plan is not None:
-                with record_events(self._count):
-                    return self._planned(q, k, v, need_weights, semantics)
-            return self._adapted(q, k, v, need_weights, training, semantics)
+        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+            cast = call._replace(query=query, key=key, value=value)
+            if self.plan is None:
+                return self._adapted(cast)
+            with record_events(self._count):
+                return self._planned(cast)
 
-        found, note = in_mode(self.precision_mode, query, key, value, run)
+        found, note = in_mode(self.precision_mode, call.query, call.key, call.value, run)
         if note:
             self.statistics.note_precision(note)
         output, weights = found
         return output, weights
 
-    def _planned(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        need_weights: bool,
-        semantics: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _planned(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the module's plan computes."""
-        settings: dict[str, Any] = {"plan": self.plan, "tag": self._tag}
-        return _called(query, key, value, need_weights, semantics | settings)
+        return _called(call, {"plan": self.plan, "tag": self._tag})
 
-    def _adapted(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        need_weights: bool,
-        training: bool,
-        semantics: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _adapted(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what planning decides from the call and from what earlier calls taught."""
         policy = resolve_policy(self.policy)
         lossy = policy.error_budget > 0.0 or bool(policy.head_budgets)
-        later = training or query.requires_grad or key.requires_grad or value.requires_grad
-        if lossy and later and not torch.is_grad_enabled():
+        if lossy and call.may_need_gradients_later:
             kept = tuple(item for item in policy.precisions if item is not Precision.FP16)
             policy = replace(policy, precisions=kept)
-        backend = self._backend_of(query)
+        backend = self._backend_of(call.query)
         settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
-        if not lossy or is_transformed(query, key, value):
+        if not lossy or is_transformed(call.query, call.key, call.value):
             with record_events(self._count):
-                return _called(query, key, value, need_weights, semantics | settings)
+                return _called(call, settings)
         if is_recomputing():
             self.statistics.record_recomputed()
-            repeat = self._memory.recalled(_fingerprint(query, key, value, semantics))
-            settings["history"] = History(repeat=repeat)
-            return _called(query, key, value, need_weights, semantics | settings)
-        settings["history"] = self._memory.history()
+            repeat = self._memory.recalled(_fingerprint(call))
+            return _called(call, settings | {"history": History(repeat=repeat)})
         events: list[AttentionEvent] = []
         with record_events(events.append):
-            found = _called(query, key, value, need_weights, semantics | settings)
+            found = _called(call, settings | {"history": self._memory.history()})
         for event in events:
             self.statistics.record(event)
             if self._memory.learns_from(event):
-                self._memory.learn(event, _fingerprint(query, key, value, semantics))
+                self._memory.learn(event, _fingerprint(call))
         return found
 
     def _count(self, event: AttentionEvent) -> None:
@@ -205,31 +181,46 @@ class Runner:
         return f"layer{self.layer}" if self.layer >= 0 else ""
 
 
-def _called(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    need_weights: bool,
-    arguments: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+class _Call(NamedTuple):
+    """What one call is given."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    need_weights: bool
+    training: bool
+    semantics: dict[str, Any]
+
+    @property
+    def may_need_gradients_later(self) -> bool:
+        """Whether gradients are not followed now and may be wanted of a recomputation."""
+        tensors = (self.query, self.key, self.value)
+        wanted = self.training or any(item.requires_grad for item in tensors)
+        return wanted and not torch.is_grad_enabled()
+
+
+def _called(call: _Call, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (output, weights or None) of the public call."""
-    if not need_weights:
-        return scaled_dot_product_attention(query, key, value, **arguments), None
-    aux = AuxRequest(weights=True)
-    output, found = scaled_dot_product_attention(query, key, value, **arguments, return_aux=aux)
+    attend = partial(
+        scaled_dot_product_attention,
+        call.query,
+        call.key,
+        call.value,
+        **call.semantics,
+        **settings,
+    )
+    if not call.need_weights:
+        return attend(), None
+    output, found = attend(return_aux=AuxRequest(weights=True))
     return output, found.weights
 
 
-def _fingerprint(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    semantics: dict[str, Any],
-) -> tuple[object, ...]:
+def _fingerprint(call: _Call) -> tuple[object, ...]:
     """Return what a recomputed call knows its forward pass by: settings, shapes, a few numbers."""
     said: list[object] = []
     picked = []
-    for name, item in (("q", query), ("k", key), ("v", value), *sorted(semantics.items())):
+    tensors = (("q", call.query), ("k", call.key), ("v", call.value))
+    for name, item in (*tensors, *sorted(call.semantics.items())):
         if not isinstance(item, torch.Tensor):
             said.append((name, item))
             continue
