@@ -37,6 +37,7 @@ class Outcome:
         head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
         fallbacks: each step down, as a sentence.
         repaired_heads: query heads that were over their budget and computed again exactly.
+        is_settled: calls with the same static facts are decided alike, whatever they hold.
     """
 
     result: Result
@@ -44,6 +45,7 @@ class Outcome:
     head_errors: torch.Tensor | None = None
     fallbacks: tuple[str, ...] = ()
     repaired_heads: tuple[int, ...] = ()
+    is_settled: bool = False
 
 
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:

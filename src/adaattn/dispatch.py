@@ -3,8 +3,6 @@
 import logging
 import time
 from dataclasses import replace
-from functools import lru_cache
-from typing import Final
 
 import torch
 
@@ -13,36 +11,27 @@ from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
 from adaattn.auditing import FALLBACKS, Outcome, audited, is_lossy
 from adaattn.backends import (
     capabilities,
-    capabilities_asked_for,
     capability_named,
     execute,
 )
+from adaattn.deciding import decide_call
 from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
-from adaattn.measure import check_finite, measure
-from adaattn.planning import FP16_SAFE, decide, head_budgets, reasons, worth_measuring
-from adaattn.planning.plan import DROPOUT_HIDES
+from adaattn.planning import decide, reasons
 from adaattn.spec import (
-    AttentionProblem,
-    Capability,
     Decision,
-    HardwareFacts,
     History,
     Method,
     Plan,
     Policy,
     TensorStats,
-    Way,
 )
 from adaattn.validation import Call, without_autocast
 
 __all__ = [
-    "DECODE_ROWS",
     "FALLBACKS",
     "Outcome",
     "check_plan",
-    "decide_call",
     "is_lossy",
-    "is_transformed",
     "run_call",
     "run_given",
     "run_plan",
@@ -50,10 +39,6 @@ __all__ = [
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
-DECODE_ROWS: Final = 8
-"""Up to this many query rows inputs are not scanned for NaN: reading k and v is the whole cost."""
-
-_TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
 
 def run_call(
@@ -71,25 +56,17 @@ def run_call(
     Raises:
         UnsupportedError: an explicit backend cannot serve it.
         PlanError: nothing can.
-        NonFiniteError: q, k or v is not finite under an error budget.
+        NonFiniteError: q, k or v is not finite, and an approximation was to be measured.
     """
     timed = has_sinks() and wants_timing()
     start = _now(call) if timed else 0.0
     layer = _layer_of(tag)
     with without_autocast(call.problem.device_type):
-        decision, stats = _decide(call, policy, backend, layer, history)
-        outcome = _run_decision(call, decision, policy, backend, layer)
+        decided = decide_call(call, policy, backend, layer, history)
+        outcome = _run_decision(call, decided.decision, policy, backend, layer)
     if has_sinks():
-        _emit(call, outcome, stats, tag, _now(call) - start if timed else None)
-    return outcome
-
-
-def decide_call(
-    call: Call, policy: Policy, backend: str, layer: int, history: History | None = None
-) -> Decision:
-    """Return the decision for a call without running it; measures if the policy allows a loss."""
-    with without_autocast(call.problem.device_type):
-        return _decide(call, policy, backend, layer, history)[0]
+        _emit(call, outcome, decided.stats, tag, _now(call) - start if timed else None)
+    return replace(outcome, is_settled=decided.is_settled)
 
 
 def run_given(call: Call, plan: Plan, tag: str) -> Outcome:
@@ -147,149 +124,6 @@ def check_plan(call: Call, plan: Plan) -> None:
             )
         if found:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
-
-
-def _decide_cached(
-    problem: AttentionProblem,
-    facts: HardwareFacts,
-    policy: Policy,
-    allowed: tuple[Capability, ...],
-    layer: int,
-) -> Decision:
-    """Return the decision that needs no statistics.
-
-    A decoding step is decided for the next power of two of keys: a growing cache would
-    otherwise be decided anew at each token.
-    """
-    if problem.len_q <= DECODE_ROWS < problem.len_k and not problem.num_sequences:
-        keys = 1 << (problem.len_k - 1).bit_length()
-        mask_shape = tuple(
-            keys if place == 3 and size > 1 else size
-            for place, size in enumerate(problem.mask_shape)
-        )
-        problem = replace(problem, len_k=keys, mask_shape=mask_shape)
-    return _decide_whole(problem, facts, policy, allowed, layer)
-
-
-@lru_cache(maxsize=1024)
-def _decide_whole(
-    problem: AttentionProblem,
-    facts: HardwareFacts,
-    policy: Policy,
-    allowed: tuple[Capability, ...],
-    layer: int,
-) -> Decision:
-    """Return the decision for exactly this problem."""
-    return decide(problem, None, facts, policy, allowed, layer=layer)
-
-
-@lru_cache(maxsize=256)
-def _decide_measured(
-    problem: AttentionProblem,
-    stats: TensorStats,
-    facts: HardwareFacts,
-    policy: Policy,
-    allowed: tuple[Capability, ...],
-    layer: int,
-    ways: tuple[Way, ...],
-) -> Decision:
-    """Return the decision from numbers that an earlier call measured."""
-    return decide(problem, stats, facts, policy, allowed, layer=layer, ways=ways)
-
-
-def _decide(
-    call: Call, policy: Policy, backend: str, layer: int, history: History | None
-) -> tuple[Decision, TensorStats | None]:
-    """Return the decision, and the statistics if some were measured on this call."""
-    if history is not None and history.repeat is not None:
-        return history.repeat, None
-    problem = call.problem
-    facts = hardware.probe(call.tensors.query.device)
-    allowed = capabilities_asked_for(backend)
-    if backend != "auto":
-        _check_backend(problem, facts, policy, backend, allowed)
-    lossy = policy.error_budget > 0 or bool(policy.head_budgets)
-    forced = all(item.method is not Method.EXACT for item in allowed)
-    if not lossy:
-        return _decide_cached(problem, facts, policy, allowed, layer), None
-    if is_transformed(call.tensors.query, call.tensors.key, call.tensors.value):
-        decision = _decide_cached(problem, facts, policy, allowed, layer)
-        return replace(decision, notes=(*decision.notes, _TRANSFORMED)), None
-    scanned = problem.len_q > DECODE_ROWS or forced
-    magnitude = check_finite(call.tensors) if scanned else 0.0
-    safe = magnitude <= FP16_SAFE
-    wanted = worth_measuring(
-        problem,
-        facts,
-        policy,
-        allowed,
-        forced=forced,
-        fp16_safe=safe,
-        calls_per_measurement=history.calls_per_measurement if history else 1,
-    )
-    try:
-        if not wanted:
-            return _decide_cached(problem, facts, policy, allowed, layer), None
-        earlier = history.of(problem) if history else None
-        ways = earlier.ways if earlier else ()
-        if earlier is not None and earlier.stats is not None and not forced:
-            known = replace(earlier.stats, max_magnitude=0.0 if safe else magnitude)
-            return _decide_measured(problem, known, facts, policy, allowed, layer, ways), None
-        stats, _ = measure(
-            call.tensors,
-            problem,
-            wanted,
-            max(policy.audit_rows // 2, 1),
-            max_magnitude=magnitude,
-            policy=policy,
-            budgets=() if forced else head_budgets(policy, problem.num_heads, layer),
-        )
-        decision = decide(
-            problem, stats, facts, policy, allowed, layer=layer, forced=forced, ways=ways
-        )
-    except PlanError as error:
-        if backend == "auto":
-            raise
-        raise UnsupportedError(f"backend {backend!r}", error.trace) from error
-    return decision, stats
-
-
-def is_transformed(*tensors: torch.Tensor) -> bool:
-    """Return whether a transform of ``torch.func`` hides the numbers that measuring reads."""
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(hidden(item) for item in tensors)
-
-
-def _check_backend(
-    problem: AttentionProblem,
-    facts: HardwareFacts,
-    policy: Policy,
-    backend: str,
-    allowed: tuple[Capability, ...],
-) -> None:
-    """Refuse an explicit backend that cannot serve, with every reason."""
-    found: list[str] = []
-    lossy = policy.error_budget > 0 or bool(policy.head_budgets)
-    lower = [p for p in policy.precisions if lossy and p.bits < problem.precision.bits]
-    for item in allowed:
-        against = list(reasons(item, problem, facts))
-        if any(not reasons(item, replace(problem, precision=p), facts) for p in lower):
-            against = []
-        if item.method is not Method.EXACT and not lossy:
-            against.append(
-                f"it approximates, and policy {policy.name!r} has an error budget of 0; "
-                "pass policy='balanced' or a Policy(error_budget=...)"
-            )
-        if item.method is not Method.EXACT and problem.dropout_p > 0:
-            against.append(DROPOUT_HIDES)
-        if item.method not in policy.methods:
-            against.append(f"policy {policy.name!r} does not use this method")
-        if not against:
-            return
-        found += [f"{item.name}: {reason}" for reason in against]
-    raise UnsupportedError(
-        f"backend {backend!r}", found, "Pass backend='auto' to let another one serve."
-    )
 
 
 def _run_decision(

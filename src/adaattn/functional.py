@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from adaattn._events import wants_timing
+from adaattn.deciding import decide_call
 from adaattn.dispatch import (
     Outcome,
-    decide_call,
     is_lossy,
     run_call,
     run_given,
@@ -100,7 +100,7 @@ def scaled_dot_product_attention(
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError, ArgumentTypeError: bad input.
         PolicyError: an unknown policy or a broken policy file.
-        NonFiniteError: NaN or infinity in q, k or v under an error budget.
+        NonFiniteError: NaN or infinity in q, k or v, where an error budget was to be used.
         UnsupportedError: an explicit backend or plan cannot serve; every reason is listed.
         PlanError: nothing fits the memory budget.
 
@@ -115,6 +115,7 @@ def scaled_dot_product_attention(
     """
     fast_key: Key | None = None
     plain = plan is None and return_aux is None and cu_seqlens_q is None and type(dilation) is int
+    plain = plain and (history is None or history.repeat is None)
     if plain and are_plain(scale, softcap, dropout_p) and not is_compiling():
         try:
             fast_key = shortcut_key(
@@ -124,7 +125,7 @@ def scaled_dot_product_attention(
                 (attn_mask, sinks, alibi_slopes),
                 (dropout_p, is_causal, scale, enable_gqa, align, dilation, softcap),
                 window,
-                (policy, backend),
+                (policy, backend, history.calls_per_measurement if history else 1),
             )
             known = find(fast_key)
         except (AttributeError, IndexError, TypeError, RuntimeError):
@@ -218,7 +219,7 @@ def plan_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
     call = build_call(query, key, value, arguments)
-    return decide_call(call, resolve_policy(policy), backend, layer, history)
+    return decide_call(call, resolve_policy(policy), backend, layer, history).decision
 
 
 def _planned(
@@ -235,7 +236,8 @@ def _planned(
     outcome = run_call(call, resolved, backend, tag, history)
     output = call.restore(outcome.result.output)
     if return_aux is None or return_aux is False:
-        if fast_key is not None and outcome.decision is not None and not outcome.fallbacks:
+        if fast_key is not None and outcome.is_settled and not outcome.fallbacks:
+            assert outcome.decision is not None
             remember(fast_key, call, outcome.decision, resolved, policy)
         return output
     return output, _aux_output(call, outcome)

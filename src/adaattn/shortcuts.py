@@ -17,7 +17,7 @@ from adaattn._events import AttentionEvent, emit, has_sinks
 from adaattn.backends import Tensors, load
 from adaattn.backends.interface import Executor
 from adaattn.backends.sdpa import goes_through_sdpa
-from adaattn.dispatch import DECODE_ROWS
+from adaattn.deciding import DECODE_ROWS
 from adaattn.policies import PRESETS, current_policy
 from adaattn.spec import AttentionProblem, Decision, HeadGroup, Policy
 from adaattn.validation import Call
@@ -68,10 +68,10 @@ def shortcut_key(
     companions: tuple[torch.Tensor | None, ...],
     settings: tuple[object, ...],
     window: Sequence[int],
-    choice: tuple[Policy | str | None, str],
+    choice: tuple[Policy | str | None, str, int],
 ) -> Key:
     """Return everything that the decision of an exact call depends on."""
-    policy, backend = choice
+    policy, backend, calls_per_measurement = choice
     ambient = current_policy() if policy is None else policy
     return (
         query.shape,
@@ -93,6 +93,7 @@ def shortcut_key(
         operator.index(window[1]),
         len(window),
         backend,
+        calls_per_measurement,
         ambient if type(ambient) is str else id(ambient),
         _AUTOCAST if torch.is_autocast_enabled(query.device.type) else None,
         torch.are_deterministic_algorithms_enabled(),
@@ -113,9 +114,8 @@ def remember(
 ) -> None:
     """Keep a shortcut for calls whose decision cannot depend on the tensors' values."""
     problem, plan = call.problem, decision.plan
-    small = problem.len_q <= DECODE_ROWS
-    if (policy.error_budget > 0 or policy.head_budgets) and not small:
-        return
+    if policy.head_budgets and problem.len_q > DECODE_ROWS:
+        return  # a layer's number, which the key does not hold, could matter
     if named is not None and named is not policy and named not in PRESETS:
         return  # a file, which may change
     group = plan.groups[0]

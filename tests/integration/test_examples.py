@@ -216,7 +216,7 @@ def test_converting_changes_rounding_alone(run: Run) -> None:
     assert "flash_ratio: 1.0" in printed
 
 
-def test_a_long_sequence_keeps_to_its_budget(run: Run) -> None:
+def test_a_long_sequence_is_planned_within_its_budget_and_right(run: Run) -> None:
     sizes = ("--length", 2048, "--window", 128, "--mib", 8)
     printed = run("sliding_window.py", *sizes)
     assert "reference/fp32: expected at most 8 MiB of workspace, got 128 MiB" in printed

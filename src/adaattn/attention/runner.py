@@ -1,7 +1,7 @@
 """One module's calls: the policy that they follow, what they taught, the statistics they leave."""
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from adaattn._events import AttentionEvent, record_events
 from adaattn.attention.memory import CallMemory, is_recomputing
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
-from adaattn.dispatch import is_transformed
+from adaattn.deciding import is_transformed
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.outputs import AuxRequest
 from adaattn.policies import resolve_policy
@@ -143,8 +143,7 @@ class Runner:
         policy = resolve_policy(self.policy)
         lossy = policy.error_budget > 0.0 or bool(policy.head_budgets)
         if lossy and call.may_need_gradients_later:
-            kept = tuple(item for item in policy.precisions if item is not Precision.FP16)
-            policy = replace(policy, precisions=kept)
+            policy = _without_fp16(policy)
         backend = self._backend_of(call.query)
         settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
         if not lossy or is_transformed(call.query, call.key, call.value):
@@ -179,6 +178,13 @@ class Runner:
     def _tag(self) -> str:
         """The name of the module's calls in events."""
         return f"layer{self.layer}" if self.layer >= 0 else ""
+
+
+@lru_cache(maxsize=64)
+def _without_fp16(policy: Policy) -> Policy:
+    """Return the policy without a format that training may not use; the same object each time."""
+    kept = tuple(item for item in policy.precisions if item is not Precision.FP16)
+    return replace(policy, precisions=kept)
 
 
 class _Call(NamedTuple):
