@@ -19,7 +19,7 @@ demo: $(READY)/package
 	$(VENV)/bin/adaattn evaluate --model demo --text opticks --html $(DEMO_HTML)
 
 test: $(READY)/test $(READY)/package
-	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 --cov=adaattn $(ARGS)
+	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 $(if $(ARGS),,--cov=adaattn) $(ARGS)
 
 lint: workflows $(READY)/lint
 	$(RUN) ruff check .

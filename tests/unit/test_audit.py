@@ -130,7 +130,7 @@ def test_audited_rows_are_others_than_those_that_planning_measured(
         output[:, :, measured[0]] = result.output[:, :, measured[0]]
         return replace(result, output=output)
 
-    monkeypatch.setattr("adaattn.dispatch.measure", noting)
+    monkeypatch.setattr("adaattn.deciding.measure", noting)
     monkeypatch.setitem(registry._EXECUTORS, "low_rank", right_where_measured)
     output = attend(*tensors, policy=LOSSY)
     assert measured

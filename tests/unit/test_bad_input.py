@@ -32,6 +32,7 @@ from adaattn.errors import (
     ShapeError,
     UnsupportedError,
 )
+from adaattn.testing import fake_facts
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -291,21 +292,27 @@ def test_nested_tensors_are_refused_with_the_way_out(layout: torch.layout) -> No
 
 
 class TestNonFiniteInput:
-    """An error budget needs finite numbers; the exact path passes them on as PyTorch does."""
+    """Measuring needs finite numbers; the exact path passes them on as PyTorch does."""
 
     @pytest.mark.parametrize("position", [0, 1, 2])
     @pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
-    def test_it_is_refused_under_an_error_budget(self, bad: float, position: int) -> None:
-        tensors = [rand(1, 2, 32, 8) for _ in range(3)]
+    def test_it_is_refused_where_an_approximation_would_be_measured(
+        self, monkeypatch: pytest.MonkeyPatch, bad: float, position: int
+    ) -> None:
+        facts = fake_facts("cpu_amx")
+        monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+        tensors = [rand(1, 2, 2048, 64) for _ in range(3)]
         tensors[position][0, 1, 7, 3] = bad
         name = ("query", "key", "value")[position]
         with pytest.raises(NonFiniteError, match=f"{name}: expected finite numbers .*quality"):
             attend(*tensors, policy="balanced")
 
-    def test_it_passes_under_quality(self) -> None:
+    @pytest.mark.parametrize("policy", ["quality", "speed"])
+    def test_it_passes_where_nothing_is_measured(self, policy: str) -> None:
+        """So few tokens are exact under any policy, and are not scanned."""
         tensors = [rand(1, 2, 32, 8) for _ in range(3)]
         tensors[2][0, 1, 7, 3] = NAN
-        output = attend(*tensors)
+        output = attend(*tensors, policy=policy)
         assert output[0, 1, :, 3].isnan().all()
         assert output[0, 0].isfinite().all()
 

@@ -11,7 +11,7 @@ import torch
 from adaattn import (
     AttentionEvent,
     Policy,
-    dispatch,
+    deciding,
     functional,
     hardware,
     record_events,
@@ -237,15 +237,15 @@ def test_a_wrong_window_is_refused_after_a_right_one_like_it(window: Any) -> Non
 def test_a_growing_cache_is_decided_once_for_each_power_of_two(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dispatch._decide_whole.cache_clear()
+    deciding._decide_whole.cache_clear()
     decided: list[int] = []
-    decide = dispatch.decide
+    decide = deciding.decide
 
     def counting(problem: Any, *args: Any, **settings: Any) -> Any:
         decided.append(problem.len_k)
         return decide(problem, *args, **settings)
 
-    monkeypatch.setattr(dispatch, "decide", counting)
+    monkeypatch.setattr(deciding, "decide", counting)
     query, key, value = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 2, 140, 16)
     settings = {"is_causal": True, "align": "bottom_right", "enable_gqa": True}
     outputs = []

@@ -12,7 +12,7 @@ from adaattn import (
     AttentionProblem,
     HeadGroup,
     Policy,
-    dispatch,
+    deciding,
     plan_attention,
     record_events,
 )
@@ -83,7 +83,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[TensorStats]:
         found.append(stats)
         return stats, sample
 
-    monkeypatch.setattr(dispatch, "measure", noting)
+    monkeypatch.setattr(deciding, "measure", noting)
     return found
 
 

@@ -166,7 +166,7 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
         score_tails=by_key(old.score_tails, new.score_tails, mean),
         value_tails=by_key(old.value_tails, new.value_tails, mean),
         precision_errors=by_key(old.precision_errors, new.precision_errors, error),
-        low_rank_errors=by_key(old.low_rank_errors, new.low_rank_errors, error),
+        low_rank_errors=_falling(by_key(old.low_rank_errors, new.low_rank_errors, error)),
         block_sparse=tuple(
             (
                 mass,
@@ -176,6 +176,15 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
             for mass, densities, errors in new.block_sparse
         ),
     )
+
+
+def _falling(errors: tuple[tuple[Any, tuple[float, ...]], ...]) -> tuple[Any, ...]:
+    """Return errors by rank, none above that of a lower rank: an old one may be out of date."""
+    found: list[tuple[Any, tuple[float, ...]]] = []
+    for ranks, values in sorted(errors):
+        lower = found[-1][1] if found else values
+        found.append((ranks, tuple(map(min, values, lower))))
+    return tuple(found)
 
 
 def _barred(stats: TensorStats, heads: tuple[int, ...]) -> TensorStats:

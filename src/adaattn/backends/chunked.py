@@ -40,6 +40,7 @@ CAPABILITIES = (
 )
 
 _Piece = tuple[torch.Tensor, ...]
+_Chunk = Callable[[Tensors, AttentionProblem, int, int], _Piece]
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -64,31 +65,52 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     rows = chunk_rows or max(problem.len_q, 1)
     starts = range(0, problem.len_q, rows)
     chunk = _sdpa_chunk if _is_plain(problem) else _explicit_chunk
-    recompute = len(starts) > 1 and torch.is_grad_enabled() and problem.requires_grad
-    pieces = [
-        _call(chunk, recompute, tensors, problem, start, min(start + rows, problem.len_q))
-        for start in starts
-    ]
-    if not pieces:
-        pieces = [_explicit_chunk(tensors, problem, 0, 0)]
-    columns = [torch.cat(column, dim=2) for column in zip(*pieces, strict=True)]
+    spans = [(start, min(start + rows, problem.len_q)) for start in starts]
+    if not spans:
+        return _result(list(_explicit_chunk(tensors, problem, 0, 0)), problem.aux)
+    if torch.is_grad_enabled() and problem.requires_grad:
+        one = _recomputed if len(spans) > 1 else _plainly
+        pieces = [one(chunk, tensors, problem, span) for span in spans]
+        columns = [torch.cat(column, dim=2) for column in zip(*pieces, strict=True)]
+    else:
+        columns = _written(chunk, tensors, problem, spans)
     return _result(columns, problem.aux)
 
 
-def _call(
-    chunk: Callable[[Tensors, AttentionProblem, int, int], _Piece],
-    recompute: bool,
-    tensors: Tensors,
-    problem: AttentionProblem,
-    start: int,
-    stop: int,
+def _written(
+    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, spans: list[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return each output of all chunks, written into one tensor as they come.
+
+    Kept apart until the end they lie between the chunks' temporaries, whose memory an
+    allocator then cannot give back: 188 MiB resident instead of 8 on a CPU.
+    """
+    columns: list[torch.Tensor] = []
+    for start, stop in spans:
+        piece = chunk(tensors, problem, start, stop)
+        if not columns:
+            columns = [
+                item.new_empty((*item.shape[:2], problem.len_q, *item.shape[3:])) for item in piece
+            ]
+        for column, item in zip(columns, piece, strict=True):
+            column[:, :, start:stop] = item
+    return columns
+
+
+def _plainly(
+    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, span: tuple[int, int]
 ) -> _Piece:
-    """Return one chunk, recomputed in the backward pass if asked."""
-    if not recompute:
-        return chunk(tensors, problem, start, stop)
+    """Return one chunk, what backward needs of it kept."""
+    return chunk(tensors, problem, *span)
+
+
+def _recomputed(
+    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, span: tuple[int, int]
+) -> _Piece:
+    """Return one chunk that the backward pass computes again."""
 
     def run(query: torch.Tensor) -> _Piece:
-        return chunk(replace(tensors, query=query), problem, start, stop)
+        return chunk(replace(tensors, query=query), problem, *span)
 
     # The query is an argument so that the recomputation finds its device's random state.
     piece: _Piece = checkpoint(run, tensors.query, use_reentrant=False)

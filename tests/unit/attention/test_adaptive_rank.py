@@ -199,7 +199,7 @@ class TestRefusals:
     def test_input_that_is_not_finite_is_an_error_and_counts_nothing(
         self, planted: AdaptiveRankAttention
     ) -> None:
-        x = torch.randn(1, 512, EMBED)
+        x = torch.randn(1, LENGTH, EMBED)
         x[0, 3, 3] = torch.nan
         with pytest.raises(NonFiniteError, match="finite numbers under an error budget"):
             planted(x)
