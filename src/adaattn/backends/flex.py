@@ -6,10 +6,11 @@ a sink is applied to the result through the log-sum-exp, which FlexAttention dif
 """
 
 import importlib.util
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,8 @@ from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, 
 
 __all__ = ["CAPABILITIES", "run"]
 
-_KEPT_MASKS = 64
+_KEPT_MASKS: Final = 64
+_KEPT_KERNELS: Final = 256
 
 
 def _unavailable() -> str:
@@ -80,7 +82,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     mask_mod = _mask_mod(tensors, problem)
     block_mask = _block_mask(tensors, problem, mask_mod) if mask_mod is not None else None
     needs_lse = problem.has_sinks or Aux.LSE in problem.aux
-    found = _compiled()(
+    found = _compiled(problem)(
         tensors.query,
         tensors.key,
         tensors.value,
@@ -101,12 +103,22 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     return Result(output=output, lse=lse if Aux.LSE in problem.aux else None)
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
-    """Return the compiled kernel entry."""
+@lru_cache(maxsize=_KEPT_KERNELS)
+def _compiled(problem: AttentionProblem) -> Callable[..., Any]:
+    """Return a compiled entry for the calls of one problem.
+
+    Each has a code object of its own. Dynamo stops compiling one after 8 shapes, and would go on
+    with FlexAttention's eager form, which writes out all scores and only warns.
+    """
+    own = types.FunctionType(_entry.__code__.replace(co_name=f"{_entry.__name__}_"), globals())
+    return torch.compile(own, dynamic=False, fullgraph=True)
+
+
+def _entry(*args: Any, **kwargs: Any) -> Any:
+    """Return what FlexAttention returns."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return flex_attention(*args, **kwargs)
 
 
 def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:

@@ -131,6 +131,19 @@ def test_a_block_mask_of_many_tokens_takes_little_memory() -> None:
     assert mask.kv_num_blocks.sum() == 512
 
 
+@pytest.mark.filterwarnings("error:flex_attention called without torch.compile")
+def test_flex_attention_stays_compiled_for_many_shapes() -> None:
+    """After eight shapes it once fell back to eager, which writes out all scores."""
+    for length in range(1024, 1024 + 12 * 128, 128):
+        x = torch.randn(1, 2, length, 64, device="cuda", dtype=torch.bfloat16)
+        settings: dict[str, Any] = {"is_causal": True, "softcap": 20.0}
+        output = adaattn.scaled_dot_product_attention(x, x, x, backend="flex", **settings)
+        wide = [x.double()] * 3
+        exact = adaattn.scaled_dot_product_attention(*wide, backend="reference", **settings)
+        eager = adaattn.scaled_dot_product_attention(x, x, x, backend="reference", **settings)
+        assert_matches(output, exact, eager, summands=length + 64)
+
+
 def test_softcap_over_many_tokens_fits_where_scores_would_not() -> None:
     x = torch.randn(1, 2, 32768, 64, device="cuda", dtype=torch.bfloat16)
     with hardware.peak_memory(x.device) as peak:
