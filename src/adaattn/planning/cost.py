@@ -50,9 +50,7 @@ _DECODE_SHARES: Final = ((0.12, 0.6), (0.5, 0.05))
 _CHECK_LAUNCHES: Final = (15, 100)
 """Eager operations' worth of host time in computing sampled rows: on a CPU, on CUDA.
 
-On CUDA the host waits for the device twice; benchmarks/results/gpu_benchmark_cuda.json,
-implementation suite: modules under an error budget take 0.6 to 0.7 ms longer than exact ones,
-at 5 to 6 microseconds an operation.
+On CUDA the host waits for the device twice; docs/kernel-notes.md has the measurement.
 """
 
 _MEASURED_GROUP: Final = 8
