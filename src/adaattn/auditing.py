@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Final
 
 import torch
 
@@ -20,9 +19,6 @@ __all__ = ["FALLBACKS", "Outcome", "audited", "is_lossy"]
 
 _LOGGER = logging.getLogger("adaattn")
 
-_AUDIT_SEED: Final = 1
-"""Audited rows are others than those that planning measured, whose seed is 0."""
-
 FALLBACKS: Counter[str] = Counter()
 """Steps down taken by ``backend="auto"`` in this process, by the executor that failed."""
 
@@ -35,6 +31,7 @@ class Outcome:
         result: the executor's outputs.
         decision: plan and reasons; None when the plan was given.
         head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
+        worst_errors: the largest of each head over the batch, on the host; () likewise.
         fallbacks: each step down, as a sentence.
         repaired_heads: query heads that were over their budget and computed again exactly.
         is_settled: calls with the same static facts are decided alike, whatever they hold.
@@ -43,6 +40,7 @@ class Outcome:
     result: Result
     decision: Decision | None
     head_errors: torch.Tensor | None = None
+    worst_errors: tuple[float, ...] = ()
     fallbacks: tuple[str, ...] = ()
     repaired_heads: tuple[int, ...] = ()
     is_settled: bool = False
@@ -53,22 +51,35 @@ def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
     return not plan.is_exact or any(g.precision is not problem.precision for g in plan.groups)
 
 
-def audited(call: Call, outcome: Outcome, policy: Policy, backend: str, layer: int) -> Outcome:
-    """Return the outcome with its errors on rows that planning did not see.
+def audited(
+    call: Call, outcome: Outcome, policy: Policy, backend: str, layer: int, seed: int
+) -> Outcome:
+    """Return the outcome with its errors on rows drawn anew.
 
     Heads over their budget are computed exactly; where the executor was named, that is an
     error instead.
+
+    Args:
+        call: what was asked.
+        outcome: what was found.
+        policy: its budgets.
+        backend: ``"auto"``, or what was asked for by name.
+        layer: which layer's budgets.
+        seed: of the rows; above 0, since planning measures those of 0.
+
+    Raises:
+        UnsupportedError: an approximation asked for by name is over its budget.
     """
     decision, result = outcome.decision, outcome.result
     assert decision is not None
     budgets = head_budgets(policy, call.problem.num_heads, layer)
     half = max(policy.audit_rows - policy.audit_rows // 2, 1)
-    sample = sample_rows(call.tensors, call.problem, half, seed=_AUDIT_SEED)
+    sample = sample_rows(call.tensors, call.problem, half, seed=seed)
     errors = audit(result.output, sample)
     worst = errors.amax(0).tolist()
     over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
     if not over:
-        return replace(outcome, head_errors=errors)
+        return replace(outcome, head_errors=errors, worst_errors=tuple(worst))
     shown = ", ".join(str(head) for head in over)
     found = (
         f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
@@ -85,6 +96,7 @@ def audited(call: Call, outcome: Outcome, policy: Policy, backend: str, layer: i
         result=_repaired(call, result, over, policy),
         decision=replace(decision, notes=(*decision.notes, sentence)),
         head_errors=errors.index_fill(1, torch.tensor(over, device=errors.device), 0.0),
+        worst_errors=tuple(0.0 if head in over else error for head, error in enumerate(worst)),
         fallbacks=(*outcome.fallbacks, sentence),
         repaired_heads=over,
     )

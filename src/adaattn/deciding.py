@@ -1,5 +1,7 @@
 """The decision of one call: cached where static facts decide it, measured where numbers must."""
 
+import struct
+import zlib
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -40,11 +42,14 @@ class Decided(NamedTuple):
         decision: the plan and its reasons.
         stats: numbers measured on this call; None if there are none.
         is_settled: calls with the same static facts are decided alike, whatever they hold.
+        audit_seed: of the audited rows. It follows from the tensors' largest element: other
+            tensors are audited on other rows, the same ones again on the same.
     """
 
     decision: Decision
     stats: TensorStats | None = None
     is_settled: bool = False
+    audit_seed: int = 1
 
 
 def decide_call(
@@ -73,7 +78,7 @@ def _decided(
 ) -> Decided:
     """Return what `decide_call` returns, autocast switched off."""
     if history is not None and history.repeat is not None:
-        return Decided(history.repeat)
+        return Decided(history.repeat, audit_seed=_audit_seed(check_finite(call.tensors)))
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     allowed = capabilities_asked_for(backend)
@@ -126,7 +131,8 @@ def _decided_with_budget(
     ways = earlier.ways if earlier else ()
     if earlier is not None and earlier.stats is not None and not forced:
         known = replace(earlier.stats, max_magnitude=0.0 if safe else magnitude)
-        return Decided(_decide_measured(problem, known, facts, policy, allowed, layer, ways))
+        decision = _decide_measured(problem, known, facts, policy, allowed, layer, ways)
+        return Decided(decision, audit_seed=_audit_seed(magnitude))
     stats, _ = measure(
         call.tensors,
         problem,
@@ -137,7 +143,12 @@ def _decided_with_budget(
         budgets=() if forced else head_budgets(policy, problem.num_heads, layer),
     )
     decision = decide(problem, stats, facts, policy, allowed, layer=layer, forced=forced, ways=ways)
-    return Decided(decision, stats)
+    return Decided(decision, stats, audit_seed=_audit_seed(magnitude))
+
+
+def _audit_seed(magnitude: float) -> int:
+    """Return a seed above 0 that the largest element of q, k and v decides."""
+    return 1 + zlib.crc32(struct.pack("d", magnitude)) % 65536
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:

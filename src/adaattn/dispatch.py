@@ -14,7 +14,7 @@ from adaattn.backends import (
     capability_named,
     execute,
 )
-from adaattn.deciding import decide_call
+from adaattn.deciding import Decided, decide_call
 from adaattn.errors import AdaAttnError, ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.planning import decide, reasons
 from adaattn.spec import (
@@ -63,7 +63,7 @@ def run_call(
     layer = _layer_of(tag)
     with without_autocast(call.problem.device_type):
         decided = decide_call(call, policy, backend, layer, history)
-        outcome = _run_decision(call, decided.decision, policy, backend, layer)
+        outcome = _run_decision(call, decided, policy, backend, layer)
     if has_sinks():
         _emit(call, outcome, decided.stats, tag, _now(call) - start if timed else None)
     return replace(outcome, is_settled=decided.is_settled)
@@ -128,12 +128,13 @@ def check_plan(call: Call, plan: Plan) -> None:
 
 def _run_decision(
     call: Call,
-    decision: Decision,
+    decided: Decided,
     policy: Policy,
     backend: str,
     layer: int,
 ) -> Outcome:
     """Return the outcome of a decision; ``auto`` steps down where an executor fails."""
+    decision = decided.decision
     failed: list[str] = []
     excluded: set[str] = set()
     while True:
@@ -161,7 +162,7 @@ def _run_decision(
     outcome = Outcome(result=result, decision=decision, fallbacks=tuple(failed))
     if policy.audit_rows == 0 or not is_lossy(decision.plan, call.problem):
         return outcome
-    return audited(call, outcome, policy, backend, layer)
+    return audited(call, outcome, policy, backend, layer, decided.audit_seed)
 
 
 def _within_free_memory(policy: Policy, device: torch.device) -> Policy:
@@ -194,9 +195,7 @@ def _emit(
     """Emit the event of a call."""
     decision = outcome.decision
     assert decision is not None
-    errors: tuple[float, ...] = ()
-    if outcome.head_errors is not None:
-        errors = tuple(outcome.head_errors.amax(0).tolist())
+    errors = outcome.worst_errors
     emit(
         AttentionEvent(
             problem=call.problem,

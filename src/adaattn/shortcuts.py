@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from adaattn import hardware
+from adaattn._dtypes import torch_dtype
 from adaattn._events import AttentionEvent, emit, has_sinks
 from adaattn.backends import Tensors, load
 from adaattn.backends.interface import Executor
@@ -20,7 +21,7 @@ from adaattn.backends.sdpa import goes_through_sdpa
 from adaattn.deciding import DECODE_ROWS
 from adaattn.policies import PRESETS, current_policy
 from adaattn.spec import AttentionProblem, Decision, HeadGroup, Policy
-from adaattn.validation import Call
+from adaattn.validation import Call, without_autocast
 
 __all__ = ["Key", "are_plain", "find", "remember", "shortcut_key"]
 
@@ -32,7 +33,6 @@ _cudnn_enabled: _Flag = torch.backends.cuda.cudnn_sdp_enabled
 
 _Direct = Callable[..., torch.Tensor]
 Key = tuple[object, ...]
-_AUTOCAST: Final = "autocast"
 _PLAIN: Final = frozenset((int, float, bool, type(None)))
 _KEPT_DIRECT: Final = 4096
 _KEPT_TAGS: Final = 256
@@ -95,7 +95,7 @@ def shortcut_key(
         backend,
         calls_per_measurement,
         ambient if type(ambient) is str else id(ambient),
-        _AUTOCAST if torch.is_autocast_enabled(query.device.type) else None,
+        _autocast_dtype(query.device.type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
         _flash_enabled(),
@@ -120,13 +120,33 @@ def remember(
         return  # a file, which may change
     group = plan.groups[0]
     exact = len(plan.groups) == 1 and plan.is_exact and group.precision is problem.precision
-    if not exact or len(call.batch_shape) != 2 or _AUTOCAST in fast_key:
+    if not exact or len(call.batch_shape) != 2:
         return
+    autocast = _autocast_dtype(problem.device_type)
+    if autocast is not None and (
+        autocast is not torch_dtype(problem.precision) or call.tensors.mask is not None
+    ):
+        return  # something would be cast first
     if len(_DIRECT) >= _KEPT_DIRECT:
         _DIRECT.clear()
     event = AttentionEvent(problem=problem, decision=decision, workspace_bytes=plan.workspace_bytes)
     direct = _shortcut(problem, group)
+    if autocast is not None:
+        direct = partial(_as_it_is, direct, problem.device_type)
     _DIRECT[fast_key] = (partial(_told, direct, {event.tag: event}, event), policy, named)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on a device; None while it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _as_it_is(direct: _Direct, device_type: str, *given: torch.Tensor | None) -> torch.Tensor:
+    """Return the result of a shortcut in the dtype of its tensors, which autocast gave them."""
+    with without_autocast(device_type):
+        return direct(*given)
 
 
 def _told(

@@ -115,8 +115,9 @@ def _why_not_fused(event: AttentionEvent) -> str | None:
     slow = [group for group in exact if not capability_named(group.capability).is_fused]
     if not slow:
         return ""
-    if event.fallbacks:
-        return event.fallbacks[-1]
+    for sentence in event.fallbacks:
+        if " failed (" in sentence:  # an executor that broke; its numbers would make each one new
+            return sentence.split(" (")[0]
     against: list[tuple[int, int, int, str]] = []
     for place, entry in enumerate(event.decision.trace):
         name = entry.candidate.split("/")[0]

@@ -10,12 +10,13 @@ for models trained with it. Pretrained weights with D up to 256 rarely have such
 the statistics show every head dense and the decision says which rank would have been needed.
 """
 
+from collections.abc import Sequence
 from typing import Unpack
 
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.spec import Method, Policy
 
 __all__ = ["AdaptiveRankAttention"]
@@ -67,6 +68,8 @@ class AdaptiveRankAttention(BaseAttention):
         momentum: float = 0.5,
         **options: Unpack[AttentionOptions],
     ) -> None:
+        if ranks is not None and not isinstance(ranks, Sequence):
+            raise ArgumentTypeError(expected_got("ranks", "None or a tuple of integers", ranks))
         policy = Policy(
             name="adaptive_rank",
             error_budget=error_budget,
@@ -81,7 +84,3 @@ class AdaptiveRankAttention(BaseAttention):
             momentum=momentum,
         )
         super().__init__(embed_dim, num_heads, dropout, bias, runner=runner, **options)
-        if policy.ranks and max(policy.ranks) >= self.head_dim:
-            raise ArgumentError(
-                expected_got("ranks", f"ranks below the head dimension {self.head_dim}", ranks)
-            )

@@ -15,6 +15,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import nn
 
+from adaattn.attention._checks import (
+    check_cache,
+    check_ranks,
+    check_self_attention,
+    new_positions,
+)
 from adaattn.attention._layout import Layout, check_inputs
 from adaattn.attention._masks import Order, mask_arguments
 from adaattn.attention._projections import project_packed, project_separately
@@ -60,7 +66,8 @@ class BaseAttention(nn.Module, ABC):
     Raises:
         ArgumentTypeError: an unknown option, or one of the wrong type.
         ShapeError: sizes that do not divide.
-        ArgumentError: a number out of range.
+        ArgumentError: a number out of range, such as a rank that is not below the head
+            dimension.
     """
 
     __constants__ = ("batch_first",)
@@ -93,6 +100,8 @@ class BaseAttention(nn.Module, ABC):
         config = AttentionConfig(
             embed_dim=embed_dim, num_heads=num_heads, dropout=dropout, bias=bias, **fields
         )
+        if runner.policy is not None:
+            check_ranks(runner.policy, config.size_of_head)
         self.config = config
         self.runner = runner
         self.need_weights_by_default = False
@@ -214,7 +223,9 @@ class BaseAttention(nn.Module, ABC):
         value = key if value is None else value
         layout = check_inputs(query, key, value, self.config, self.batch_first)
         if self.rotary is not None or cache is not None:
-            _check_self_attention(query, key, "rotary" if cache is None else "cache")
+            check_self_attention(query, key, "rotary" if cache is None else "cache")
+        if cache is not None:
+            check_cache(cache, self.config.window[0])
         start = 0 if cache is None else cache.length
         # Made before the cache grows: a mask that does not fit must not change it.
         masks = mask_arguments(
@@ -229,7 +240,7 @@ class BaseAttention(nn.Module, ABC):
         )
         q, k, v = self._heads(query, key, value, layout)
         if self.rotary is not None:
-            q, k = self.rotary(q, k, _positions(positions, start, layout, query.device))
+            q, k = self.rotary(q, k, new_positions(positions, start, layout, query.device))
         elif positions is not None:
             raise ArgumentError(
                 expected_got("positions", "None without rotary", described(positions))
@@ -313,30 +324,3 @@ class BaseAttention(nn.Module, ABC):
             if name not in ("embed_dim", "num_heads") and value != getattr(default, name):
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
-
-
-def _check_self_attention(query: torch.Tensor, key: torch.Tensor, feature: str) -> None:
-    """Refuse keys that are not the queries' tokens, where one position serves both."""
-    # Reentrant checkpointing detaches each argument: the object changes, the numbers do not.
-    if key is not query and not key.is_set_to(query):
-        raise ArgumentError(
-            expected_got(
-                f"key with {feature}",
-                "the query itself (self-attention), whose positions it shares",
-                f"another tensor, {described(key)}",
-                "pass query alone, or build the module without it",
-            )
-        )
-
-
-def _positions(
-    positions: torch.Tensor | None, start: int, layout: Layout, device: torch.device
-) -> torch.Tensor:
-    """Return the positions of the new tokens; `RotaryEmbedding` checks their numbers."""
-    if positions is None:
-        return torch.arange(start, start + layout.len_q, device=device)[None]
-    if not isinstance(positions, torch.Tensor):
-        raise ArgumentTypeError(
-            expected_got("positions", "None or a torch.Tensor", type(positions).__name__)
-        )
-    return positions

@@ -90,9 +90,11 @@ class CallMemory:
 
         Args:
             event: the call.
-            mark: its inputs' fingerprint, by which a recomputation finds its decision.
+            mark: its inputs' fingerprint, by which a recomputation finds its decision; None
+                where there will be none.
         """
-        self._forwards.append((mark, event.decision))
+        if mark is not None:
+            self._forwards.append((mark, event.decision))
         entry = self._entries.get(event.problem)
         if event.stats is not None:
             stats = event.stats

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -11,12 +11,16 @@ from adaattn.attention.memory import CallMemory, is_recomputing
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.deciding import is_transformed
+from adaattn.errors import NonFiniteError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.outputs import AuxRequest
-from adaattn.policies import resolve_policy
+from adaattn.policies import PRESETS, resolve_policy
 from adaattn.spec import Decision, History, Plan, Policy, Precision
 
 __all__ = ["Runner"]
+
+_EXACT: Final = PRESETS["quality"]
+_NOT_FINITE: Final = "the input was not finite, so nothing could be measured: computed exactly"
 
 
 class Runner:
@@ -154,12 +158,21 @@ class Runner:
             repeat = self._memory.recalled(_fingerprint(call))
             return _called(call, settings | {"history": History(repeat=repeat)})
         events: list[AttentionEvent] = []
-        with record_events(events.append):
-            found = _called(call, settings | {"history": self._memory.history()})
+        try:
+            with record_events(events.append):
+                found = _called(call, settings | {"history": self._memory.history()})
+        except NonFiniteError:
+            if backend != "auto":
+                raise
+            # Training skips such steps itself; a module that raised would hang other ranks.
+            self.statistics.note_fallback(_NOT_FINITE)
+            with record_events(self._count):
+                return _called(call, settings | {"policy": _EXACT})
         for event in events:
             self.statistics.record(event)
             if self._memory.learns_from(event):
-                self._memory.learn(event, _fingerprint(call))
+                recomputable = torch.is_grad_enabled() or call.training
+                self._memory.learn(event, _fingerprint(call) if recomputable else None)
         return found
 
     def _count(self, event: AttentionEvent) -> None:
@@ -222,17 +235,15 @@ def _called(call: _Call, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.
 
 
 def _fingerprint(call: _Call) -> tuple[object, ...]:
-    """Return what a recomputed call knows its forward pass by: settings, shapes, a few numbers."""
+    """Return what a recomputed call knows its forward pass by: settings, shapes, sums."""
     said: list[object] = []
-    picked = []
+    sums = []
     tensors = (("q", call.query), ("k", call.key), ("v", call.value))
     for name, item in (*tensors, *sorted(call.semantics.items())):
         if not isinstance(item, torch.Tensor):
             said.append((name, item))
             continue
         said.append((name, tuple(item.shape), item.dtype))
-        if not item.numel():
-            continue
-        last = item.detach()[(-1,) * max(item.dim() - 2, 0)].reshape(-1)
-        picked.append(last[:: max(last.numel() // 4, 1)].double())
-    return (*said, *(torch.cat(picked).tolist() if picked else ()))
+        if item.numel():
+            sums.append(item.detach().sum(dtype=torch.float64))
+    return (*said, *(torch.stack(sums).tolist() if sums else ()))

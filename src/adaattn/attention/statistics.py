@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from adaattn.spec import Method, Precision, Way
 
 __all__ = ["AttentionStatistics"]
 
+_KEPT_NAMES: Final = 64
 _Sums = defaultdict[str, float]
 
 _SHARES = {
@@ -89,7 +90,7 @@ class AttentionStatistics(Mapping[str, Any]):
         self._event = event if _is_plain(event, digest) else None
         _add(self._numbers, dict(digest.numbers))
         for kind, name, count in digest.kinds:
-            self._kinds[kind][name] += count
+            self._tally(kind, name, count)
         for head in event.repaired_heads:
             self._count_repaired(event.problem.precision, digest, head)
         self._numbers["step_downs"] += len(event.fallbacks)
@@ -116,7 +117,7 @@ class AttentionStatistics(Mapping[str, Any]):
         for name, value in digest.numbers:
             self._numbers[name] += times * value
         for kind, name, count in digest.kinds:
-            self._kinds[kind][name] += times * count
+            self._tally(kind, name, times * count)
         for head, way in enumerate(digest.ways):
             self._heads[event.tag, head][f"calls {way[0].name.lower()}"] += times
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
@@ -133,6 +134,10 @@ class AttentionStatistics(Mapping[str, Any]):
     def note_precision(self, reason: str) -> None:
         """Count a call that kept its number format, and why."""
         self._kinds["precision_notes"][reason] += 1
+
+    def note_fallback(self, reason: str) -> None:
+        """Count a reason why a call was exact that its event does not hold."""
+        self._kinds["fallback_reasons"][reason] += 1
 
     @classmethod
     def merge(cls, parts: "Iterable[AttentionStatistics]") -> "AttentionStatistics":
@@ -289,6 +294,11 @@ class AttentionStatistics(Mapping[str, Any]):
             self._numbers[f"{kind}_error_sum"] += error
             self._numbers[f"{kind}_error_count"] += 1
         self._raise(f"{kind}_error", error)
+
+    def _tally(self, kind: str, name: str, count: int) -> None:
+        """Count something by name; names past the first 64 are counted together."""
+        counts = self._kinds[kind]
+        counts[name if name in counts or len(counts) < _KEPT_NAMES else "others"] += count
 
     def _raise(self, name: str, value: float | None) -> None:
         """Keep the larger of a maximum and a value."""

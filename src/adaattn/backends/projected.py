@@ -2,12 +2,17 @@
 
 Forward is softmax(scale (q A)(k B)^T) (v W) W^T. Differentiating that, with A, B and W as
 constants, would cut every direction that the projections leave out: heads of low rank could
-never grow out of it. So backward takes all columns of q, k and v, with the output and the
+never grow out of it. So backward takes all columns of q, k and v, with the output O and the
 log-sum-exp L that the projected forward found: P = exp(scores - L), dV = P^T dO,
 dS = P * (dO V^T - rowsum(dO * O)). These are the gradients of exact attention up to about the
 error of the forward pass, for the price of exact backward: low rank saves training its forward
-pass alone. On a CPU PyTorch's fused kernel computes them; where D and Dv differ, and on a GPU,
-rows of the exact weights are computed again in chunks.
+pass alone.
+
+That L is only used where it is proven to be near the exact one. With R = I - A B^T, a projector,
+scores differ by scale (q R) (k R^T)^T, so L differs by at most scale max|q R| max|k R^T|; where
+that is above `_TRUSTED`, as with a few tokens unlike all others, exact attention is computed again
+before its backward. On a CPU PyTorch's fused kernel does all this; where D and Dv differ, and on a
+GPU, rows of the exact weights are computed again in chunks.
 """
 
 from dataclasses import dataclass
@@ -28,6 +33,9 @@ __all__ = ["Projected", "attention_with_whole_gradients", "project"]
 
 _ROWS: Final = 256
 """Query rows whose weights are written out at once in the backward pass."""
+
+_TRUSTED: Final = 0.1
+"""Largest proven change of a log-sum-exp, in nats, under which the projected one may be used."""
 
 _ATEN = torch.ops.aten
 
@@ -124,6 +132,8 @@ def attention_with_whole_gradients(
             *columns, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
         lse = output.new_empty(0)
+    if lse.numel():
+        lse = lse.masked_fill(~(_score_change(query, key, found, scale) <= _TRUSTED), float("nan"))
     return found.widened(output).contiguous(), lse.contiguous()
 
 
@@ -161,13 +171,22 @@ def _backward_op(
     """Return the gradients of q, k and v."""
     if not lse.numel():
         return _exact_gradients(gradient, query, key, value, mask, scale, is_causal)
-    columns = (gradient, query, key, value, output)
+    added = additive_mask(mask, query.dtype)
+    q, k, v = (with_dense_columns(item) for item in (query, key, value))
+    if lse.isnan().any():
+        output, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, is_causal, attn_mask=added, scale=scale
+        )
     found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *map(with_dense_columns, columns),
+        with_dense_columns(gradient),
+        q,
+        k,
+        v,
+        with_dense_columns(output),
         lse,
         0.0,
         is_causal,
-        attn_mask=additive_mask(mask, query.dtype),
+        attn_mask=added,
         scale=scale,
     )
     return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
@@ -206,6 +225,20 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, .
 
 
 attention_with_whole_gradients.register_autograd(_backward, setup_context=_keep)
+
+
+def _score_change(
+    query: torch.Tensor, key: torch.Tensor, found: Projected, scale: float
+) -> torch.Tensor:
+    """Return a bound on how much the projections change any score; one number."""
+    if found.scores is None:
+        return query.new_zeros(())
+    to, back = found.scores.query_factor, found.scores.key_factor
+    rest_of_query = query - grouped_product(found.query, back.mT)
+    rest_of_key = key - found.key @ to.mT
+    longest = [item.float().norm(dim=-1).amax() for item in (rest_of_query, rest_of_key)]
+    change: torch.Tensor = abs(scale) * longest[0] * longest[1]
+    return change
 
 
 def _is_fused(query: torch.Tensor, value: torch.Tensor) -> bool:

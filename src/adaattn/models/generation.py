@@ -5,11 +5,12 @@ fewest whose probabilities reach ``top_p``, in this order, as Transformers does.
 beams, penalties, and processors of the user's own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from adaattn.cache import KVCache
 from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
@@ -44,6 +45,10 @@ class CausalModel(Protocol):
 
     def train(self, mode: bool = True) -> object:
         """Switch between training and evaluation."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return the model and every module in it."""
         ...
 
 
@@ -134,12 +139,13 @@ def generate_tokens(
         ShapeError: no tokens, or a mask of another shape.
     """
     mask = _check_prompt(input_ids, attention_mask)
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     model.train(False)
     try:
         return _continue(model, input_ids.long(), mask, settings, generator)
     finally:
-        model.train(was_training)
+        for module in training:  # train() would wake frozen blocks too
+            module.training = True
 
 
 def limit_logits(logits: torch.Tensor, settings: GenerationSettings) -> torch.Tensor:
