@@ -150,8 +150,9 @@ class TestFreshNumbers:
     def test_numbers_of_another_problem_are_not_used(
         self, events: list[AttentionEvent], measurements: list[TensorStats]
     ) -> None:
-        attend(*draw(), policy=LOSSY)
-        attend(*draw(), is_causal=True, policy=LOSSY, history=learnt(events[0]))
+        attend(*draw(length=4096), policy=LOSSY)
+        others = draw(length=4096)
+        attend(*others, is_causal=True, policy=LOSSY, history=learnt(events[0]))
         assert len(measurements) == 2 and events[1].stats is not None
 
     def test_stale_numbers_are_measured_anew(

@@ -115,9 +115,9 @@ def _why_not_fused(event: AttentionEvent) -> str | None:
     slow = [group for group in exact if not capability_named(group.capability).is_fused]
     if not slow:
         return ""
-    for sentence in event.fallbacks:
-        if " failed (" in sentence:  # an executor that broke; its numbers would make each one new
-            return sentence.split(" (")[0]
+    for sentence in reversed(event.fallbacks):
+        if not sentence.startswith("audit"):  # an audit sends heads back, not the call
+            return sentence
     against: list[tuple[int, int, int, str]] = []
     for place, entry in enumerate(event.decision.trace):
         name = entry.candidate.split("/")[0]

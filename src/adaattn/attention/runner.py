@@ -171,7 +171,7 @@ class Runner:
         for event in events:
             self.statistics.record(event)
             if self._memory.learns_from(event):
-                recomputable = torch.is_grad_enabled() or call.training
+                recomputable = torch.is_grad_enabled() or call.may_need_gradients_later
                 self._memory.learn(event, _fingerprint(call) if recomputable else None)
         return found
 

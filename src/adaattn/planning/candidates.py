@@ -254,11 +254,12 @@ def _judge(
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()
     if densities:
-        head_costs = tuple(
-            estimate(problem, item.capability, group, hardware, density=density).time_ms
-            / problem.num_heads
-            for density in densities
-        )
+        heads = problem.num_heads
+        known = {
+            density: estimate(problem, item.capability, group, hardware, density=density).time_ms
+            for density in set(densities)
+        }
+        head_costs = tuple(known[density] / heads for density in densities)
     judged = replace(
         item, errors=errors, budgets=budgets, densities=densities, head_costs_ms=head_costs
     )

@@ -12,6 +12,7 @@ since neighbours whose weights move together count as fewer. It screens; errors 
 sampled rows decide.
 """
 
+from functools import lru_cache
 from typing import Final
 
 from adaattn.spec import AttentionProblem, TensorStats
@@ -89,6 +90,7 @@ def predicted_error(stats: TensorStats, rank: int, head: int) -> float:
     return float((total / len(entropies)) ** 0.5)
 
 
+@lru_cache(maxsize=64)
 def predicted_ranks(
     stats: TensorStats, problem: AttentionProblem, budgets: tuple[float, ...]
 ) -> tuple[int, ...]:

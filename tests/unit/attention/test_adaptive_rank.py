@@ -10,7 +10,7 @@ import torch
 from adaattn import hardware, record_events
 from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.dense import DenseAttention
-from adaattn.errors import ArgumentError, ArgumentTypeError, NonFiniteError
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.planning.assignment import ENTER_ERROR
 from adaattn.spec import Method
 from adaattn.testing import assert_within_budget
@@ -188,6 +188,7 @@ class TestRefusals:
             ({"measure_every": 0}, ArgumentError, "measure_every: expected an integer"),
             ({"momentum": 1.0}, ArgumentError, r"momentum: expected a number in \[0, 1\)"),
             ({"rank": 8}, ArgumentTypeError, "keyword arguments"),
+            ({"ranks": 8}, ArgumentTypeError, "ranks: expected None or a tuple of integers"),
         ],
     )
     def test_settings_that_make_no_sense_are_refused(
@@ -196,14 +197,21 @@ class TestRefusals:
         with pytest.raises(error, match=message):
             AdaptiveRankAttention(EMBED, HEADS, **settings)
 
-    def test_input_that_is_not_finite_is_an_error_and_counts_nothing(
+    def test_input_that_is_not_finite_is_computed_exactly_and_the_statistics_say_so(
         self, planted: AdaptiveRankAttention
     ) -> None:
-        x = torch.randn(1, LENGTH, EMBED)
+        """As nn.MultiheadAttention does: a training loop skips such a step itself."""
+        x = torch.randn(2, LENGTH, EMBED)
         x[0, 3, 3] = torch.nan
-        with pytest.raises(NonFiniteError, match="finite numbers under an error budget"):
-            planted(x)
-        assert planted.get_statistics()["calls"] == 0
+        output, _ = planted(x)
+        twin = DenseAttention(EMBED, HEADS)
+        twin.load_state_dict(planted.state_dict())
+        assert output[0].isnan().all() and output[1].isfinite().all()
+        assert torch.equal(output[1], twin(x)[0][1])
+        statistics = planted.get_statistics()
+        assert statistics["share_by_method"] == {"exact": 1.0}
+        (reason,) = statistics["fallback_reasons"]
+        assert reason.startswith("the input was not finite")
 
 
 def test_flat_and_peaked_heads_are_told_apart_by_their_entropies(

@@ -36,7 +36,7 @@ def slow_machine(*more: Precision) -> HardwareFacts:
     return replace(
         facts,
         instructions=(*facts.instructions, *more),
-        rates=replace(facts.rates, flops=slower),
+        rates=replace(facts.rates, flops=slower, launch_s=0.0),
     )
 
 

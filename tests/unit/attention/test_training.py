@@ -18,6 +18,8 @@ from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
 from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
+from adaattn.cache import KVCache
+from adaattn.errors import ArgumentError
 from adaattn.testing import fake_facts
 
 EMBED, HEADS, LENGTH = 128, 2, 4096
@@ -100,6 +102,42 @@ def test_checkpointing_gives_the_same_gradients_and_counts_each_call_once(
     statistics = planted.get_statistics()
     assert statistics["calls"] == 1
     assert statistics["recomputed_calls"] == 1
+
+
+def test_outlier_tokens_leave_gradients_finite_and_near_those_of_dense_attention(
+    pretend: Callable[[str], Any],
+) -> None:
+    """A call within its budget and its audit once had infinite gradients."""
+    pretend("cpu")
+    budget, dim = 0.05, 64
+    basis = torch.linalg.qr(torch.randn(dim, dim))[0]
+    x = 2 * torch.randn(1, LENGTH, 8) @ basis[:, :8].mT + 2 * basis[:, 0]
+    for place in range(4):  # each along a direction of its own, and of nobody else
+        x[0, 997 * place] = 560**0.5 * basis[:, 8 + place]
+    module = AdaptiveRankAttention(dim, 1, error_budget=budget, ranks=(8,))
+    with torch.no_grad():
+        kept = basis[:, :8] @ basis[:, :8].mT
+        module.in_proj_weight.copy_(torch.cat([torch.eye(dim), torch.eye(dim), kept]))
+    found = gradients(module, x)
+    assert module.get_statistics()["share_by_method"] == {"low_rank": 1.0}
+    dense = DenseAttention(64, 1, dtype=torch.float64)
+    dense.load_state_dict(module.state_dict())
+    for gradient, right in zip(found, gradients(dense, x.double()), strict=True):
+        assert gradient.isfinite().all()
+        assert (gradient - right).norm() <= 2 * budget * right.norm()
+
+
+def test_a_cache_in_a_recomputed_pass_is_refused() -> None:
+    """Its tokens were appended twice, and the gradients were those of another computation."""
+    module = DenseAttention(32, 2)
+    cache = KVCache(1)
+    x = torch.randn(1, 10, 32, requires_grad=True)
+    output = checkpoint(
+        lambda item: module(item, is_causal=True, cache=cache.layer(0))[0], x, use_reentrant=True
+    )
+    with pytest.raises(ArgumentError, match="cache in a recomputed forward pass"):
+        output.sum().backward()
+    assert cache.length == 10
 
 
 def test_training_steps_lower_the_loss_and_keep_auditing(
