@@ -279,7 +279,13 @@ def _whole_backward(
     rates = hardware.rates
     share = rates.efficiency_of("sdpa.flash", group.precision, problem.head_dim, _FUSED_SHARE)
     share *= 1.0 if problem.device_type == "cpu" else 0.5
-    return flops, flops / max(rates.flops_of(group.precision) * share, 1.0)
+    return flops, flops / max(_matrix_rate(hardware, group.precision) * share, 1.0)
+
+
+def _matrix_rate(hardware: HardwareFacts, precision: Precision) -> float:
+    """Return the FLOP/s of matrix products; a quarter of fp32's in a format without its own."""
+    rates = hardware.rates
+    return rates.flops_of(precision) or 0.25 * rates.flops_of(Precision.FP32)
 
 
 def _flops_rate(
@@ -287,9 +293,7 @@ def _flops_rate(
 ) -> float:
     """Return the FLOP/s that the executor reaches when compute-bound."""
     rates = hardware.rates
-    rate = rates.flops_of(group.precision)
-    if not rate:
-        rate = 0.25 * rates.flops_of(Precision.FP32)
+    rate = _matrix_rate(hardware, group.precision)
     dim, _ = _dims(problem, group)
     if group.method is Method.EXACT and capability.is_fused:
         share = rates.efficiency_of(capability.name, group.precision, dim, capability.efficiency)
