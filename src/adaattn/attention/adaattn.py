@@ -24,7 +24,9 @@ class AdaAttention(BaseAttention):
         dropout: probability of dropping a weight in training. With dropout errors cannot be
             checked, and every call is exact.
         bias: projections have biases.
-        policy: a preset, a `adaattn.Policy` or a policy file; ``"quality"`` is exact.
+        policy: a preset, a `adaattn.Policy` or a policy file; None is the ambient policy. The
+            default, ``"balanced"``, allows each head's output an error of 1 %; ``"quality"``
+            is exact.
         precision_mode: ``"auto"``, or a number format by name, as in
             `adaattn.attention.adaptive_precision.AdaptivePrecisionAttention`.
         enable_gpu_optimization: False keeps calls on a GPU off fused kernels: exact, by matrix

@@ -214,7 +214,12 @@ class BaseAttention(nn.Module, ABC):
 
         Raises:
             ShapeError, DTypeError, DeviceError, ArgumentError, ArgumentTypeError: bad input.
+            ArgumentError: a cache in a forward pass that activation checkpointing runs again,
+                or one that dropped keys which the layer's window shows.
             UnsupportedError: nested tensors.
+            NonFiniteError: NaN or infinity where an approximation was to be measured, only in
+                a module that keeps off fused kernels. The others compute such a call exactly
+                and count the reason in ``fallback_reasons``.
         """
         if key is None:
             if value is not None:

@@ -131,7 +131,11 @@ class CallMemory:
 
 
 def is_recomputing() -> bool:
-    """Return whether a backward pass is running, which calls forward only to recompute it."""
+    """Return whether a backward pass is running: what is called in it counts as recomputed.
+
+    That is activation checkpointing. A module that is called in backward on purpose, as by an
+    implicit layer, is not told apart: it counts as recomputed and learns nothing.
+    """
     return bool(torch._C._current_graph_task_id() != -1)
 
 

@@ -74,6 +74,10 @@ def convert(
 ) -> ConversionReport:
     """Return what was replaced, after replacing each ``torch.nn.MultiheadAttention`` in place.
 
+    The default is not exact: `AdaAttention` under the policy ``"balanced"``, which allows each
+    head's output a relative error of 1 %. ``policy="quality"``, or the kind ``"dense"``, is
+    exact.
+
     Those inside ``nn.TransformerEncoderLayer``, ``nn.TransformerDecoderLayer`` and
     ``nn.Transformer`` are among them. The new modules hold the very same parameters and
     hooks, the training flag, and the behaviour of the old ones where it differs from ours:
@@ -84,8 +88,8 @@ def convert(
 
     Args:
         model: any module.
-        kind: ``"ada"``, ``"adaptive_rank"``, ``"adaptive_precision"``, ``"dense"``, or a
-            subclass of `BaseAttention`.
+        kind: ``"ada"`` (`AdaAttention`), ``"adaptive_rank"``, ``"adaptive_precision"``,
+            ``"dense"``, or a subclass of `BaseAttention`.
         **settings: keywords of that class that say how it computes, such as ``policy``; those
             that say what is computed come from the module replaced.
 

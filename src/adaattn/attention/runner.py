@@ -28,7 +28,9 @@ class Runner:
 
     Under an error budget it remembers: statistics measured on one call serve the next ones,
     a head keeps its method until another is clearly better, and a forward pass that activation
-    checkpointing runs again in backward follows the plan that it had the first time.
+    checkpointing runs again in backward follows the plan that it had the first time. Input that
+    is not finite cannot be measured: with ``backend="auto"`` such a call is computed exactly,
+    and the statistics count the reason in ``fallback_reasons``.
 
     Args:
         policy: what its calls may lose; None follows the ambient policy.

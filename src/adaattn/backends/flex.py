@@ -63,7 +63,9 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
-        num_launches=2,
+        # Host time, mostly the guards of the compiled function: 270 microseconds more than
+        # the memory-efficient kernel's in training on an H200 (docs/kernel-notes.md).
+        num_launches=50,
         unavailable=_unavailable(),
     ),
 )
