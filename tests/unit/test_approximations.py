@@ -263,7 +263,7 @@ class TestBlockSparse:
     def test_it_is_taken_at_long_sequences_and_keeps_the_budget(
         self, heads: Callable[..., Heads], is_causal: bool
     ) -> None:
-        tensors = heads(length=4096)
+        tensors = heads(length=6144)
         policy = Policy(error_budget=0.01, methods=(Method.EXACT, Method.BLOCK_SPARSE))
         output, aux = attend(*tensors, is_causal=is_causal, policy=policy, return_aux=True)
         assert methods_of(aux.decision) == {Method.BLOCK_SPARSE}

@@ -47,6 +47,9 @@ _DECODE_ROWS: Final = 8
 _DECODE_SHARES: Final = ((0.12, 0.6), (0.5, 0.05))
 """Share of the bandwidth that decoding reaches unmeasured: (SDPA, grouped) on a CPU, on CUDA."""
 
+_SAMPLE_PASSES: Final = 24
+"""Passes over the scores of sampled rows: masks, softmax, entropies at three scales, errors."""
+
 _CHECK_LAUNCHES: Final = (15, 100)
 """Eager operations' worth of host time in computing sampled rows: on a CPU, on CUDA.
 
@@ -146,7 +149,7 @@ def measuring_ms(
     """Return the time of computing ``rows`` sampled rows exactly, and ``variants`` times again."""
     heads = problem.batch * problem.num_heads
     flops = 2.0 * rows * problem.len_k * (problem.head_dim + problem.value_dim) * heads
-    moved = 4.0 * rows * problem.len_k * heads * _SCORE_PASSES
+    moved = 4.0 * rows * problem.len_k * heads * _SAMPLE_PASSES
     rates = hardware.rates
     once = flops / max(0.5 * rates.flops_of(Precision.FP32), 1.0) + moved / max(
         rates.bandwidth, 1.0

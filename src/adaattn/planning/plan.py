@@ -38,11 +38,11 @@ __all__ = ["MARGIN", "TIE", "decide", "head_budgets", "worth_measuring"]
 TIE: Final = 0.15
 """Predicted times of exact candidates that differ by less are called equal."""
 
-_VARIANTS: Final = {Method.EXACT: 2, Method.LOW_RANK: 8, Method.BLOCK_SPARSE: 12}
+_VARIANTS: Final = {Method.EXACT: 2, Method.LOW_RANK: 5, Method.BLOCK_SPARSE: 8}
 """What measuring a method costs, in computations of the sampled rows.
 
-Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 2.2 ms for the rows; 5 for two formats, 14 to
-18 for ranks with their spectra, 28 for block selection at three masses.
+Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 5 ms for the rows, 8 more for one format, 18 for
+ranks with their spectra, 31 for block selection at three masses; the exact kernel takes 28 ms.
 """
 
 DROPOUT_HIDES: Final = "dropout hides errors of this size, so they cannot be checked"

@@ -44,7 +44,7 @@ def test_the_hardware_decides_the_format(
     training, where small gradients would vanish in it.
     """
     pretend(machine)
-    x = torch.randn(1, 4096, EMBED)
+    x = torch.randn(1, 8192, EMBED)
     for expected, with_gradient in ((inference, False), (training, True)):
         module = AdaptivePrecisionAttention(EMBED, HEADS, policy="balanced").train(with_gradient)
         with torch.set_grad_enabled(with_gradient):

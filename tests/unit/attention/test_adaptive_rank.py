@@ -246,7 +246,7 @@ def test_hysteresis_keeps_a_head_in_its_way_while_its_error_is_near_the_budget(
     probe = AdaptiveRankAttention(64, 1, error_budget=0.5, **settings)
     plant(probe, [0], rank=8, noise=0.02)
     near = copy.deepcopy(probe.state_dict())
-    x = torch.randn(1, LENGTH, 64)
+    x = torch.randn(1, 2 * LENGTH, 64)
     probe(x)
     error = probe.get_statistics()["max_estimated_error"]
     assert 0.001 < error < 0.4

@@ -185,7 +185,8 @@ def test_what_could_pay_is_worth_measuring(executors: Executors) -> None:
         (Method.LOW_RANK, FP32),
         (Method.BLOCK_SPARSE, FP32),
     )
-    found = worth_measuring(_problem("cpu_amx", **LONG), fake_facts("cpu_amx"), policy, executors)
+    longer = _problem("cpu_amx", **{**LONG, "len_q": 8 * LONG["len_q"]})
+    found = worth_measuring(longer, fake_facts("cpu_amx"), policy, executors)
     assert (Method.EXACT, BF16) in found and (Method.LOW_RANK, BF16) in found
     assert all(precision is not FP16 for _, precision in found)
     only = replace(policy, methods=(Method.EXACT, Method.LOW_RANK))
