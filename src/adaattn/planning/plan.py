@@ -41,8 +41,9 @@ TIE: Final = 0.15
 _VARIANTS: Final = {Method.EXACT: 2, Method.LOW_RANK: 5, Method.BLOCK_SPARSE: 8}
 """What measuring a method costs, in computations of the sampled rows.
 
-Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 5 ms for the rows, 8 more for one format, 18 for
-ranks with their spectra, 31 for block selection at three masses; the exact kernel takes 28 ms.
+Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 5 ms for the rows, 8 more for one format,
+18 for ranks with their spectra, 31 for block selection at three masses; the exact kernel takes
+28 ms.
 """
 
 DROPOUT_HIDES: Final = "dropout hides errors of this size, so they cannot be checked"
