@@ -84,8 +84,7 @@ def _decided(
     allowed = capabilities_asked_for(backend)
     if backend != "auto":
         _check_backend(problem, facts, policy, backend, allowed)
-    lossy = policy.error_budget > 0 or bool(policy.head_budgets)
-    if not lossy:
+    if not policy.allows_loss:
         return Decided(_decide_cached(problem, facts, policy, allowed, layer), None, True)
     if is_transformed(call.tensors.query, call.tensors.key, call.tensors.value):
         decision = _decide_cached(problem, facts, policy, allowed, layer)
@@ -214,7 +213,7 @@ def _check_backend(
 ) -> None:
     """Refuse an explicit backend that cannot serve, with every reason."""
     found: list[str] = []
-    lossy = policy.error_budget > 0 or bool(policy.head_budgets)
+    lossy = policy.allows_loss
     lower = [p for p in policy.precisions if lossy and p.bits < problem.precision.bits]
     for item in allowed:
         against = list(reasons(item, problem, facts))

@@ -198,7 +198,15 @@ def _sdpa_shortcut(
     **settings: Any,
 ) -> torch.Tensor:
     """Return PyTorch's own result."""
-    return F.scaled_dot_product_attention(query, key, value, mask, **settings)
+    return F.scaled_dot_product_attention(query, key, value, _four_dimensional(mask), **settings)
+
+
+def _four_dimensional(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask as the first call like it had it.
+
+    Checkpointing compares what a recomputation saves with what the forward pass saved.
+    """
+    return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _executor_shortcut(
@@ -217,7 +225,7 @@ def _executor_shortcut(
         query=query,
         key=key,
         value=value,
-        mask=mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())],
+        mask=_four_dimensional(mask),
         sinks=sinks,
         alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from adaattn import (
     AttentionEvent,
@@ -265,3 +266,20 @@ def test_forgetting_the_devices_facts_forgets_the_shortcuts() -> None:
     assert shortcuts._DIRECT
     hardware.clear_cache()
     assert not shortcuts._DIRECT
+
+
+@pytest.mark.parametrize("policy", ["quality", "balanced"])
+def test_a_recomputed_call_saves_what_the_first_one_saved(policy: str) -> None:
+    """The forward pass is the first of its kind, its recomputation takes the shortcut.
+
+    That saved the mask with its own two dimensions, and checkpointing refused the difference.
+    """
+    tensors = [torch.randn(1, 2, 37, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.randn(37, 37)
+    output = checkpoint(
+        lambda *items: attend(*items, attn_mask=mask, policy=policy).square(),
+        *tensors,
+        use_reentrant=False,
+    )
+    output.sum().backward()
+    assert all(item.grad is not None for item in tensors)

@@ -8,7 +8,7 @@ from adaattn._events import AttentionEvent
 from adaattn.backends import capability_named
 from adaattn.spec import AttentionProblem, Decision, Method, Way
 
-__all__ = ["Digest", "digest_of"]
+__all__ = ["Digest", "digest_of", "final_ways"]
 
 _KEPT: Final = 256
 _SLOWER: Final = ("slower", "not faster", "no faster")
@@ -47,6 +47,15 @@ def digest_of(event: AttentionEvent) -> Digest:
             _DIGESTS.clear()
         known = _DIGESTS[key] = _made(event)
     return known
+
+
+def final_ways(event: AttentionEvent) -> tuple[Way, ...]:
+    """Return how each head was computed in the end, repairs included."""
+    own = (Method.EXACT, event.problem.precision)
+    ways = digest_of(event).ways
+    if not event.repaired_heads:
+        return ways
+    return tuple(own if head in event.repaired_heads else way for head, way in enumerate(ways))
 
 
 def _made(event: AttentionEvent) -> Digest:

@@ -8,13 +8,13 @@ from typing import Any, Final
 import torch
 
 from adaattn._events import AttentionEvent
+from adaattn.attention._digest import final_ways
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import (
     AttentionProblem,
     Decision,
     Earlier,
     History,
-    Method,
     TensorStats,
     Way,
 )
@@ -107,7 +107,7 @@ class CallMemory:
             return
         self._entries.move_to_end(event.problem)
         entry.age += 1
-        ways = _ways(event)
+        ways = final_ways(event)
         if event.repaired_heads:
             entry.stats = _barred(entry.stats, event.repaired_heads)
         changed = event.stats is not None or bool(event.repaired_heads) or ways != entry.ways
@@ -207,15 +207,3 @@ def _barred(stats: TensorStats, heads: tuple[int, ...]) -> TensorStats:
             (mass, densities, infinite(item)) for mass, densities, item in stats.block_sparse
         ),
     )
-
-
-def _ways(event: AttentionEvent) -> tuple[Way, ...]:
-    """Return how each head was computed in the end."""
-    own = (Method.EXACT, event.problem.precision)
-    ways: list[Way] = [own] * event.problem.num_heads
-    for group in event.decision.plan.groups:
-        for head in group.heads or range(len(ways)):
-            ways[head] = (group.method, group.precision)
-    for head in event.repaired_heads:
-        ways[head] = own
-    return tuple(ways)

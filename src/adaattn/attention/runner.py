@@ -15,7 +15,7 @@ from adaattn.errors import NonFiniteError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.outputs import AuxRequest
 from adaattn.policies import PRESETS, resolve_policy
-from adaattn.spec import Decision, History, Plan, Policy, Precision
+from adaattn.spec import Decision, Plan, Policy, Precision
 
 __all__ = ["Runner"]
 
@@ -147,22 +147,15 @@ class Runner:
     def _adapted(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what planning decides from the call and from what earlier calls taught."""
         policy = resolve_policy(self.policy)
-        lossy = policy.error_budget > 0.0 or bool(policy.head_budgets)
-        if lossy and call.may_need_gradients_later:
+        if policy.allows_loss and call.may_need_gradients_later:
             policy = _without_fp16(policy)
         backend = self._backend_of(call.query)
         settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
-        if not lossy or is_transformed(call.query, call.key, call.value):
+        if not policy.allows_loss or is_transformed(call.query, call.key, call.value):
             with record_events(self._count):
                 return _called(call, settings)
-        if is_recomputing():
-            self.statistics.record_recomputed()
-            repeat = self._memory.recalled(_fingerprint(call))
-            return _called(call, settings | {"history": History(repeat=repeat)})
-        events: list[AttentionEvent] = []
         try:
-            with record_events(events.append):
-                found = _called(call, settings | {"history": self._memory.history()})
+            return self._remembered(call, settings)
         except NonFiniteError:
             if backend != "auto":
                 raise
@@ -170,6 +163,20 @@ class Runner:
             self.statistics.note_fallback(_NOT_FINITE)
             with record_events(self._count):
                 return _called(call, settings | {"policy": _EXACT})
+
+    def _remembered(
+        self, call: "_Call", settings: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what planning decides with what is remembered, and take in what it measured."""
+        history = self._memory.history()
+        if is_recomputing():
+            repeat = self._memory.recalled(_fingerprint(call))
+            found = _called(call, settings | {"history": replace(history, repeat=repeat)})
+            self.statistics.record_recomputed()
+            return found
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            found = _called(call, settings | {"history": history})
         for event in events:
             self.statistics.record(event)
             if self._memory.learns_from(event):

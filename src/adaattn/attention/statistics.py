@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent
-from adaattn.attention._digest import Digest, digest_of
+from adaattn.attention._digest import Digest, digest_of, final_ways
 from adaattn.errors import ArgumentTypeError, UnsupportedError, expected_got
 from adaattn.spec import Method, Precision, Way
 
@@ -133,11 +133,11 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def note_precision(self, reason: str) -> None:
         """Count a call that kept its number format, and why."""
-        self._kinds["precision_notes"][reason] += 1
+        self._tally("precision_notes", reason, 1)
 
     def note_fallback(self, reason: str) -> None:
         """Count a reason why a call was exact that its event does not hold."""
-        self._kinds["fallback_reasons"][reason] += 1
+        self._tally("fallback_reasons", reason, 1)
 
     @classmethod
     def merge(cls, parts: "Iterable[AttentionStatistics]") -> "AttentionStatistics":
@@ -248,11 +248,9 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def _record_heads(self, event: AttentionEvent, digest: Digest) -> None:
         """Count what became of each head, and what was measured of it."""
-        ways = list(digest.ways)
-        for head in event.repaired_heads:
-            ways[head] = (Method.EXACT, event.problem.precision)
-        before = self._last.get(event.tag, tuple(ways))
-        self._last[event.tag] = tuple(ways)
+        ways = final_ways(event)
+        before = self._last.get(event.tag, ways)
+        self._last[event.tag] = ways
         stats = event.stats
         if stats is not None:
             self._numbers["measured_calls"] += 1

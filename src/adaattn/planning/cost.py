@@ -3,7 +3,7 @@
 Formulas, with P the (query, key) pairs that are computed, per batch and query head:
 
 - products: 2 * P * (D + Dv) FLOPs forward, 2.5 times that again backward (low rank has its
-  backward through all columns, and off the CPU a forward pass before it);
+  backward through all columns);
 - traffic: q, k, v and the output once; materialised scores six times in fp32;
 - time: the larger of FLOPs over the achievable rate and bytes over the bandwidth (their
   sum where scores are materialised, since the passes do not overlap), plus launches.
@@ -53,7 +53,7 @@ _SAMPLE_PASSES: Final = 24
 _CHECK_LAUNCHES: Final = (15, 100)
 """Eager operations' worth of host time in computing sampled rows: on a CPU, on CUDA.
 
-On CUDA the host waits for the device twice; docs/kernel-notes.md has the measurement.
+On CUDA the host waits for the device as well; docs/kernel-notes.md has the measurement.
 """
 
 _MEASURED_GROUP: Final = 8

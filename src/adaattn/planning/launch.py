@@ -16,9 +16,6 @@ _MAX_ROWS: Final = 1024
 _MIN_ROWS: Final = 16
 """Fewer rows spend their time on launches; only a memory budget asks for less."""
 
-_BYTES_PER_ROW: Final = 4
-"""What each query row takes whatever the chunk: its log-sum-exp in fp32."""
-
 
 def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
     """Return the rows of a chunk: the largest power of two whose scores fit the memory budget.
@@ -33,11 +30,11 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
     """
     heads = problem.batch * problem.num_heads
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
-    if memory_budget_bytes is not None:
-        wide = 2 if problem.precision is Precision.FP64 else 1
-        available = memory_budget_bytes - wide * _BYTES_PER_ROW * heads * problem.len_q
-        smallest = 1
     score_bytes = 8 if problem.precision is Precision.FP64 else 4
+    if memory_budget_bytes is not None:
+        # Whatever the chunk, each query row has its log-sum-exp.
+        available = memory_budget_bytes - score_bytes * heads * problem.len_q
+        smallest = 1
     row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
     rows = max(available // max(row_bytes, 1), 1)
     left = problem.window[0]

@@ -168,7 +168,7 @@ def worth_measuring(
         fp16_safe: no element of q, k or v is too large for fp16.
         calls_per_measurement: how many calls share its cost; the audit is paid by each.
     """
-    if _allows_no_loss(policy):
+    if not policy.allows_loss:
         return ()
     problem = simplify(problem)
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
@@ -239,11 +239,6 @@ def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...
     return tuple(budgets)
 
 
-def _allows_no_loss(policy: Policy) -> bool:
-    """Return whether every head's budget is 0."""
-    return policy.error_budget == 0.0 and not any(budget for *_, budget in policy.head_budgets)
-
-
 def _cheapest_exact(
     candidates: Sequence[Candidate], default: str, hardware: HardwareFacts
 ) -> Candidate | None:
@@ -271,7 +266,7 @@ def _exact_decision(
 ) -> Decision:
     """Return the decision made without statistics."""
     why = _why_unmeasured(problem, hardware, policy, exact)
-    guessed = rates_are_guessed(hardware) and not _allows_no_loss(policy)
+    guessed = rates_are_guessed(hardware) and policy.allows_loss
     judged = [
         item
         if item.is_exact or item.refusal
@@ -304,7 +299,7 @@ def _why_unmeasured(
 ) -> str:
     """Return the sentence for approximations that nobody measured."""
     rows = policy.audit_rows
-    if _allows_no_loss(policy):
+    if not policy.allows_loss:
         return _LOSES_NOTHING
     if rows == 0:
         return "it must be checked on sampled rows, and the policy audits none"

@@ -55,7 +55,7 @@ def lower_precisions(
         if precision.bits >= problem.precision.bits:
             continue
         refusal = ""
-        if policy.error_budget == 0.0 and not any(budget for *_, budget in policy.head_budgets):
+        if not policy.allows_loss:
             refusal = f"lower than the input's {problem.precision.label}, and the error budget is 0"
         elif precision not in hardware.instructions:
             native = ", ".join(item.label for item in hardware.instructions)

@@ -59,6 +59,11 @@ class Policy:
                 expected_got("methods", "a tuple with Method.EXACT in it", self.methods)
             )
 
+    @property
+    def allows_loss(self) -> bool:
+        """True when some head may lose something: not every budget is 0."""
+        return self.error_budget > 0.0 or any(budget > 0.0 for *_, budget in self.head_budgets)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as plain JSON values."""
         data = asdict(self)

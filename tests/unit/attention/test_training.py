@@ -295,3 +295,17 @@ def test_a_compiled_module_adapts_and_gives_the_same_numbers_and_gradients(
     assert planted.get_statistics()["share_by_method"] == {"low_rank": 1.0}
     assert all(map(torch.equal, ours, theirs))
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_input_that_is_not_finite_is_recomputed_exactly_too(
+    planted: AdaptiveRankAttention, use_reentrant: bool
+) -> None:
+    """The recomputation in backward once raised what the forward pass had mended."""
+    x = torch.randn(1, LENGTH, EMBED)
+    x[0, 5] = torch.nan
+    x.requires_grad_()
+    output = checkpoint(lambda item: planted(item)[0], x, use_reentrant=use_reentrant)
+    output.sum().backward()
+    assert x.grad is not None and x.grad.isnan().any()
+    assert planted.get_statistics()["calls"] == 1
