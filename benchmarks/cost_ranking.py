@@ -18,7 +18,7 @@ from adaattn import hardware
 from adaattn.backends import capabilities
 from adaattn.planning import reasons
 from adaattn.spec import Capability, Method
-from adaattn.validation import Arguments, build_call
+from adaattn.call.describe import Arguments, build_call
 from benchmarks.timing import arguments, interleaved, save
 
 _CLOSE = 1.15

@@ -1,7 +1,15 @@
-"""What every test starts from: one thread and a known random state."""
+"""What every test starts from: one thread, a known random state, nothing measured or learnt."""
+
+import importlib
 
 import pytest
 import torch
+
+from adaattn import hardware
+from adaattn.call.ledger import Ledger
+
+# The package's attribute of that name is the function.
+_PROBE = importlib.import_module("adaattn.hardware.probe")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +22,21 @@ def one_thread() -> None:
 def known_seed() -> None:
     """Start each test from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep choices apart from the tables of the machine at hand and from other tests."""
+    monkeypatch.setattr(_PROBE, "timings_of", lambda facts: None)
+    hardware.clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def clock_agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take approximations off probation: on tiny tensors the clock would drop every one.
+
+    Tests of the probation itself carry the mark ``probation``.
+    """
+    if request.node.get_closest_marker("probation") is None:
+        monkeypatch.setattr(Ledger, "may_spend", lambda *_, **__: True)
+        monkeypatch.setattr(Ledger, "record", lambda *_: None)

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from adaattn.attention.statistics import AttentionStatistics
     from adaattn.cache import KVCache
     from adaattn.functional import plan_attention, scaled_dot_product_attention
-    from adaattn.outputs import AuxOutput, AuxRequest
+    from adaattn.call.history import History
+    from adaattn.call.outputs import AuxOutput, AuxRequest
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
     from adaattn.spec import (
         AttentionProblem,
         Capability,
         Decision,
-        Earlier,
         HardwareFacts,
         HeadGroup,
-        History,
         Method,
         Plan,
         Policy,
         Precision,
         TensorStats,
     )
+    from adaattn.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,8 @@ _EXPORTS: Final = {
     "adaattn.attention.statistics": ("AttentionStatistics",),
     "adaattn.cache": ("KVCache",),
     "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
-    "adaattn.outputs": ("AuxOutput", "AuxRequest"),
+    "adaattn.call.history": ("History",),
+    "adaattn.call.outputs": ("AuxOutput", "AuxRequest"),
     "adaattn.policies": (
         "PRESETS",
         "current_policy",
@@ -62,16 +63,15 @@ _EXPORTS: Final = {
         "AttentionProblem",
         "Capability",
         "Decision",
-        "Earlier",
         "HardwareFacts",
         "HeadGroup",
-        "History",
         "Method",
         "Plan",
         "Policy",
         "Precision",
         "TensorStats",
     ),
+    "adaattn.tuning": ("tune",),
 }
 _MODULES: Final = ("errors", "hardware")
 _HOME: Final = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -90,7 +90,6 @@ __all__ = [
     "ConversionReport",
     "Decision",
     "DenseAttention",
-    "Earlier",
     "HardwareFacts",
     "HeadGroup",
     "History",
@@ -110,6 +109,7 @@ __all__ = [
     "record_events",
     "save_policy",
     "scaled_dot_product_attention",
+    "tune",
     "use_policy",
 ]
 

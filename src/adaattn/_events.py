@@ -31,8 +31,11 @@ class AttentionEvent:
         head_errors: the same per query head (maximum over the batch); empty if exact.
         repaired_heads: query heads that an audit found over budget; they were computed exactly.
         stats: the numbers measured on the tensors of this very call, else None.
+        saved_ms: time that approximations of this problem were measured to have saved since the
+            last such event, choosing and checking counted; negative is a loss.
         time_ms: wall time (device time included) when a sink asked for it, else None.
-        tag: what the caller named the call (a layer's index, say); "" if nothing.
+        tag: what the caller named the call; "" if nothing.
+        layer: the caller's index of its layer; -1 if none.
     """
 
     problem: AttentionProblem
@@ -43,8 +46,10 @@ class AttentionEvent:
     head_errors: tuple[float, ...] = ()
     repaired_heads: tuple[int, ...] = ()
     stats: TensorStats | None = None
+    saved_ms: float = 0.0
     time_ms: float | None = None
     tag: str = ""
+    layer: int = -1
 
     @property
     def entropy_bits(self) -> tuple[float, ...]:

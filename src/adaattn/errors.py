@@ -18,6 +18,7 @@ __all__ = [
     "PlanError",
     "PolicyError",
     "ShapeError",
+    "TableError",
     "UnsupportedError",
     "expected_got",
 ]
@@ -53,6 +54,10 @@ class NonFiniteError(AdaAttnError, ValueError):
 
 class PolicyError(AdaAttnError, ValueError):
     """A policy name is unknown, or a policy file is corrupt or foreign."""
+
+
+class TableError(AdaAttnError, ValueError):
+    """A table of measured times is damaged, or belongs to other hardware."""
 
 
 class AssetError(AdaAttnError, RuntimeError):

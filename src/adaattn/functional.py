@@ -6,26 +6,19 @@ Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from adaattn._events import wants_timing
-from adaattn.deciding import decide_call
-from adaattn.dispatch import (
-    Outcome,
-    is_lossy,
-    run_call,
-    run_given,
-    run_plan,
-)
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.outputs import AuxOutput, AuxRequest, requested_flags
+from adaattn.call.arguments import Arguments
+from adaattn.call.bind import bind, decided, find, key_of, policy_key
+from adaattn.call.describe import build_call
+from adaattn.call.history import History
+from adaattn.call.outputs import AuxRequest
+from adaattn.call.traced import traced
+from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.policies import resolve_policy
-from adaattn.shortcuts import Key, are_plain, find, remember, shortcut_key
-from adaattn.spec import Align, Aux, Decision, History, Plan, Policy
-from adaattn.validation import Arguments, Call, build_call
+from adaattn.spec import Align, Decision, Plan, Policy
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
@@ -50,11 +43,14 @@ def scaled_dot_product_attention(
     alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     policy: Policy | str | None = None,
     plan: Plan | None = None,
     backend: str = "auto",
     return_aux: AuxRequest | bool | None = None,
     tag: str = "",
+    layer: int = -1,
     history: History | None = None,
 ) -> Any:
     """Return attention of the inputs, [..., Hq, Sq, Dv].
@@ -81,18 +77,23 @@ def scaled_dot_product_attention(
         softcap: c in c * tanh(s / c), applied before masks; None or 0 is none.
         sinks: [Hq] logits that join the softmax denominator.
         alibi_slopes: [Hq] or [B, Hq]; adds -slope * abs(p - j).
-        cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; its
-            numbers are read on the host once for each tensor.
+        cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; on a GPU
+            its numbers are neither read nor checked.
         cu_seqlens_k: the same for key and value.
+        max_seqlen_q: longest packed query sequence, or more; None takes what is known without
+            waiting for a GPU: the number of tokens.
+        max_seqlen_k: the same for key and value.
         policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``) or a policy
             file; None is the one set by `use_policy`, else ``"quality"``.
-        plan: run this and plan nothing; the form for ``torch.compile(fullgraph=True)``.
+        plan: run this and plan nothing; audited as its ``audit_rows`` say.
         backend: ``"auto"``; ``"flash"``, any fused kernel; ``"unfused"``, scores written out; or
             the name of an executor. What is asked for never falls back on anything else.
         return_aux: an `AuxRequest`, or True for the decision alone.
-        tag: a name for this call in events, such as a layer's.
-        history: what earlier calls taught, so that not every call is measured and heads do not
-            flicker between methods; attention modules keep one.
+        tag: a name for this call in events.
+        layer: index of the layer that calls, for its budgets in a calibrated policy and for what
+            is learnt of it; -1 is none.
+        history: what earlier calls taught; attention modules keep one each, calls without one
+            share one for the process.
 
     Returns:
         The output, or ``(output, AuxOutput)`` when ``return_aux`` is given.
@@ -113,57 +114,95 @@ def scaled_dot_product_attention(
         >>> tuple(out.shape), tuple(aux.lse.shape)
         ((1, 4, 128, 64), (1, 4, 128))
     """
-    fast_key: Key | None = None
-    plain = plan is None and return_aux is None and cu_seqlens_q is None and type(dilation) is int
-    plain = plain and (history is None or history.repeat is None)
-    if plain and are_plain(scale, softcap, dropout_p) and not is_compiling():
+    if is_compiling():
+        return traced(
+            query,
+            key,
+            value,
+            Arguments(
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                align=align,
+                window=window,
+                dilation=dilation,
+                softcap=softcap,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+            ),
+            policy=policy,
+            plan=plan,
+            backend=backend,
+            layer=layer,
+            return_aux=return_aux,
+        )
+    named = policy_key(policy)
+    known_by = known = None
+    if named is not None:
         try:
-            fast_key = shortcut_key(
+            known_by = key_of(
                 query,
                 key,
                 value,
-                (attn_mask, sinks, alibi_slopes),
-                (dropout_p, is_causal, scale, enable_gqa, align, dilation, softcap),
+                (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k),
+                (
+                    scale,
+                    softcap,
+                    dropout_p,
+                    is_causal,
+                    enable_gqa,
+                    align,
+                    dilation,
+                    max_seqlen_q,
+                    max_seqlen_k,
+                ),
                 window,
-                (policy, backend, history.calls_per_measurement if history else 1),
+                (named, id(plan), id(history), backend, layer, return_aux),
             )
-            known = find(fast_key)
+            known = find(known_by)
         except (AttributeError, IndexError, TypeError, RuntimeError):
-            # No tensor, a nested one, no number, too few: build_call says which.
-            fast_key = known = None
-        if known is not None and not wants_timing():
-            return known(query, key, value, attn_mask, sinks, alibi_slopes, tag)
-    arguments = Arguments(
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        align=align,
-        window=window,
-        dilation=dilation,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
-    call = build_call(query, key, value, arguments, requested_flags(return_aux))
-    if plan is not None and (policy is not None or backend != "auto" or history is not None):
-        raise ArgumentError(
-            expected_got(
-                "policy, backend and history with a plan",
-                "none of them",
-                f"{policy!r}, {backend!r}, {history!r}",
-            )
+            # No tensor, a nested one, no number, too few: binding says which.
+            known_by = None
+    if known is None:
+        arguments = Arguments(
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            align=align,
+            window=window,
+            dilation=dilation,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
         )
-    if plan is not None:
-        return _with_plan(call, plan, return_aux, tag)
-    if fast_key is not None and not _is_as_given(call, query, key, value, attn_mask):
-        fast_key = None
-    # Planning reads numbers on the host: a graph breaks here and goes on behind.
-    planned = torch.compiler.disable(_planned) if is_compiling() else _planned
-    return planned(call, policy, backend, return_aux, tag, fast_key, history)
+        known = bind(
+            query,
+            key,
+            value,
+            arguments,
+            policy=policy,
+            plan=plan,
+            backend=backend,
+            layer=layer,
+            return_aux=return_aux,
+            history=history,
+            known_by=known_by,
+        )
+    return known(
+        query, key, value, attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, tag
+    )
 
 
 def plan_attention(
@@ -219,64 +258,4 @@ def plan_attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
     call = build_call(query, key, value, arguments)
-    return decide_call(call, resolve_policy(policy), backend, layer, history).decision
-
-
-def _planned(
-    call: Call,
-    policy: Policy | str | None,
-    backend: str,
-    return_aux: AuxRequest | bool | None,
-    tag: str,
-    fast_key: tuple[object, ...] | None,
-    history: History | None,
-) -> Any:
-    """Return the result of a call that has to be decided."""
-    resolved = resolve_policy(policy)
-    outcome = run_call(call, resolved, backend, tag, history)
-    output = call.restore(outcome.result.output)
-    if return_aux is None or return_aux is False:
-        if fast_key is not None and outcome.is_settled and not outcome.fallbacks:
-            assert outcome.decision is not None
-            remember(fast_key, call, outcome.decision, resolved, policy)
-        return output
-    return output, _aux_output(call, outcome)
-
-
-def _with_plan(call: Call, plan: Plan, return_aux: AuxRequest | bool | None, tag: str) -> Any:
-    """Return the result of a given plan; its event is emitted unless the call is traced."""
-    outcome = run_plan(call, plan) if is_compiling() else run_given(call, plan, tag)
-    output = call.restore(outcome.result.output)
-    if return_aux is None or return_aux is False:
-        return output
-    aux = _aux_output(call, outcome)
-    if is_lossy(plan, call.problem):
-        aux = replace(aux, error_estimate=None)
-    return output, aux
-
-
-def _is_as_given(call: Call, *given: torch.Tensor | None) -> bool:
-    """Return whether q, k and v were neither broadcast nor cast, and no mask became a flag."""
-    tensors, (query, key, value, mask) = call.tensors, given
-    whole = tensors.query is query and tensors.key is key and tensors.value is value
-    return whole and (tensors.mask is None) == (mask is None)
-
-
-def _aux_output(call: Call, outcome: Outcome) -> AuxOutput:
-    """Return the auxiliary outputs in the caller's leading dimensions."""
-    result, problem = outcome.result, call.problem
-    errors = outcome.head_errors
-    if errors is None:
-        errors = torch.zeros(problem.batch, problem.num_heads, device=result.output.device)
-
-    def restore(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else call.restore(tensor)
-
-    return AuxOutput(
-        decision=outcome.decision,
-        lse=restore(result.lse if Aux.LSE in problem.aux else None),
-        row_max=restore(result.row_max),
-        entropy=restore(result.entropy),
-        weights=restore(result.weights),
-        error_estimate=call.restore(errors.float()),
-    )
+    return decided(call, resolve_policy(policy), backend, layer, history)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import masking_utils
 
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
@@ -140,16 +141,44 @@ def test_patterns_without_padding_take_no_boolean_mask(name: str) -> None:
     assert mask.structure.num_keys == 9
     assert mask.structure.window == ((2, -1) if name == "window" else (-1, -1))
     assert not mask.is_dense
-    plain = make_mask(batch_size=2, q_length=6, kv_length=6, mask_function=_causal())
-    assert plain is None
+
+
+def test_only_one_query_goes_without_a_mask() -> None:
+    """Layers of NLLB-MoE, Splinter and PaliGemma took None for another order than their mask's."""
+    request = {"batch_size": 2, "kv_length": 6, "mask_function": _causal()}
+    assert make_mask(**request, q_length=1, q_offset=5) is None
+    assert isinstance(make_mask(**request, q_length=6), StructuredMask)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_an_architecture_without_sdpa_computes_with_an_additive_mask(padding: str) -> None:
+    """DeepSeek V4 appends a bias to its mask, which turned round as booleans."""
+    config = transformers.GptOssConfig()
+    config._attn_implementation = "adaattn"
+    real = torch.ones(2, 6, dtype=torch.bool)
+    real[0, 0] = padding == "none"
+    request = {"batch_size": 2, "q_length": 6, "kv_length": 6, "mask_function": _causal()}
+    request["attention_mask"] = real
+    mask = make_mask(**request, config=config, dtype=torch.bfloat16)
+    assert isinstance(mask, StructuredMask)
+    assert not mask.is_dense
+    wanted = masking_utils.eager_mask(**request, dtype=torch.bfloat16)
+    assert mask.dtype == wanted.dtype
+    assert torch.equal(mask + 0, wanted)
+    query, key, value = inputs(6, 6)
+    for given in (mask, make_mask(**request, config=config)):  # with its tensor, and without
+        output, _ = attention_forward(Layer(), query, key, value, given, scaling=SCALE)
+        seen = wanted == 0
+        truth, yardstick = exact(query, key, value, seen)
+        keep = seen.any(-1, keepdim=True).transpose(1, 2).expand_as(output)
+        assert_matches(output[keep], truth[keep], yardstick[keep], summands=6)
 
 
 def test_a_decoder_used_as_an_encoder_sees_all_keys() -> None:
     """Its layers still call themselves causal, so that no mask would be read as causal."""
 
-    class Config:
-        is_causal = False
-
+    config = transformers.LlamaConfig()
+    config.is_causal = False
     mask = make_mask(
         batch_size=2,
         q_length=7,
@@ -157,7 +186,7 @@ def test_a_decoder_used_as_an_encoder_sees_all_keys() -> None:
         mask_function=masking_utils.bidirectional_mask_function,
         allow_is_causal_skip=False,
         allow_is_bidirectional_skip=True,
-        config=Config(),
+        config=config,
     )
     query, key, value = inputs()
     output, _ = attention_forward(Layer(), query, key, value, mask, scaling=SCALE)
@@ -168,9 +197,8 @@ def test_a_decoder_used_as_an_encoder_sees_all_keys() -> None:
 def test_a_window_that_the_mask_does_not_have_is_not_applied() -> None:
     """OLMoE passes its configuration's window to layers whose mask shows all earlier keys."""
 
-    class Config:
-        sliding_window = 3
-
+    config = transformers.LlamaConfig()
+    config.sliding_window = 3
     for len_q, len_k in ((7, 7), (1, 7)):
         mask = make_mask(
             batch_size=2,
@@ -178,7 +206,7 @@ def test_a_window_that_the_mask_does_not_have_is_not_applied() -> None:
             kv_length=len_k,
             q_offset=len_k - len_q,
             mask_function=_causal(),
-            config=Config(),
+            config=config,
         )
         query, key, value = inputs(len_q, len_k)
         output, _ = attention_forward(

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from adaattn.errors import ArgumentError, AssetError, PolicyError, UnsupportedError
-from adaattn.integrations.transformers import register
+from adaattn.integrations.transformers import register, unregister
 
 
 def test_undo_takes_both_functions_out_and_may_be_called_twice() -> None:
@@ -37,13 +37,39 @@ def test_undo_leaves_what_somebody_else_registered_since() -> None:
     assert transformers.AttentionInterface._global_mapping.pop("adaattn-test") is print
 
 
-def test_a_name_is_registered_once() -> None:
-    with register("adaattn-test"), pytest.raises(ArgumentError, match=r"undo\(\) the earlier"):
-        register("adaattn-test")
+def test_the_same_registration_again_replaces_the_earlier_one() -> None:
+    first = register("adaattn-test", policy="speed")
+    with register("adaattn-test", policy="speed") as second:
+        assert not first.is_active
+        first.undo()
+        assert second.is_active
+    assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
+
+
+def test_a_name_is_taken_out_without_its_handle() -> None:
+    handle = register("adaattn-test")
+    assert unregister("adaattn-test")
+    assert not handle.is_active
+    assert not unregister("adaattn-test")
+    assert not unregister("sdpa")
+    assert "sdpa" in transformers.AttentionInterface._global_mapping
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with register("adaattn-test"), pytest.raises(ArgumentError, match=r"unregister\(\) an earlier"):
+        register("adaattn-test", policy="speed")
     with pytest.raises(ArgumentError, match="does not know yet, got 'sdpa'"):
         register("sdpa")
     with pytest.raises(ArgumentError, match="does not know yet, got 'eager'"):
         register("eager")
+
+
+def test_pytorch_keeps_no_hook_of_a_registration_that_was_undone() -> None:
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    before = len(hooks)
+    with register("adaattn-test"):
+        assert len(hooks) == before + 1
+    assert len(hooks) == before
 
 
 @pytest.mark.parametrize("name", ["my-flash", "org/name", "paged|x", "", "Flash"])

@@ -8,14 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from adaattn import (
+    AttentionProblem,
     Decision,
     HeadGroup,
     Method,
     Plan,
     Policy,
+    Precision,
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import registry
+from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import UnsupportedError
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
 
@@ -202,21 +206,7 @@ ADVERSARIES: tuple[Callable[[Heads], Heads], ...] = (
 )
 
 
-BEYOND_SAMPLING = pytest.mark.xfail(
-    reason="one block of queries loses a block of keys that none of its scored rows needs, and "
-    "32 sampled rows see too little of it; needs a bound on the mass that each row drops",
-    raises=AssertionError,
-)
-ATTACKS = [
-    pytest.param(
-        kind,
-        adversary,
-        id=f"{kind.__name__}-{adversary.__name__}",
-        marks=[BEYOND_SAMPLING] * ((kind, adversary) == (topic_heads, with_a_needle)),
-    )
-    for kind in KINDS
-    for adversary in ADVERSARIES
-]
+ATTACKS = [(kind, adversary) for kind in KINDS for adversary in ADVERSARIES]
 
 
 @pytest.mark.parametrize(("heads", "adversary"), ATTACKS)
@@ -228,14 +218,101 @@ def test_the_budget_holds_on_inputs_made_to_break_it(
     output = attend(*tensors, policy="balanced")
     rounding = head_errors(F.scaled_dot_product_attention(*tensors), exact).amax().item()
     assert_within_budget(output, exact, max(0.01, 2 * rounding))
-    for backend in ("low_rank", "block_sparse"):
+    for method in (Method.LOW_RANK, Method.BLOCK_SPARSE):
+        name = method.name.lower()
         try:
-            output = attend(*tensors, policy="balanced", backend=backend)
+            output, aux = attend(*tensors, policy="balanced", backend=name, return_aux=True)
         except UnsupportedError as error:
-            refusals = [reason for reason in error.reasons if reason.startswith(backend)]
-            assert all("at most 0.01, got" in r or "over budget" in r for r in refusals)
+            refusals = [reason for reason in error.reasons if reason.startswith((name, "audit"))]
+            assert refusals
+            assert all(
+                "at most 0.01, got" in r or "over budget" in r or "0.01 allowed" in r
+                for r in refusals
+            )
         else:
+            assert methods_of(aux.decision) == {method}
             assert_within_budget(output, exact, max(0.01, 2 * rounding))
+
+
+GIVEN = {
+    # group, budget in a gap of the errors, attacks that it must survive and must not
+    "bf16": (HeadGroup(capability="sdpa.flash", precision=Precision.BF16), 0.025, 38, 7),
+    "fp16": (HeadGroup(capability="sdpa.flash", precision=Precision.FP16), 0.01, 40, 5),
+    "low rank": (
+        HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8),
+        0.01,
+        11,
+        34,
+    ),
+    "block sparse": (
+        HeadGroup(
+            capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.9
+        ),
+        0.01,
+        30,
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_given_approximation_runs_on_every_attack_and_is_never_wrong_in_silence(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Only 18 of 45 attacks once got an approximate plan, so most of them attacked nothing.
+
+    A given plan runs whatever planning thinks of it. Over its budget it is repaired or
+    refused by the audit.
+    """
+    group, budget, num_within, num_beyond = GIVEN[name]
+    plan = Plan(groups=(group,), num_heads=2, error_budget=budget, audit_rows=64)
+    ran: list[HeadGroup] = []
+    honest = registry.load(group.capability)
+
+    def noting(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+        ran.append(group)
+        return honest(tensors, problem, group)
+
+    monkeypatch.setitem(registry._EXECUTORS, group.capability, noting)
+    within = beyond = 0
+    for heads, adversary in ATTACKS:
+        torch.manual_seed(0)
+        tensors = adversary(heads(length=2048))
+        exact = exactly(tensors)
+        ran.clear()
+        unchecked = attend(*tensors, plan=replace(plan, audit_rows=0))
+        assert ran == [group]
+        if (head_errors(unchecked, exact) <= budget).all():
+            within += 1
+        else:
+            beyond += 1
+        try:
+            output, aux = attend(*tensors, plan=plan, return_aux=True)
+        except UnsupportedError as error:
+            assert any("audit" in reason for reason in error.reasons)
+        else:
+            assert aux.error_estimate is not None
+            assert aux.error_estimate.amax() <= budget
+            assert_within_budget(output, exact, budget)
+    assert within + beyond == len(KINDS) * len(ADVERSARIES) == 45
+    assert within >= num_within
+    assert beyond >= num_beyond
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_needle_that_no_scored_row_looks_for_is_kept(seed: int) -> None:
+    """One key that a few rows look for, and none of those that selection scores, was lost.
+
+    Up to 9 % of a head was wrong at a kept mass of 99 %, in so few rows that the audit, which
+    samples 16 or 32, missed it in 25 of 30 draws.
+    """
+    torch.manual_seed(seed)
+    tensors = with_a_needle(topic_heads(length=2048))
+    group = HeadGroup(
+        capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.99
+    )
+    output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
+    assert_within_budget(output, exactly(tensors), 0.01)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -338,7 +415,15 @@ class TestMixedPlans:
                 plan=Plan(groups=(replace(group, heads=()),), num_heads=len(rows)),
                 **settings,
             )
-            assert torch.equal(output[:, rows], alone)
+            wide = replace(group, heads=(), precision=Precision.FP64)
+            exact_alone = attend(
+                query[:, rows].double(),
+                key[:, columns].double(),
+                value[:, columns].double(),
+                plan=Plan(groups=(wide,), num_heads=len(rows)),
+                **settings,
+            )
+            assert_matches(output[:, rows], exact_alone, alone, summands=2048 + DIM)
 
     def test_heads_that_share_a_key_head_may_part(self) -> None:
         query, key, value = torch.randn(1, 4, 40, 16), *torch.randn(2, 1, 2, 40, 16)

@@ -12,9 +12,9 @@ from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy, record_
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
-from adaattn.dispatch import FALLBACKS
+from adaattn.call.run import FALLBACKS
 from adaattn.errors import UnsupportedError
-from adaattn.measure import measure
+from adaattn.call.measure import measure
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
 
 LOSSY = Policy(name="lossy", error_budget=0.05)
@@ -130,7 +130,7 @@ def test_audited_rows_are_others_than_those_that_planning_measured(
         output[:, :, measured[0]] = result.output[:, :, measured[0]]
         return replace(result, output=output)
 
-    monkeypatch.setattr("adaattn.deciding.measure", noting)
+    monkeypatch.setattr("adaattn.call.adapt.measure", noting)
     monkeypatch.setitem(registry._EXECUTORS, "low_rank", right_where_measured)
     output = attend(*tensors, policy=LOSSY)
     assert measured

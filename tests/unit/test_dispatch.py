@@ -22,7 +22,7 @@ from adaattn import (
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Executor, Result
-from adaattn.dispatch import FALLBACKS
+from adaattn.call.run import FALLBACKS
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError
 from adaattn.testing import assert_matches, fake_facts
 

@@ -20,7 +20,7 @@ from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ArgumentError, NonFiniteError
-from adaattn.measure import measure
+from adaattn.call.measure import measure
 from adaattn.planning import worth_measuring
 from adaattn.spec import Capability, Earlier, History, Method, Precision, TensorStats, Way
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, make_problem

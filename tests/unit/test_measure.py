@@ -9,7 +9,7 @@ import torch
 from adaattn import HeadGroup, Method, Policy, Precision, plan_attention
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, execute
-from adaattn.measure import Sample, audit, check_finite, measure
+from adaattn.call.measure import Sample, audit, check_finite, measure
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import AttentionProblem, MaskKind, Plan, TensorStats
@@ -60,6 +60,7 @@ def variants(stats: TensorStats) -> list[tuple[HeadGroup, tuple[float, ...]]]:
         block_size=BLOCK_SIZE,
     )
     found += [(replace(sparse, kept_mass=mass), errors) for mass, _, errors in stats.block_sparse]
+    assert found
     return found
 
 
@@ -248,7 +249,12 @@ def test_the_decision_rests_on_the_measured_numbers() -> None:
         f"rank={rank},{value_rank}": max(errors)
         for (rank, value_rank), errors in stats.low_rank_errors
     }
-    for entry in decision.trace:
-        shape = entry.candidate.split(" ")[-1]
-        if entry.error_estimate is not None and "fp64" in entry.candidate:
-            assert entry.error_estimate == pytest.approx(largest[shape], rel=1e-12)
+    assert largest
+    estimates = {
+        entry.candidate.split(" ")[-1]: entry.error_estimate
+        for entry in decision.trace
+        if entry.error_estimate is not None and "fp64" in entry.candidate
+    }
+    assert estimates
+    for shape, estimate in estimates.items():
+        assert estimate == pytest.approx(largest[shape], rel=1e-12)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from adaattn.backends import Tensors
-from adaattn.measure import measure
+from adaattn.call.measure import measure
 from adaattn.planning.rank import candidate_ranks, tail_ranks
 from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
-from adaattn.spectra import ENTROPY_SCALES, entropy_stats
+from adaattn.call.spectra import ENTROPY_SCALES, entropy_stats
 from adaattn.testing import make_problem, make_tensors
 
 LOW_RANK = ((Method.LOW_RANK, Precision.FP64),)

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from adaattn.deciding import is_transformed
+from adaattn.call.adapt import is_transformed
 
 __all__ = ["is_plain_causal"]
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from adaattn._events import AttentionEvent
-from adaattn.backends import capability_named
-from adaattn.spec import AttentionProblem, Decision, Method, Way
+from adaattn.backends import capabilities, capability_named
+from adaattn.spec import AttentionProblem, Decision, Method, Way, Why
 
 __all__ = ["Digest", "digest_of", "final_ways"]
 
 _KEPT: Final = 256
-_SLOWER: Final = ("slower", "not faster", "no faster")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,23 +123,26 @@ def _why_not_fused(event: AttentionEvent) -> str | None:
     slow = [group for group in exact if not capability_named(group.capability).is_fused]
     if not slow:
         return ""
-    for sentence in reversed(event.fallbacks):
-        if not sentence.startswith("audit"):  # an audit sends heads back, not the call
-            return sentence
+    # An audit sends heads back, and says so last; a step down sends the call.
+    stepped = event.fallbacks[: len(event.fallbacks) - bool(event.repaired_heads)]
+    if stepped:
+        return stepped[-1]
     against: list[tuple[int, int, int, str]] = []
     for place, entry in enumerate(event.decision.trace):
-        name = entry.candidate.split("/")[0]
-        known = not entry.accepted and name != "any executor"
-        if not known or not capability_named(name).is_fused:
+        name = entry.executor
+        if entry.accepted or not _is_fused(name):
             continue
-        if entry.reason.startswith(_SLOWER):
-            sentence = f"{name} was predicted slower than {slow[0].capability}"
-            against.append((0, 0, place, sentence))
-        else:
-            elsewhere = "the tensors are on" in entry.reason or "cannot run it" in entry.reason
-            # The nearest to serving: it could run here, and the fewest things stand against it.
-            kind, count = (2 if elsewhere else 1), entry.reason.count(";")
-            against.append((kind, count, place, f"{name}: {entry.reason}"))
+        if entry.why is Why.SLOWER:
+            against.append((0, 0, place, f"{name} was not faster than {slow[0].capability}"))
+            continue
+        # The nearest to serving: it could run here, and the fewest things stand against it.
+        kind = 2 if entry.why is Why.ELSEWHERE else 1
+        against.append((kind, entry.num_reasons, place, f"{name}: {entry.reason}"))
     if against:
         return min(against)[-1]
     return f"{slow[0].capability} was asked for by name, which is no fused kernel"
+
+
+def _is_fused(name: str) -> bool:
+    """Return whether an executor of this installation is a fused kernel."""
+    return any(item.name == name and item.is_fused for item in capabilities())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from adaattn.attention.config import AttentionConfig
-from adaattn.canonical import described
+from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
 
 __all__ = ["Layout", "check_inputs"]

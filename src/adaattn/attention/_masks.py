@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from adaattn.attention._causal_hint import is_plain_causal
 from adaattn.attention._layout import Layout
-from adaattn.canonical import described
+from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError, expected_got
 
 __all__ = ["Order", "mask_arguments"]

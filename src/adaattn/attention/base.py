@@ -28,7 +28,7 @@ from adaattn.attention.config import AttentionConfig, AttentionOptions
 from adaattn.attention.rotary import RotaryEmbedding
 from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
-from adaattn.canonical import described
+from adaattn.call.canonical import described
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 import torch
 
-from adaattn.arguments import Arguments, checked_numbers
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.attention.rotary_config import RotaryConfig
 from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
 

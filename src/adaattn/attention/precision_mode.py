@@ -11,7 +11,7 @@ from adaattn._dtypes import precision_of, torch_dtype
 from adaattn.backends import capabilities
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import Precision
-from adaattn.validation import without_autocast
+from adaattn.call.describe import without_autocast
 
 __all__ = ["MODES", "cast_call", "checked_mode", "in_mode", "named_precision", "why_not"]
 

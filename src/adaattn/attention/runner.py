@@ -1,36 +1,30 @@
 """One module's calls: the policy that they follow, what they taught, the statistics they leave."""
 
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 
 from adaattn._events import AttentionEvent, record_events
-from adaattn.attention.memory import CallMemory, is_recomputing
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
-from adaattn.deciding import is_transformed
-from adaattn.errors import NonFiniteError
+from adaattn.call.history import History, is_recomputing
+from adaattn.call.outputs import AuxRequest
 from adaattn.functional import plan_attention, scaled_dot_product_attention
-from adaattn.outputs import AuxRequest
-from adaattn.policies import PRESETS, resolve_policy
+from adaattn.policies import resolve_policy
 from adaattn.spec import Decision, Plan, Policy, Precision
 
 __all__ = ["Runner"]
 
-_EXACT: Final = PRESETS["quality"]
-_NOT_FINITE: Final = "the input was not finite, so nothing could be measured: computed exactly"
+_WEIGHTS: Final = AuxRequest(weights=True)
 
 
 class Runner:
     """Runs attention for one module.
 
-    Under an error budget it remembers: statistics measured on one call serve the next ones,
-    a head keeps its method until another is clearly better, and a forward pass that activation
-    checkpointing runs again in backward follows the plan that it had the first time. Input that
-    is not finite cannot be measured: with ``backend="auto"`` such a call is computed exactly,
-    and the statistics count the reason in ``fallback_reasons``.
+    Its history makes measuring serve many calls and keeps heads from flickering between
+    methods. Input that is not finite cannot be measured: such a call is computed exactly.
 
     Args:
         policy: what its calls may lose; None follows the ambient policy.
@@ -44,8 +38,7 @@ class Runner:
         fused_on_gpu: False keeps calls on a GPU off fused kernels.
 
     Attributes:
-        plan: a plan for every call; None plans each. With one the module traces into one
-            graph under ``torch.compile(fullgraph=True)``.
+        plan: a plan for every call; None plans each.
         statistics: of the calls so far.
 
     Raises:
@@ -71,7 +64,8 @@ class Runner:
         self.fused_on_gpu = fused_on_gpu
         self.plan: Plan | None = None
         self.statistics = AttentionStatistics()
-        self._memory = CallMemory(measure_every=measure_every, momentum=momentum)
+        self._history = History(measure_every=measure_every, momentum=momentum)
+        self._tag = f"layer{layer}" if layer >= 0 else ""
 
     def run(
         self,
@@ -96,18 +90,31 @@ class Runner:
             **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to
                 be computed.
         """
-        call = _Call(query, key, value, need_weights, training, semantics)
+        if need_weights:
+            semantics["return_aux"] = _WEIGHTS
+        if self.plan is not None:
+            semantics["plan"] = self.plan
+        else:
+            semantics |= self._settings(query, key, value, training)
         if torch.compiler.is_compiling():
-            if self.plan is not None:
-                return self._planned(call)
-            outside: Any = torch.compiler.disable(self._run)
-            return outside(call)  # type: ignore[no-any-return]
-        return self._run(call)
+            found = scaled_dot_product_attention(query, key, value, **semantics)
+        else:
+            with record_events(self._count):
+                if self.precision_mode == "auto":
+                    found = scaled_dot_product_attention(
+                        query, key, value, tag=self._tag, layer=self.layer, **semantics
+                    )
+                else:
+                    found = self._in_mode(query, key, value, semantics)
+        if not need_weights:
+            return found, None
+        output, aux = found
+        return output, aux.weights
 
     def reset(self) -> None:
         """Forget the statistics and all that was learnt."""
         self.statistics.reset()
-        self._memory.reset()
+        self._history.reset()
 
     def decision(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **semantics: Any
@@ -120,72 +127,48 @@ class Runner:
             policy=self.policy,
             backend=self._backend_of(query),
             layer=self.layer,
-            history=self._memory.history(),
+            history=self._history,
             **semantics,
         )
 
-    def _run(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what `run` returns, in the format of the precision mode."""
+    def _settings(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, training: bool
+    ) -> dict[str, Any]:
+        """Return the keywords that say how a call is planned."""
+        policy: Policy | str | None = self.policy
+        if torch.compiler.is_compiling():
+            return {"policy": policy, "backend": self._backend_of(query), "layer": self.layer}
+        resolved = resolve_policy(policy)
+        history = None
+        if resolved.allows_loss:
+            history = self._history
+            wanted = training or query.requires_grad or key.requires_grad or value.requires_grad
+            history.may_be_recomputed = wanted and not torch.is_grad_enabled()
+            if history.may_be_recomputed:
+                policy = _without_fp16(resolved)
+        return {"policy": policy, "backend": self._backend_of(query), "history": history}
+
+    def _in_mode(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        semantics: dict[str, Any],
+    ) -> Any:
+        """Return what the public call returns, in the format of the precision mode."""
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-            cast = call._replace(query=query, key=key, value=value)
-            if self.plan is None:
-                return self._adapted(cast)
-            with record_events(self._count):
-                return self._planned(cast)
+            return scaled_dot_product_attention(
+                query, key, value, tag=self._tag, layer=self.layer, **semantics
+            )
 
-        found, note = in_mode(self.precision_mode, call.query, call.key, call.value, run)
+        found, note = in_mode(self.precision_mode, query, key, value, run)
         if note:
             self.statistics.note_precision(note)
-        output, weights = found
-        return output, weights
-
-    def _planned(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the module's plan computes."""
-        return _called(call, {"plan": self.plan, "tag": self._tag})
-
-    def _adapted(self, call: "_Call") -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what planning decides from the call and from what earlier calls taught."""
-        policy = resolve_policy(self.policy)
-        if policy.allows_loss and call.may_need_gradients_later:
-            policy = _without_fp16(policy)
-        backend = self._backend_of(call.query)
-        settings: dict[str, Any] = {"policy": policy, "backend": backend, "tag": self._tag}
-        if not policy.allows_loss or is_transformed(call.query, call.key, call.value):
-            with record_events(self._count):
-                return _called(call, settings)
-        try:
-            return self._remembered(call, settings)
-        except NonFiniteError:
-            if backend != "auto":
-                raise
-            # Training skips such steps itself; a module that raised would hang other ranks.
-            self.statistics.note_fallback(_NOT_FINITE)
-            with record_events(self._count):
-                return _called(call, settings | {"policy": _EXACT})
-
-    def _remembered(
-        self, call: "_Call", settings: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what planning decides with what is remembered, and take in what it measured."""
-        history = self._memory.history()
-        if is_recomputing():
-            repeat = self._memory.recalled(_fingerprint(call))
-            found = _called(call, settings | {"history": replace(history, repeat=repeat)})
-            self.statistics.record_recomputed()
-            return found
-        events: list[AttentionEvent] = []
-        with record_events(events.append):
-            found = _called(call, settings | {"history": history})
-        for event in events:
-            self.statistics.record(event)
-            if self._memory.learns_from(event):
-                recomputable = torch.is_grad_enabled() or call.may_need_gradients_later
-                self._memory.learn(event, _fingerprint(call) if recomputable else None)
         return found
 
     def _count(self, event: AttentionEvent) -> None:
-        """Count an exact call, or its recomputation."""
+        """Count a call, or its recomputation."""
         if is_recomputing():
             self.statistics.record_recomputed()
         else:
@@ -196,63 +179,9 @@ class Runner:
         plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
         return "unfused" if plain else self.backend
 
-    @property
-    def _tag(self) -> str:
-        """The name of the module's calls in events."""
-        return f"layer{self.layer}" if self.layer >= 0 else ""
-
 
 @lru_cache(maxsize=64)
 def _without_fp16(policy: Policy) -> Policy:
     """Return the policy without a format that training may not use; the same object each time."""
     kept = tuple(item for item in policy.precisions if item is not Precision.FP16)
     return replace(policy, precisions=kept)
-
-
-class _Call(NamedTuple):
-    """What one call is given."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    need_weights: bool
-    training: bool
-    semantics: dict[str, Any]
-
-    @property
-    def may_need_gradients_later(self) -> bool:
-        """Whether gradients are not followed now and may be wanted of a recomputation."""
-        tensors = (self.query, self.key, self.value)
-        wanted = self.training or any(item.requires_grad for item in tensors)
-        return wanted and not torch.is_grad_enabled()
-
-
-def _called(call: _Call, settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (output, weights or None) of the public call."""
-    attend = partial(
-        scaled_dot_product_attention,
-        call.query,
-        call.key,
-        call.value,
-        **call.semantics,
-        **settings,
-    )
-    if not call.need_weights:
-        return attend(), None
-    output, found = attend(return_aux=AuxRequest(weights=True))
-    return output, found.weights
-
-
-def _fingerprint(call: _Call) -> tuple[object, ...]:
-    """Return what a recomputed call knows its forward pass by: settings, shapes, sums."""
-    said: list[object] = []
-    sums = []
-    tensors = (("q", call.query), ("k", call.key), ("v", call.value))
-    for name, item in (*tensors, *sorted(call.semantics.items())):
-        if not isinstance(item, torch.Tensor):
-            said.append((name, item))
-            continue
-        said.append((name, tuple(item.shape), item.dtype))
-        if item.numel():
-            sums.append(item.detach().sum(dtype=torch.float64))
-    return (*said, *(torch.stack(sums).tolist() if sums else ()))

@@ -59,6 +59,8 @@ class AttentionStatistics(Mapping[str, Any]):
       output; ``peak_memory_bytes``: most that the process used by then (on CUDA PyTorch's
       allocations), None if unknown;
     - ``measure_ms``: host time of measuring; ``time_ms``: of calls that a sink timed;
+      ``time_saved_ms``: measured, what approximations took less than exact attention, choosing
+      and checking counted (negative is a loss);
     - ``per_head``: for each layer and head the calls by method, switches, mean entropy, mean
       effective rank and the last rank (0 is full).
     """
@@ -95,6 +97,7 @@ class AttentionStatistics(Mapping[str, Any]):
             self._count_repaired(event.problem.precision, digest, head)
         self._numbers["step_downs"] += len(event.fallbacks)
         self._numbers["repaired_heads"] += len(event.repaired_heads)
+        self._numbers["saved_ms"] += event.saved_ms
         if event.time_ms is not None:
             self._numbers["time_ms"] += event.time_ms
         for error in digest.errors:
@@ -215,6 +218,7 @@ class AttentionStatistics(Mapping[str, Any]):
             found[name] = None if value is None else int(value)
         found["measure_ms"] = numbers["measure_ms"]
         found["time_ms"] = numbers["time_ms"]
+        found["time_saved_ms"] = numbers["saved_ms"]
         found["per_head"] = {
             f"{tag or 'attention'} head {head}": _head_dict(counts)
             for (tag, head), counts in sorted(self._heads.items())
@@ -311,7 +315,8 @@ class AttentionStatistics(Mapping[str, Any]):
 def _is_plain(event: AttentionEvent, digest: Digest) -> bool:
     """Return whether an event says nothing but its decision, and that is exact."""
     said = event.fallbacks or event.head_errors or event.repaired_heads or digest.errors
-    return not said and event.stats is None and event.time_ms is None
+    unlike = event.stats is not None or event.time_ms is not None or event.saved_ms != 0.0
+    return not said and not unlike
 
 
 def _new_sums() -> _Sums:

@@ -38,6 +38,7 @@ CAPABILITIES = (
         name="block_sparse",
         backend="block_sparse",
         method=Method.BLOCK_SPARSE,
+        waits=True,
         features=(
             Feature.CAUSAL_TOP_LEFT
             | Feature.CAUSAL_BOTTOM_RIGHT

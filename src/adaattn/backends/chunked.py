@@ -4,24 +4,34 @@ A chunk reads only the keys that its rows can see, so windows and causal order s
 well as memory. Where nothing but masks is asked for, a chunk is one SDPA call; softcap,
 sinks and auxiliary outputs take matrix products and an explicit softmax, recomputed in the
 backward pass. Not for speed on a GPU where FlexAttention can serve.
+
+The gradients of k and v, sums over chunks, add up in fp32. Masks that follow from positions
+alone are kept between calls, 64 MiB of them in all.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from adaattn.backends.common import (
+    accumulation_dtype,
+    additive_mask,
     fused_attention,
     grouped_product,
     hides_nothing,
+    host_bounds,
     key_range,
     sequences,
     softmax_rows,
     tile_mask,
     tile_scores,
+    visible_tile,
 )
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
@@ -40,7 +50,14 @@ CAPABILITIES = (
 )
 
 _Piece = tuple[torch.Tensor, ...]
-_Chunk = Callable[[Tensors, AttentionProblem, int, int], _Piece]
+_Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
+"""Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
+
+_BLOCK: Final = 512
+"""Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
+
+_KEPT_TILES: Final = 64
+_KEPT_BYTES: Final = 64 << 20
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -62,23 +79,52 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
     """Return attention of one dense problem."""
-    rows = chunk_rows or max(problem.len_q, 1)
-    starts = range(0, problem.len_q, rows)
-    chunk = _sdpa_chunk if _is_plain(problem) else _explicit_chunk
-    spans = [(start, min(start + rows, problem.len_q)) for start in starts]
-    if not spans:
-        return _result(list(_explicit_chunk(tensors, problem, 0, 0)), problem.aux)
+    length = problem.len_q
+    chunk = _sdpa_chunk if length and _is_plain(problem) else _explicit_chunk
+    step = min(chunk_rows or length, length)
+    if step == length:
+        rows, cols = range(length), _keys(problem, range(length))
+        columns = list(chunk(_tile(tensors, rows, cols), problem, rows, cols))
+        return _result(columns, problem.aux)
+    spans = [range(start, min(start + step, length)) for start in range(0, length, step)]
     if torch.is_grad_enabled() and problem.requires_grad:
-        one = _recomputed if len(spans) > 1 else _plainly
-        pieces = [one(chunk, tensors, problem, span) for span in spans]
+        pieces = _differentiable(chunk, tensors, problem, spans)
         columns = [torch.cat(column, dim=2) for column in zip(*pieces, strict=True)]
     else:
         columns = _written(chunk, tensors, problem, spans)
     return _result(columns, problem.aux)
 
 
+def _keys(problem: AttentionProblem, rows: range) -> range:
+    """Return the keys that some rows can see at all; every key for no rows."""
+    if not rows:
+        return range(problem.len_k)
+    begin, end = key_range(problem, rows.start, rows.stop)
+    return range(begin, end) if begin < end else range(0)
+
+
+def _tile(tensors: Tensors, rows: range, cols: range) -> Tensors:
+    """Return the tensors of some rows and keys, as views."""
+    return replace(
+        tensors,
+        query=tensors.query[:, :, rows.start : rows.stop],
+        key=tensors.key[:, :, cols.start : cols.stop],
+        value=tensors.value[:, :, cols.start : cols.stop],
+        mask=_mask_tile(tensors.mask, rows, cols),
+    )
+
+
+def _mask_tile(mask: torch.Tensor | None, rows: range, cols: range) -> torch.Tensor | None:
+    """Return the part of a broadcastable mask that concerns some rows and keys, as a view."""
+    if mask is None:
+        return None
+    if mask.shape[-1] != 1:
+        mask = mask[..., cols.start : cols.stop]
+    return mask if mask.shape[-2] == 1 else mask[:, :, rows.start : rows.stop]
+
+
 def _written(
-    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, spans: list[tuple[int, int]]
+    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, spans: list[range]
 ) -> list[torch.Tensor]:
     """Return each output of all chunks, written into one tensor as they come.
 
@@ -86,35 +132,70 @@ def _written(
     allocator then cannot give back: 188 MiB resident instead of 8 on a CPU.
     """
     columns: list[torch.Tensor] = []
-    for start, stop in spans:
-        piece = chunk(tensors, problem, start, stop)
+    for rows in spans:
+        cols = _keys(problem, rows)
+        piece = chunk(_tile(tensors, rows, cols), problem, rows, cols)
         if not columns:
             columns = [
                 item.new_empty((*item.shape[:2], problem.len_q, *item.shape[3:])) for item in piece
             ]
         for column, item in zip(columns, piece, strict=True):
-            column[:, :, start:stop] = item
+            column[:, :, rows.start : rows.stop] = item
     return columns
 
 
-def _plainly(
-    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, span: tuple[int, int]
-) -> _Piece:
-    """Return one chunk, what backward needs of it kept."""
-    return chunk(tensors, problem, *span)
+def _differentiable(
+    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, spans: list[range]
+) -> list[_Piece]:
+    """Return the chunks, which the backward pass computes again.
 
+    What several chunks read is widened once, because autograd adds the chunks' gradients in
+    the dtype of what they read: 16 chunks in bf16 had 15 times the error of one. Slices of a
+    whole tensor would each get a gradient as long as that tensor, so rows are split and the
+    keys of a window come in blocks.
+    """
+    queries = tensors.query.split(len(spans[0]), dim=2)
+    size = _BLOCK if problem.window[0] >= 0 else max(problem.len_k, 1)
+    keys, values = (_widened(item).split(size, dim=2) for item in (tensors.key, tensors.value))
+    mask = tensors.mask
+    if mask is not None and problem.mask_requires_grad and mask.shape[2] == 1:
+        mask = _widened(mask)
+    shared = replace(
+        tensors,
+        sinks=None if tensors.sinks is None else _widened(tensors.sinks),
+        alibi_slopes=None if tensors.alibi_slopes is None else _widened(tensors.alibi_slopes),
+    )
 
-def _recomputed(
-    chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, span: tuple[int, int]
-) -> _Piece:
-    """Return one chunk that the backward pass computes again."""
-
-    def run(query: torch.Tensor) -> _Piece:
-        return chunk(replace(tensors, query=query), problem, *span)
+    def run(query: torch.Tensor, rows: range) -> _Piece:
+        cols = _keys(problem, rows)
+        tile = replace(
+            shared,
+            query=query,
+            key=_joined(keys, cols).to(query.dtype),
+            value=_joined(values, cols).to(query.dtype),
+            mask=_mask_tile(mask, rows, cols),
+        )
+        return chunk(tile, problem, rows, cols)
 
     # The query is an argument so that the recomputation finds its device's random state.
-    piece: _Piece = checkpoint(run, tensors.query, use_reentrant=False)
-    return piece
+    return [
+        checkpoint(run, query, rows, use_reentrant=False)
+        for query, rows in zip(queries, spans, strict=True)
+    ]
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the dtype that sums of its gradients take."""
+    return tensor.to(accumulation_dtype(tensor.dtype))
+
+
+def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
+    """Return some of the tokens that were split into equal blocks."""
+    size = max(blocks[0].shape[2], 1)
+    first = cols.start // size
+    read = blocks[first : max(-(-cols.stop // size), first + 1)]
+    joined = read[0] if len(read) == 1 else torch.cat(read, dim=2)
+    return joined[:, :, cols.start - first * size : cols.stop - first * size]
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
@@ -126,42 +207,43 @@ def _is_plain(problem: AttentionProblem) -> bool:
     return not (half and (problem.has_alibi or problem.mask_is_wide))
 
 
-def _sdpa_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:
-    """Return the output of rows ``start..stop`` by one SDPA call."""
-    begin, end = key_range(problem, start, stop)
-    query = tensors.query[:, :, start:stop]
-    if begin == end:
-        return _blind(tensors, query)
-    rows = torch.arange(start, stop, device=query.device)
-    cols = range(begin, end)
-    all_seen = hides_nothing(problem, range(start, stop), cols)
-    bias, mask = tile_mask(tensors, problem, rows, cols, all_seen=all_seen)
-    if bias is not None:
-        bias = bias.to(query.dtype)
-        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-    keys, values = tensors.key[:, :, begin:end], tensors.value[:, :, begin:end]
-    output = fused_attention(query, keys, values, mask, problem)
-    return (output,)
+def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
+    """Return the output of some rows by one SDPA call."""
+    if not cols:
+        return _blind(tile)
+    query = tile.query
+    if tile.mask is None and tile.alibi_slopes is None:
+        hidden = not hides_nothing(problem, rows, cols)
+        mask = _seen(problem, rows, cols, query, query.dtype) if hidden else None
+    else:
+        bias, mask = _masks(tile, problem, rows, cols)
+        if bias is not None:
+            bias = bias.to(query.dtype)
+            mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
+    return (fused_attention(query, tile.key, tile.value, mask, problem),)
 
 
-def _blind(tensors: Tensors, query: torch.Tensor) -> _Piece:
+def _blind(tile: Tensors) -> _Piece:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
-    tied = [item[..., :0].sum() for item in (query, tensors.key, tensors.value)]
-    zero = torch.stack(tied).sum().to(query.dtype)
-    return (zero.expand(*query.shape[:-1], tensors.value.shape[-1]),)
+    tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
+    zero = torch.stack(tied).sum().to(tile.query.dtype)
+    return (zero.expand(*tile.query.shape[:-1], tile.value.shape[-1]),)
 
 
-def _explicit_chunk(tensors: Tensors, problem: AttentionProblem, start: int, stop: int) -> _Piece:
-    """Return output, log-sum-exp, maximum, entropy and weights of rows ``start..stop``."""
-    begin, end = key_range(problem, start, stop) if stop > start else (0, problem.len_k)
-    rows = torch.arange(start, stop, device=tensors.query.device)
-    all_seen = hides_nothing(problem, range(start, stop), range(begin, end))
-    scores = tile_scores(tensors, problem, rows, range(begin, end), all_seen=all_seen)
-    found = softmax_rows(scores, tensors.sinks, problem.aux)
+def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
+    """Return output, log-sum-exp, maximum, entropy and weights of some rows."""
+    bare = replace(tile, mask=None, alibi_slopes=None)
+    numbers = torch.arange(len(rows), device=tile.query.device)
+    scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
+    bias, seen = _masks(tile, problem, rows, cols)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    found = softmax_rows(scores, tile.sinks, problem.aux)
     weights = found.weights
     dropped = F.dropout(weights, problem.dropout_p) if problem.dropout_p > 0 else weights
-    value = tensors.value[:, :, begin:end].to(weights.dtype)
-    output = grouped_product(dropped, value).to(tensors.query.dtype)
+    output = grouped_product(dropped, tile.value.to(weights.dtype)).to(tile.query.dtype)
     piece: list[torch.Tensor] = [output]
     if Aux.LSE in problem.aux:
         piece.append(found.lse)
@@ -170,8 +252,85 @@ def _explicit_chunk(tensors: Tensors, problem: AttentionProblem, start: int, sto
     if found.entropy is not None:
         piece.append(found.entropy)
     if Aux.WEIGHTS in problem.aux:
-        piece.append(F.pad(weights, (begin, problem.len_k - end)))
+        piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
     return tuple(piece)
+
+
+def _masks(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (what is added to the scores, which keys are seen) of a tile; None for nothing."""
+    bias: torch.Tensor | None = None
+    if tile.alibi_slopes is not None:
+        numbers = torch.arange(rows.start, rows.stop, device=tile.query.device)
+        bias, _ = tile_mask(replace(tile, mask=None), problem, numbers, cols, all_seen=True)
+    seen: torch.Tensor | None = None
+    if not hides_nothing(problem, rows, cols):
+        seen = _seen(problem, rows, cols, tile.query, torch.bool)
+    if tile.mask is None:
+        return bias, seen
+    if tile.mask.dtype == torch.bool:
+        return bias, tile.mask if seen is None else tile.mask & seen
+    return tile.mask if bias is None else bias + tile.mask, seen
+
+
+_TILES: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+_LOCK: Final = threading.Lock()
+
+
+def _seen(
+    problem: AttentionProblem, rows: range, cols: range, query: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return which keys position lets some rows see: [R, C], kept for calls like this one.
+
+    Args:
+        problem: one whose positions hide something.
+        rows: the query rows.
+        cols: the keys.
+        query: tells the device, and whether this call may keep anything.
+        dtype: boolean, or a floating-point dtype for what is added to the scores.
+    """
+    if not _may_keep(query):
+        return _made(problem, rows, cols, query.device, dtype)
+    stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
+    first = rows.start + problem.offset - cols.start
+    right = 0 if problem.is_causal else problem.window[1]
+    pattern = (first, len(rows), len(cols), problem.window[0], right, problem.dilation)
+    key = (*pattern, dtype, query.device, stream)
+    with _LOCK:
+        known = _TILES.get(key)
+        if known is not None:
+            _TILES.move_to_end(key)
+            return known
+    with torch.inference_mode(False):
+        made = _made(problem, rows, cols, query.device, dtype)
+    with _LOCK:
+        _TILES[key] = made
+        while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t in _TILES.values()) > _KEPT_BYTES:
+            _TILES.popitem(last=False)
+    return made
+
+
+def _may_keep(query: torch.Tensor) -> bool:
+    """Return whether tensors made now stay valid: no tracing, transform or CUDA graph sees them."""
+    if torch.compiler.is_compiling() or type(query) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _made(
+    problem: AttentionProblem, rows: range, cols: range, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the mask of one tile by position alone, newly made."""
+    numbers = torch.arange(rows.start, rows.stop, device=device)
+    keys = torch.arange(cols.start, cols.stop, device=device)
+    visible = visible_tile(problem, numbers, keys)
+    assert visible is not None
+    mask = visible if dtype == torch.bool else additive_mask(visible, dtype)
+    assert mask is not None
+    return mask
 
 
 def _result(columns: list[torch.Tensor], aux: Aux) -> Result:
@@ -199,9 +358,6 @@ def _block_diagonal(
     present = [part for part in parts if part is not None]
     if not present:
         return None
-    total = tensors.bounds_k[-1]
-    rows = [
-        F.pad(part, (tensors.bounds_k[n], total - tensors.bounds_k[n + 1]))
-        for n, part in enumerate(present)
-    ]
+    _, bounds = host_bounds(tensors)
+    rows = [F.pad(part, (bounds[n], bounds[-1] - bounds[n + 1])) for n, part in enumerate(present)]
     return torch.cat(rows, dim=2)

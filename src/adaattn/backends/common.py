@@ -12,24 +12,29 @@ import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
+from adaattn.backends.masks import sighted
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = [
     "RowStatistics",
+    "sdpa",
     "accumulation_dtype",
     "additive_mask",
     "fused_attention",
     "grouped_product",
     "hides_nothing",
+    "host_bounds",
     "key_range",
     "sequences",
-    "sighted",
     "softmax_rows",
     "tile_mask",
     "tile_scores",
     "visible_tile",
     "with_dense_columns",
 ]
+
+sdpa = F.scaled_dot_product_attention
+"""PyTorch's own function, as it was at import: a caller may put ours in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,10 @@ def sequences(
     if problem.num_sequences == 0:
         yield tensors, problem
         return
+    bounds_q, bounds_k = host_bounds(tensors)
     for n in range(problem.num_sequences):
-        rows = slice(tensors.bounds_q[n], tensors.bounds_q[n + 1])
-        cols = slice(tensors.bounds_k[n], tensors.bounds_k[n + 1])
+        rows = slice(bounds_q[n], bounds_q[n + 1])
+        cols = slice(bounds_k[n], bounds_k[n + 1])
         part = replace(
             tensors,
             query=tensors.query[:, :, rows],
@@ -75,6 +81,13 @@ def sequences(
                 len_k=cols.stop - cols.start,
             ),
         )
+
+
+def host_bounds(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the bounds of packed sequences on the host; on a GPU this waits for the device."""
+    if tensors.bounds_q or tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        return tensors.bounds_q, tensors.bounds_k
+    return tuple(tensors.cu_seqlens_q.tolist()), tuple(tensors.cu_seqlens_k.tolist())
 
 
 def key_range(problem: AttentionProblem, start: int, stop: int) -> tuple[int, int]:
@@ -152,22 +165,6 @@ def tile_mask(
     return bias, visible
 
 
-def sighted(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (mask, blind): rows that saw nothing see everything, and are marked in ``blind``.
-
-    Kernels differ on rows that see nothing: zeros, NaN, the mean of the values. Given a row
-    that sees something they agree, and its output is zeroed afterwards, gradients too.
-
-    Args:
-        mask: [..., Sq, Sk] boolean or additive.
-    """
-    if mask.dtype == torch.bool:
-        blind = ~mask.any(-1, keepdim=True)
-        return mask | blind, blind
-    blind = ~(mask > float("-inf")).any(-1, keepdim=True)
-    return mask.masked_fill(blind, 0.0), blind
-
-
 def fused_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -177,15 +174,11 @@ def fused_attention(
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds.
-
-    On a GPU the mask is stored whole first: broadcast or unaligned ones are misread there.
-    """
+    """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds."""
     blind = None
     if mask is not None and query.is_cuda:
         mask, blind = sighted(mask)
-        mask = mask.expand(*query.shape[:3], key.shape[2]).contiguous()
-    output = F.scaled_dot_product_attention(
+    output = sdpa(
         query,
         key,
         value,

@@ -1,27 +1,29 @@
 """FlexAttention, for score changes that SDPA lacks. GPUs only.
 
 On a CPU it has no backward pass and compiles with a C++ compiler that users may not have,
-so the reference and `chunked` serve there. The compiled function and block masks are kept;
-a sink is applied to the result through the log-sum-exp, which FlexAttention differentiates.
+so the reference and `chunked` serve there. The compiled functions are kept, and so are block
+masks that follow from positions and packed sequences; a sink is applied to the result through
+the log-sum-exp, which FlexAttention differentiates.
 """
 
 import importlib.util
+import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
 
-_KEPT_MASKS: Final = 64
+_KEPT_VALUES: Final = 64
 _KEPT_KERNELS: Final = 256
 
 
@@ -71,6 +73,7 @@ CAPABILITIES = (
 )
 
 _ScoreMod = Callable[..., torch.Tensor]
+_Value = TypeVar("_Value")
 
 _BLOCK: Final = 128
 """Side of FlexAttention's blocks."""
@@ -81,46 +84,109 @@ _MASK_ELEMENTS: Final = 1 << 22
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention by one compiled FlexAttention kernel."""
-    mask_mod = _mask_mod(tensors, problem)
-    block_mask = _block_mask(tensors, problem, mask_mod) if mask_mod is not None else None
-    needs_lse = problem.has_sinks or Aux.LSE in problem.aux
-    found = _compiled(problem)(
+    wants_lse = problem.has_sinks or bool(problem.aux & Aux.LSE)
+    tracing = torch.compiler.is_compiling()
+    kernel = _entry if tracing else _kernel(_facts(tensors, problem, wants_lse))
+    output, lse = kernel(
         tensors.query,
         tensors.key,
         tensors.value,
+        wants_lse=wants_lse,
         score_mod=_score_mod(tensors, problem),
-        block_mask=block_mask,
+        block_mask=_block_mask(tensors, problem),
         scale=problem.scale,
         enable_gqa=problem.group_size > 1,
-        return_lse=needs_lse,
     )
-    if not needs_lse:
-        return Result(output=found)
-    output, lse = found
     if tensors.sinks is not None:
-        sinks = tensors.sinks.float()[None, :, None]
-        share = torch.sigmoid(lse - sinks)
-        output = (output.float() * share.unsqueeze(-1)).to(output.dtype)
-        lse = torch.logaddexp(lse, sinks)
-    return Result(output=output, lse=lse if Aux.LSE in problem.aux else None)
+        output, lse = _with_sinks(output, lse, tensors.sinks)
+    return Result(output=output, lse=lse if problem.aux & Aux.LSE else None)
+
+
+def _with_sinks(
+    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp with sinks in the denominator; blind rows stay 0 and -inf.
+
+    Args:
+        output: [B, Hq, Sq, Dv] without sinks.
+        lse: [B, Hq, Sq] of it, fp32; -inf where a row sees no key.
+        sinks: [Hq].
+    """
+    blind = lse == float("-inf")
+    seen = lse.masked_fill(blind, 0.0)  # so that no gradient meets an infinity
+    logits = sinks.float()[None, :, None]
+    share = torch.sigmoid(seen - logits).masked_fill(blind, 0.0)
+    output = (output.float() * share.unsqueeze(-1)).to(output.dtype)
+    return output, torch.logaddexp(seen, logits).masked_fill(blind, float("-inf"))
+
+
+def _facts(tensors: Tensors, problem: AttentionProblem, wants_lse: bool) -> tuple[object, ...]:
+    """Return all that a compiled kernel depends on, which is all that Dynamo would guard.
+
+    The numbers of one packing are not among it: its tensors are read when the kernel runs.
+    """
+    query, key, value = tensors.query, tensors.key, tensors.value
+    return (
+        *(_layout(item) for item in (query, key, value, tensors.mask, tensors.alibi_slopes)),
+        (query is key, query is value, key is value),  # equal arguments become one input
+        tensors.cu_seqlens_q is not None,
+        problem.scale,
+        problem.is_causal,
+        problem.align,
+        problem.window,
+        problem.dilation,
+        problem.softcap,
+        problem.deterministic,
+        wants_lse,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
+    """Return what compiled code takes for granted of a tensor."""
+    if tensor is None:
+        return None
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_inference(),
+    )
 
 
 @lru_cache(maxsize=_KEPT_KERNELS)
-def _compiled(problem: AttentionProblem) -> Callable[..., Any]:
-    """Return a compiled entry for the calls of one problem.
+def _kernel(facts: tuple[object, ...]) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Return a compiled entry for the calls of equal facts.
 
     Each has a code object of its own. Dynamo stops compiling one after 8 shapes, and would go on
-    with FlexAttention's eager form, which writes out all scores and only warns.
+    with FlexAttention's eager form, which writes out all scores and only warns. The facts are
+    what its guards would check again on each call, so they are left out where PyTorch can.
     """
+    del facts
     own = types.FunctionType(_entry.__code__.replace(co_name=f"{_entry.__name__}_"), globals())
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    own.__kwdefaults__ = _entry.__kwdefaults__
+    no_guards = getattr(torch.compiler, "skip_all_guards_unsafe", None)
+    options = {"guard_filter_fn": no_guards} if no_guards is not None else None
+    return torch.compile(own, dynamic=False, fullgraph=True, options=options)
 
 
-def _entry(*args: Any, **kwargs: Any) -> Any:
-    """Return what FlexAttention returns."""
-    from torch.nn.attention.flex_attention import flex_attention
+def _entry(*args: Any, wants_lse: bool, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+    """Return FlexAttention's output, and its log-sum-exp or None."""
+    from torch.nn.attention import flex_attention
 
-    return flex_attention(*args, **kwargs)
+    module: Any = flex_attention
+    if not wants_lse:
+        return module.flex_attention(*args, **kwargs), None
+    if not hasattr(module, "AuxRequest"):  # before PyTorch 2.9
+        output, lse = module.flex_attention(*args, return_lse=True, **kwargs)
+        return output, lse
+    output, aux = module.flex_attention(*args, return_aux=module.AuxRequest(lse=True), **kwargs)
+    return output, aux.lse
 
 
 def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
@@ -133,17 +199,13 @@ def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
         slopes = slopes.float().expand(problem.batch, problem.num_heads).contiguous()
     if mask is not None:
         mask = mask.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-    starts_q, starts_k = _starts(tensors, problem)
-    shift = _packed_shift(tensors, problem)
+    _, _, position_q, position_k = _packing(tensors, problem)
 
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
-            if starts_q is None:
-                distance = i + offset - j
-            else:
-                distance = i - starts_q[i] + shift[i] - (j - starts_k[j])
+            distance = i + offset - j if position_q is None else position_q[i] - position_k[j]
             score = score - slopes[b, h] * torch.abs(distance)
         if mask is not None:
             score = score + mask[b, h, i, j]
@@ -152,30 +214,23 @@ def _score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
     return score_mod
 
 
-def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
-    """Return which keys are seen, by position, boolean mask and packed sequence; None for all."""
-    boolean = (
-        tensors.mask if tensors.mask is not None and tensors.mask.dtype == torch.bool else None
-    )
-    if not problem.is_positional and boolean is None and problem.num_sequences == 0:
-        return None
+def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod:
+    """Return which keys are seen, by position, boolean mask and packed sequence."""
+    boolean = _boolean(tensors)
     if boolean is not None:
         boolean = boolean.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
     left, right = problem.window
     right = 0 if problem.is_causal else right
     offset, dilation = problem.offset, problem.dilation
-    starts_q, starts_k = _starts(tensors, problem)
-    shift = _packed_shift(tensors, problem)
-    documents_q = _documents(tensors.cu_seqlens_q, problem.len_q)
-    documents_k = _documents(tensors.cu_seqlens_k, problem.len_k)
+    sequence_q, sequence_k, position_q, position_k = _packing(tensors, problem)
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        if starts_q is None:
+        if sequence_q is None:
             distance = i + offset - j
             seen = distance == distance
         else:
-            distance = i - starts_q[i] + shift[i] - (j - starts_k[j])
-            seen = documents_q[i] == documents_k[j]
+            distance = position_q[i] - position_k[j]
+            seen = sequence_q[i] == sequence_k[j]
         if right >= 0:
             seen = seen & (distance >= -right)
         if left >= 0:
@@ -189,69 +244,104 @@ def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
     return mask_mod
 
 
-def _documents(bounds: torch.Tensor | None, length: int) -> Any:
-    """Return the packed sequence of each token, int32 [T]."""
-    if bounds is None:
+def _boolean(tensors: Tensors) -> torch.Tensor | None:
+    """Return the mask if it is boolean."""
+    mask = tensors.mask
+    return mask if mask is not None and mask.dtype == torch.bool else None
+
+
+def _packing(tensors: Tensors, problem: AttentionProblem) -> tuple[Any, Any, Any, Any]:
+    """Return each query's and each key's packed sequence and place in it; Nones if not packed."""
+    starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if starts_q is None or starts_k is None:
+        return None, None, None, None
+
+    def made() -> tuple[Any, Any, Any, Any]:
+        sequence_q, position_q = _places(starts_q, problem.len_q)
+        sequence_k, position_k = _places(starts_k, problem.len_k)
+        if problem.align is Align.BOTTOM_RIGHT:
+            position_q = position_q + (starts_k.diff() - starts_q.diff())[sequence_q]
+        return sequence_q, sequence_k, position_q, position_k
+
+    facts = ("packing", problem.len_q, problem.len_k, problem.align)
+    return _kept(facts, (starts_q, starts_k), made)
+
+
+def _places(starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed sequence of each token, and the token's place in it: int32 [T] each."""
+    tokens = torch.arange(length, device=starts.device, dtype=starts.dtype)
+    sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True, out_int32=True)
+    return sequence, tokens - starts[sequence]
+
+
+_KEPT: OrderedDict[object, tuple[tuple[weakref.ref[torch.Tensor], ...], Any]] = OrderedDict()
+_LOCK: Final = threading.Lock()
+
+
+def _kept(
+    facts: tuple[object, ...], sources: tuple[torch.Tensor, ...], make: Callable[[], _Value]
+) -> _Value:
+    """Return what ``make`` returns, made once while its sources live unchanged.
+
+    A write to a source that PyTorch does not see is not noticed.
+
+    Args:
+        facts: what it depends on beside the sources' numbers.
+        sources: the tensors that are read.
+        make: makes the value, which must not hold the sources.
+    """
+    if torch.compiler.is_compiling() or any(source.is_inference() for source in sources):
+        return make()
+    key = (facts, tuple((id(source), source._version) for source in sources))
+    with _LOCK:
+        refs, value = _KEPT.get(key, ((), None))
+        if value is not None and all(map(_is_of, refs, sources)):
+            _KEPT.move_to_end(key)
+            kept: _Value = value
+            return kept
+    with torch.inference_mode(False):
+        made = make()
+    with _LOCK:
+        _KEPT[key] = (
+            tuple(weakref.ref(source, lambda _: _KEPT.pop(key, None)) for source in sources),
+            made,
+        )
+        while len(_KEPT) > _KEPT_VALUES:
+            _KEPT.popitem(last=False)
+    return made
+
+
+def _is_of(ref: weakref.ref[torch.Tensor], source: torch.Tensor) -> bool:
+    """Return whether a reference is to this very tensor."""
+    return ref() is source
+
+
+def _block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
+    """Return the block mask, None if all is seen; without a boolean mask it is kept."""
+    boolean, device = _boolean(tensors), tensors.query.device
+    packed = tensors.cu_seqlens_q is not None
+    if boolean is None and not problem.is_positional and not packed:
         return None
-    tokens = torch.arange(length, device=bounds.device, dtype=bounds.dtype)
-    return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True, out_int32=True)
+    batch, heads = (1, 1) if boolean is None else boolean.shape[:2]
 
+    def made() -> Any:
+        shape = (batch, heads, problem.len_q, problem.len_k)
+        return made_block_mask(_mask_mod(tensors, problem), shape, device)
 
-def _starts(tensors: Tensors, problem: AttentionProblem) -> tuple[Any, Any]:
-    """Return the first token of each token's packed sequence, for queries and keys."""
-    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        return None, None
-    documents_q = _documents(tensors.cu_seqlens_q, problem.len_q)
-    documents_k = _documents(tensors.cu_seqlens_k, problem.len_k)
-    return tensors.cu_seqlens_q[documents_q], tensors.cu_seqlens_k[documents_k]
-
-
-def _packed_shift(tensors: Tensors, problem: AttentionProblem) -> Any:
-    """Return Sk - Sq of each query's packed sequence if aligned to the end, else zeros."""
-    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        return None
-    lengths = tensors.cu_seqlens_k.diff() - tensors.cu_seqlens_q.diff()
-    if not problem.align:
-        lengths = torch.zeros_like(lengths)
-    return lengths[_documents(tensors.cu_seqlens_q, problem.len_q)]
-
-
-@dataclass(frozen=True, slots=True)
-class _MaskKey:
-    """What a positional block mask depends on."""
-
-    problem: tuple[object, ...]
-    bounds: tuple[tuple[int, ...], tuple[int, ...]]
-    device: torch.device
-
-
-_BLOCK_MASKS: OrderedDict[_MaskKey, Any] = OrderedDict()
-
-
-def _block_mask(tensors: Tensors, problem: AttentionProblem, mask_mod: _ScoreMod) -> Any:
-    """Return the block mask; those that depend on positions alone are kept."""
-    device = tensors.query.device
-    per_head = tensors.mask is not None
-    batch = problem.batch if per_head else 1
-    heads = problem.num_heads if per_head else 1
+    if boolean is not None:
+        return made()
     facts = (
+        "blocks",
         problem.len_q,
         problem.len_k,
         problem.is_causal,
         problem.align,
         problem.window,
         problem.dilation,
+        device,
     )
-    key = _MaskKey(facts, (tensors.bounds_q, tensors.bounds_k), device)
-    if not per_head and key in _BLOCK_MASKS:
-        _BLOCK_MASKS.move_to_end(key)
-        return _BLOCK_MASKS[key]
-    made = made_block_mask(mask_mod, (batch, heads, problem.len_q, problem.len_k), device)
-    if not per_head:
-        _BLOCK_MASKS[key] = made
-        if len(_BLOCK_MASKS) > _KEPT_MASKS:
-            _BLOCK_MASKS.popitem(last=False)
-    return made
+    starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    return _kept(facts, tuple(item for item in starts if item is not None), made)
 
 
 def made_block_mask(

@@ -2,12 +2,13 @@
 
 Without this, k and v are read once for each query head. It holds for any number of query
 rows as long as position hides nothing, which is the case for one row aligned to the end.
+What it takes is what SDPA has a fused kernel for, so it never writes the scores out: no dropout
+and no fp64, and values as wide as keys.
 """
 
-import torch.nn.functional as F
-
+from adaattn.backends.common import sdpa, with_dense_columns
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -15,7 +16,8 @@ CAPABILITIES = (
     Capability(
         name="grouped",
         backend="grouped",
-        features=(Feature.BACKWARD | Feature.VALUE_DIM | Feature.DROPOUT),
+        precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
+        features=Feature.BACKWARD,
         min_group_size=2,
         max_len_q=8,
         is_fused=True,
@@ -29,7 +31,10 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     """Return attention of [B, Hkv, G * Sq, D] queries, unfolded again."""
     batch, heads, len_q, dim = tensors.query.shape
     folded = tensors.query.reshape(batch, problem.num_kv_heads, -1, dim)
-    output = F.scaled_dot_product_attention(
-        folded, tensors.key, tensors.value, dropout_p=problem.dropout_p, scale=problem.scale
+    output = sdpa(
+        with_dense_columns(folded),
+        with_dense_columns(tensors.key),
+        with_dense_columns(tensors.value),
+        scale=problem.scale,
     )
     return Result(output=output.reshape(batch, heads, len_q, tensors.value.shape[-1]))

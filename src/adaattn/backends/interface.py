@@ -24,11 +24,13 @@ class Tensors:
         key: [B, Hkv, Sk, D], unrepeated.
         value: [B, Hkv, Sk, Dv], unrepeated.
         mask: boolean (True = attend) or floating point, 4-D, broadcastable to [B, Hq, Sq, Sk].
+        mask_given: the mask as the caller gave it: what is known of it is kept by its identity.
         sinks: [Hq] logits that join the denominator.
         alibi_slopes: [B or 1, Hq] positive slopes; the bias is -slope * abs(p - j).
         cu_seqlens_q: int32 [N + 1], starts of packed query sequences and their end.
         cu_seqlens_k: the same for keys.
-        bounds_q: the same numbers on the host; () when not packed.
+        bounds_q: the same numbers on the host; () when not packed, or on a GPU
+            (`adaattn.backends.common.host_bounds` reads them there).
         bounds_k: the same for keys.
     """
 
@@ -36,6 +38,7 @@ class Tensors:
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None = None
+    mask_given: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None

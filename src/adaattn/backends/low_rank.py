@@ -20,6 +20,7 @@ CAPABILITIES = (
         name="low_rank",
         backend="low_rank",
         method=Method.LOW_RANK,
+        waits=True,
         features=(
             Feature.CAUSAL_TOP_LEFT
             | Feature.BOOLEAN_MASK

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from adaattn.backends.common import (
     accumulation_dtype,
     additive_mask,
     grouped_product,
+    sdpa,
     with_dense_columns,
 )
 from adaattn.linalg.projections import ScoreProjections, score_projections, value_basis
@@ -128,7 +128,7 @@ def attention_with_whole_gradients(
         )
     else:
         grouped = query.shape[1] != key.shape[1]
-        output = F.scaled_dot_product_attention(
+        output = sdpa(
             *columns, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
         )
         lse = output.new_empty(0)

@@ -29,6 +29,7 @@ CAPABILITIES = (
         expands_kv=True,
         efficiency=0.05,
         num_launches=12,
+        order=lambda problem: 90,
     ),
 )
 
@@ -140,10 +141,11 @@ def positions(
     rows = torch.arange(len_q, device=device)
     keys = torch.arange(len_k, device=device)
     to_end = problem.align is Align.BOTTOM_RIGHT
-    if not tensors.bounds_q:
+    bounds_q, bounds_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if bounds_q is None or bounds_k is None:
         return rows + to_end * (len_k - len_q), keys, torch.ones(1, 1, device=device).bool()
-    starts_q, ends_q = torch.tensor(tensors.bounds_q, device=device).unfold(0, 2, 1).T
-    starts_k, ends_k = torch.tensor(tensors.bounds_k, device=device).unfold(0, 2, 1).T
+    starts_q, ends_q = bounds_q.long().unfold(0, 2, 1).T
+    starts_k, ends_k = bounds_k.long().unfold(0, 2, 1).T
     row_sequence = torch.bucketize(rows, ends_q.contiguous(), right=True)
     key_sequence = torch.bucketize(keys, ends_k.contiguous(), right=True)
     offset = to_end * (ends_k - starts_k - ends_q + starts_q)

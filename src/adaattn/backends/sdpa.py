@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import additive_mask, sighted, with_dense_columns
+from adaattn.backends.common import additive_mask, sdpa, with_dense_columns
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.masks import known_sighted
 from adaattn.spec import (
     Align,
     AttentionProblem,
@@ -32,6 +33,19 @@ _ALIGNMENT = 8
 _MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
 _TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
 
+
+def _order(problem: AttentionProblem) -> int:
+    """Return 10: where a fused kernel of PyTorch can serve, its users look no further."""
+    del problem
+    return 10
+
+
+def _last_of_sdpa(problem: AttentionProblem) -> int:
+    """Return 60: scores written out are what PyTorch falls back on."""
+    del problem
+    return 60
+
+
 CAPABILITIES = (
     Capability(
         name="sdpa.flash",
@@ -41,6 +55,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
+        order=_order,
     ),
     Capability(
         name="sdpa.flash2",
@@ -60,6 +75,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.45,
+        order=_order,
     ),
     Capability(
         name="sdpa.efficient",
@@ -80,6 +96,7 @@ CAPABILITIES = (
         expands_kv=True,
         is_fused=True,
         efficiency=0.3,
+        order=_order,
     ),
     Capability(
         name="sdpa.cudnn",
@@ -94,6 +111,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.8,
+        order=_order,
     ),
     Capability(
         name="sdpa.math",
@@ -111,6 +129,7 @@ CAPABILITIES = (
         expands_kv=True,
         efficiency=0.5,
         num_launches=8,
+        order=_last_of_sdpa,
     ),
 )
 
@@ -126,28 +145,34 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
     """Return whether ``F.scaled_dot_product_attention`` itself would run this kernel.
 
-    Not with a mask on a GPU: what its kernels write for a row that sees nothing differs.
+    A mask goes to it as it was given, broadcast dimensions unexpanded.
     """
     if problem.sdpa_default != group.capability:
         return False
-    masked = problem.mask is not MaskKind.NONE and problem.device_type != "cpu"
-    special = masked or problem.num_sequences > 0 or problem.window != (-1, -1)
+    special = problem.num_sequences > 0 or problem.window != (-1, -1)
     corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT
     return not (special or corner or problem.aux is not Aux.NONE)
 
 
 def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
-    """Return the output of PyTorch's public function."""
-    return F.scaled_dot_product_attention(
+    """Return the output of PyTorch's public function; rows that a mask blinds are set right.
+
+    On a CPU its kernels write zeros there by themselves.
+    """
+    mask, blind = tensors.mask, None
+    if mask is not None and mask.is_cuda:
+        mask, blind = known_sighted(mask, tensors.mask_given)
+    output = sdpa(
         tensors.query,
         tensors.key,
         tensors.value,
-        attn_mask=tensors.mask,
+        attn_mask=mask,
         dropout_p=problem.dropout_p,
         is_causal=problem.is_causal,
         scale=problem.scale,
         enable_gqa=problem.group_size > 1,
     )
+    return output if blind is None else output.masked_fill(blind, 0.0)
 
 
 def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -284,13 +309,16 @@ def _without_blind_rows(
 def _full_bias(
     tensors: Tensors, problem: AttentionProblem
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mask as a bias [B, Hq, Sq, Sk] in stored, aligned rows, and its blind rows."""
-    bias = additive_mask(tensors.mask, tensors.query.dtype)
-    if bias is None:
+    """Return the mask as a bias [B, Hq, Sq, Sk] in aligned rows, and its blind rows if any."""
+    if tensors.mask is None:
         return None, None
-    bias, blind = sighted(bias)
-    rows = _aligned(bias.expand(-1, -1, problem.len_q, problem.len_k).contiguous())
-    return rows.expand(problem.batch, problem.num_heads, -1, -1), blind
+    mask, blind = known_sighted(tensors.mask, tensors.mask_given)
+    bias = additive_mask(mask, tensors.query.dtype)
+    assert bias is not None
+    shape = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+    if bias.shape[-1] == 1:
+        bias = bias.expand(*bias.shape[:-1], problem.len_k)
+    return _aligned(bias.contiguous()).expand(shape), blind
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

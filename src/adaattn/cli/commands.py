@@ -147,3 +147,61 @@ def plan(
             ),
             json_path=json,
         )
+
+
+@app.command(cls=JsonOption)
+def tune(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of a call; may be given several times."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the shapes, as for plan.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="Keys after the query are hidden.")] = (
+        False
+    ),
+    window: Annotated[
+        str, typer.Option(metavar="LEFT,RIGHT", help="Keys seen around the query; -1 is all.")
+    ] = "-1,-1",
+    align: Annotated[str, typer.Option(help="top_left or bottom_right.")] = "top_left",
+    softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
+    training: Annotated[bool, typer.Option("--training", help="With a backward pass.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    budget: Annotated[float, typer.Option(help="Seconds for all of it.")] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Turns of each executor on a problem.")] = 7,
+    table: Annotated[
+        Path | None, typer.Option(help="Take over this file, and measure nothing.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this file, and not to this machine's own.")
+    ] = None,
+    json: Json = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="No progress bar.")] = False,
+) -> None:
+    """Time every exact executor on this machine; calls are planned by these times from then on."""
+    with one_line_errors():
+        from adaattn.cli.plan import PlanRequest
+        from adaattn.cli.tune import TuneRequest, run_tune
+
+        problems = tuple(
+            PlanRequest(
+                shape=item,
+                dtype=dtype,
+                is_causal=causal,
+                window=window,
+                align=align,
+                softcap=softcap,
+                backward=training,
+            )
+            for item in shape or ()
+        )
+        request = TuneRequest(
+            problems=problems,
+            device=device,
+            budget_s=budget,
+            rounds=rounds,
+            load=table,
+            out=out,
+        )
+        run_tune(request, json_path=json, shows_progress=not no_progress)

@@ -12,7 +12,7 @@ from adaattn.planning import decide
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, AttentionProblem, Decision, HardwareFacts, Policy, Precision
 
-__all__ = ["PlanRequest", "decision_for", "run_plan"]
+__all__ = ["PlanRequest", "decision_for", "problem_of", "run_plan"]
 
 _DTYPES = {
     "float64": Precision.FP64,
@@ -65,8 +65,9 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
         return
     rates = hardware.rates.source
     print(f"{hardware.name or hardware.device_type} (rates: {rates})")
-    print(f"predicted {decision.plan.estimated_ms:.3g} ms, ", end="")
-    print(f"workspace {decision.plan.workspace_bytes / 1e6:.3g} MB")
+    if decision.cost is not None:
+        print(f"estimated {decision.cost.time_ms:.3g} ms, ", end="")
+    print(f"workspace {decision.workspace_bytes / 1e6:.3g} MB")
     print(decision)
     if decision.plan.error_budget > 0 and problem.len_k:
         print("  note: approximations are judged on the tensors themselves, which a plan by")
@@ -80,12 +81,17 @@ def decision_for(request: PlanRequest) -> tuple[AttentionProblem, HardwareFacts,
         AdaAttnError: an option cannot be understood, or nothing can serve the call.
     """
     hardware = facts_of(request.device)
-    problem = _problem(request, hardware.device_type)
+    problem = problem_of(request, hardware.device_type)
     decision = decide(problem, None, hardware, _policy(request), capabilities())
     return problem, hardware, decision
 
 
-def _problem(request: PlanRequest, device_type: str) -> AttentionProblem:
+def problem_of(request: PlanRequest, device_type: str) -> AttentionProblem:
+    """Return the problem that the options describe.
+
+    Raises:
+        AdaAttnError: one of them cannot be understood.
+    """
     batch, heads, kv_heads, len_q, len_k, head_dim, value_dim = _sizes(request.shape)
     if request.dtype not in _DTYPES:
         raise DTypeError(expected_got("dtype", f"one of {', '.join(_DTYPES)}", request.dtype))

@@ -19,6 +19,7 @@ from adaattn.hardware import saved_rates
 from adaattn.hardware.datasheet import datasheet_rates
 from adaattn.hardware.defaults import default_rates
 from adaattn.hardware.memory import host_memory_bytes
+from adaattn.hardware.tables import timings_of
 from adaattn.spec import HardwareFacts, Precision, Rates
 
 __all__ = ["clear_cache", "describe", "on_clear", "probe", "resolve"]
@@ -136,6 +137,7 @@ def _wrong_device(device: object) -> str:
 @functools.lru_cache(maxsize=64)
 def _facts(device_type: str, index: int, num_threads: int) -> HardwareFacts:
     facts = _description(device_type, index, num_threads)
+    facts = replace(facts, timings=timings_of(facts))
     measured = saved_rates.read(facts)
     if measured is None:
         known = datasheet_rates(facts.name) if device_type == "cuda" else None

@@ -2,12 +2,13 @@
 
 Transformers describes a mask by a function of index pairs. Plain causality, sliding windows
 and packed sequences need no B x Sq x Sk booleans: they are recognised here and travel as a
-`StructuredMask`, which the attention function reads and which turns into the ordinary boolean
-mask as soon as anybody else computes with it. Whatever is not recognised, and every mask with
-padding, is left to Transformers' ``sdpa_mask``.
+`StructuredMask`, which the attention function reads and which turns into the ordinary mask as
+soon as anybody else computes with it: additive for architectures that have only eager attention,
+else boolean. Whatever is not recognised, and every mask with padding, is left to Transformers'
+``sdpa_mask``.
 
-``None`` is returned only where it cannot be misread: all keys seen, or causal with as many
-keys as queries.
+``None`` is returned for one query only, since layers disagree whether it means causal order.
+Architectures that never call the attention function are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
+
+from adaattn.integrations._transformers_support import expects_additive_masks
 
 __all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
 
@@ -69,24 +72,29 @@ def segments_of(starts: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class StructuredMask(torch.Tensor):
-    """A boolean mask [B, 1, Sq, Sk], stored as its structure until somebody computes with it.
+    """A mask [B, 1, Sq, Sk], stored as structure or booleans until somebody computes with it.
 
-    Any operation on it works on the ordinary tensor, which is made once. From then on that
-    tensor is the truth, since views of it may have been written to.
+    Any operation on it works on the ordinary tensor, which is made once: booleans (True where a
+    key is seen) or, in a floating dtype, zeros and the lowest number, which are added to scores.
+    From then on that tensor is the truth, since views of it may have been written to.
     """
 
-    structure: MaskStructure
+    structure: MaskStructure | torch.Tensor
     _dense: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, structure: MaskStructure, shape: tuple[int, int, int, int], device: torch.device | str
+        cls,
+        structure: MaskStructure | torch.Tensor,
+        shape: tuple[int, ...],
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bool,
     ) -> "StructuredMask":
         """Return the mask of a structure; nothing of its size is allocated."""
         mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.bool, device=torch.device(device)
+            cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask.structure = structure
         mask._dense = None
@@ -101,11 +109,15 @@ class StructuredMask(torch.Tensor):
         return self._dense is not None
 
     def materialise(self) -> torch.Tensor:
-        """Return the ordinary boolean tensor [B, 1, Sq, Sk]."""
+        """Return the ordinary tensor [B, 1, Sq, Sk]."""
         if self._dense is None:
-            batch, _, len_q, len_k = self.shape
-            seen = self.structure.dense(len_q, len_k, self.device)
-            self._dense = seen.expand(batch, 1, len_q, len_k).clone()
+            seen = self.structure
+            if isinstance(seen, MaskStructure):
+                seen = seen.dense(self.shape[-2], self.shape[-1], self.device)
+            if self.dtype != torch.bool:
+                zero = torch.zeros((), dtype=self.dtype, device=self.device)
+                seen = torch.where(seen, zero, torch.finfo(self.dtype).min)
+            self._dense = seen.expand(self.shape).clone()
         return self._dense
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -138,22 +150,40 @@ def make_mask(**request: Any) -> torch.Tensor | None:
 
     Returns:
         ``None``, a `StructuredMask`, or booleans [B, 1, Sq, Sk] (True = attend).
-    """
-    from transformers.masking_utils import sdpa_mask
 
+    Raises:
+        UnsupportedError: the architecture would misread the mask.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    config = request.get("config")
+    is_additive = config is not None and expects_additive_masks(
+        type(config), str(getattr(config, "_attn_implementation", None))
+    )
+    if _is_traced():
+        if not is_additive:
+            return sdpa_mask(**request)  # type: ignore[no-any-return]
+        return eager_mask(**{**request, "allow_is_bidirectional_skip": False})  # type: ignore[no-any-return]
+    dtype = request.get("dtype", torch.float32) if is_additive else torch.bool
     pattern = _recognise(request)
-    if pattern is None:
-        return sdpa_mask(**request)  # type: ignore[no-any-return]
-    structure = _structure(pattern, request)
-    if structure is None or _is_padded(structure, request):
-        return sdpa_mask(**request)  # type: ignore[no-any-return]
-    if _may_skip(structure, request):
-        return None
-    if request["q_length"] == 1 and not request.get("allow_is_causal_skip", True):
-        # A compiled graph may take it, and a row of booleans is cheap.
-        return sdpa_mask(**request)  # type: ignore[no-any-return]
-    shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
-    return StructuredMask(structure, shape, request.get("device", "cpu"))
+    structure = None if pattern is None else _structure(pattern, request)
+    if structure is not None and not _is_padded(structure, request):
+        if not is_additive and request["q_length"] == 1:
+            if _may_skip(structure, request):
+                return None
+            if not request.get("allow_is_causal_skip", True):
+                # A compiled graph may take it, and a row of booleans is cheap.
+                return sdpa_mask(**request)  # type: ignore[no-any-return]
+        shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
+        return StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    seen: torch.Tensor = sdpa_mask(**{**request, **skips})
+    return StructuredMask(seen, tuple(seen.shape), seen.device, dtype) if is_additive else seen
+
+
+def _is_traced() -> bool:
+    """Return whether a graph is being made, which cannot hold a structure."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -168,8 +198,6 @@ class _Pattern:
 
 def _recognise(request: Mapping[str, Any]) -> _Pattern | None:
     """Return the pattern behind a mask function, or None where it is more than a pattern."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return None
     # Releases of Transformers that pass positions as a tensor are left to their own mask.
     if request.get("use_vmap") or not {"q_length", "kv_length", "mask_function"} <= set(request):
         return None
@@ -265,19 +293,12 @@ def _is_padded(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
 
 
 def _may_skip(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
-    """Return whether ``None`` says the same to every attention function."""
+    """Return whether one query sees every key, and no layer knows a window that hides some."""
     if structure.window != (_UNLIMITED, _UNLIMITED) or structure.starts is not None:
         return False
-    if structure.num_keys != request["kv_length"]:
-        return False
-    config = request.get("config")
-    window = getattr(config, "sliding_window", None)
+    window = getattr(request.get("config"), "sliding_window", None)
     if isinstance(window, int) and window < request["kv_length"]:
         # Some layers pass the window on although their mask shows all keys; None would let it act.
         return False
-    if not structure.is_causal:
-        # A decoder used as an encoder may still call its layers causal.
-        is_decoder_as_encoder = getattr(config, "is_causal", None) is False
-        return bool(request.get("allow_is_bidirectional_skip")) and not is_decoder_as_encoder
-    skips = bool(request.get("allow_is_causal_skip", True))
-    return skips and request["q_length"] in (1, request["kv_length"])
+    allowed = "allow_is_causal_skip" if structure.is_causal else "allow_is_bidirectional_skip"
+    return structure.num_keys == request["kv_length"] and bool(request.get(allowed, True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from adaattn.errors import ArgumentTypeError, ShapeError, expected_got
-from adaattn.integrations._transformers_masks import StructuredMask, segments_of
+from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask, segments_of
 
 __all__ = ["Visibility", "masked", "packed", "unmasked", "with_bias"]
 
@@ -42,9 +42,10 @@ class Visibility:
 def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     """Return what a mask says; keys beyond a narrower mask (a static cache) are cut off."""
     if isinstance(mask, StructuredMask):
-        if not mask.is_dense:
-            return _structured(mask)
-        mask = mask.materialise()
+        structure = mask.materialise() if mask.is_dense else mask.structure
+        if isinstance(structure, MaskStructure):
+            return _structured(structure)
+        mask = structure
     if mask.dim() != 4:
         raise ShapeError(
             expected_got(
@@ -62,9 +63,8 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     return Visibility(num_keys=len_k if width == 1 else width, mask=mask)
 
 
-def _structured(mask: StructuredMask) -> Visibility:
+def _structured(structure: MaskStructure) -> Visibility:
     """Return the structure that stands for a mask."""
-    structure = mask.structure
     return Visibility(
         num_keys=structure.num_keys,
         is_causal=structure.is_causal,
@@ -111,9 +111,12 @@ def packed(
         raise ArgumentTypeError(
             expected_got("packed sequences", "both cu_seq_lens_q and cu_seq_lens_k", "one of them")
         )
-    if mask is None or (isinstance(mask, StructuredMask) and not mask.is_dense):
-        if isinstance(mask, StructuredMask):
-            is_causal, window = mask.structure.is_causal, mask.structure.window
+    structure = None
+    if isinstance(mask, StructuredMask) and not mask.is_dense:
+        structure = mask.structure
+    if mask is None or isinstance(structure, MaskStructure):
+        if isinstance(structure, MaskStructure):
+            is_causal, window = structure.is_causal, structure.window
         else:
             window = _window(sliding_window, is_causal, len_k)
         return Visibility(

@@ -2,7 +2,9 @@
 
 ``register()`` adds an attention function and a mask function to Transformers' public
 registries, so that ``attn_implementation="adaattn"`` works for every model that follows
-them, and returns a handle that takes both out again. Nothing is patched.
+them, and returns a handle that takes both out again. Nothing is patched. Models that do not
+follow the registries are refused while they are built (by a registration hook of PyTorch), or
+at the latest when they ask for a mask.
 
 Shape legend in `adaattn.spec`. A layer passes q [B, Hq, Sq, D] and unrepeated k, v
 [B, Hkv, Sk, D]; it gets [B, Sq, Hq, Dv] and the weights or None. Rows that see no key are
@@ -18,7 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 
+from adaattn.call.outputs import AuxRequest
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -29,12 +34,18 @@ from adaattn.errors import (
 )
 from adaattn.functional import scaled_dot_product_attention
 from adaattn.integrations._transformers_masks import make_mask
+from adaattn.integrations._transformers_support import module_check, unsupported_reasons
 from adaattn.integrations._transformers_visibility import masked, packed, unmasked, with_bias
-from adaattn.outputs import AuxRequest
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
 
-__all__ = ["IGNORED_KEYWORDS", "Registration", "register"]
+__all__ = [
+    "IGNORED_KEYWORDS",
+    "Registration",
+    "register",
+    "unregister",
+    "unsupported_reasons",
+]
 
 MINIMUM_VERSION = (5, 0)
 
@@ -69,6 +80,7 @@ class Registration:
         name: what to pass as ``attn_implementation``.
         policy: policy of every call through this name; None follows ``adaattn.use_policy``.
         registries: Transformers' attention and mask registries, and what was put into each.
+        hook: PyTorch's handle on the check of models that are being built.
     """
 
     def __init__(
@@ -76,10 +88,12 @@ class Registration:
         name: str,
         policy: Policy | None,
         registries: tuple[tuple[Any, Callable[..., Any]], ...],
+        hook: RemovableHandle,
     ) -> None:
         self.name = name
         self.policy = policy
         self._registries = registries
+        self._hook = hook
 
     @property
     def is_active(self) -> bool:
@@ -91,9 +105,12 @@ class Registration:
 
         Models that still use the name raise Transformers' own error at their next call.
         """
+        self._hook.remove()
         for registry, made in self._registries:
             if _entry(registry, self.name) is made:
                 del registry._global_mapping[self.name]
+        if _REGISTRATIONS.get(self.name) is self:
+            del _REGISTRATIONS[self.name]
 
     def __enter__(self) -> "Registration":
         """Return the handle itself."""
@@ -108,8 +125,14 @@ class Registration:
         return f"Registration(name={self.name!r}, is_active={self.is_active})"
 
 
+_REGISTRATIONS: dict[str, Registration] = {}
+"""The handles of the names that Transformers' registries hold by our doing."""
+
+
 def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Registration:
     """Return a handle after making ``attn_implementation=name`` work in Transformers.
+
+    Doing it again with the same policy replaces the earlier registration.
 
     Args:
         name: letters, digits, ``_``, ``.`` and ``-``. Not "flash...", which Transformers takes
@@ -118,7 +141,7 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
             that one registration serves all policies; several names can hold one each.
 
     Raises:
-        ArgumentError: the name is unsuitable or already taken.
+        ArgumentError: the name is unsuitable, or taken by others or with another policy.
         PolicyError: no policy has that name.
         AssetError: Transformers is not installed.
         UnsupportedError: Transformers is older than 5.0.
@@ -150,6 +173,10 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
             )
         )
     attention_registry, mask_registry = _registries()
+    resolved = None if policy is None else resolve_policy(policy)
+    earlier = _REGISTRATIONS.get(name)
+    if earlier is not None and earlier.policy == resolved:
+        earlier.undo()
     for registry in (attention_registry, mask_registry):
         if name == "eager" or _entry(registry, name) is not None:
             raise ArgumentError(
@@ -157,11 +184,9 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
                     "name",
                     "one that Transformers does not know yet",
                     repr(name),
-                    "undo() the earlier registration or choose another name",
+                    "unregister() an earlier one of ours, or choose another name",
                 )
             )
-
-    resolved = None if policy is None else resolve_policy(policy)
 
     def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return attention_forward(module, *args, policy=resolved, **kwargs)
@@ -171,7 +196,22 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
 
     attention_registry.register(name, attend)
     mask_registry.register(name, mask)
-    return Registration(name, resolved, ((attention_registry, attend), (mask_registry, mask)))
+    made = ((attention_registry, attend), (mask_registry, mask))
+    hook = register_module_module_registration_hook(module_check(name))
+    _REGISTRATIONS[name] = Registration(name, resolved, made, hook)
+    return _REGISTRATIONS[name]
+
+
+def unregister(name: str = "adaattn") -> bool:
+    """Return whether there was a registration of this name, after undoing it.
+
+    Args:
+        name: the name that was passed to `register`.
+    """
+    registration = _REGISTRATIONS.get(name)
+    if registration is not None:
+        registration.undo()
+    return registration is not None
 
 
 def _registries() -> tuple[Any, Any]:
@@ -286,6 +326,7 @@ def attention_forward(
         policy=policy,
         return_aux=AuxRequest(weights=True) if output_attentions else None,
         tag=_tag(module),
+        layer=_layer(module),
     )
     if not output_attentions:
         return result.transpose(1, 2).contiguous(), None
@@ -334,7 +375,12 @@ def _head_sinks(sinks: torch.Tensor | None, num_heads: int) -> torch.Tensor | No
     return sinks.reshape(num_heads)
 
 
+def _layer(module: torch.nn.Module) -> int:
+    """Return the number of the layer, -1 if it has none."""
+    index = getattr(module, "layer_idx", None)
+    return -1 if index is None else int(index)
+
+
 def _tag(module: torch.nn.Module) -> str:
     """Return the name of the call in events."""
-    index = getattr(module, "layer_idx", None)
-    return "" if index is None else f"layer{index}"
+    return "" if _layer(module) < 0 else f"layer{_layer(module)}"

@@ -15,7 +15,7 @@ from adaattn.kernels._fused import FUSED_NAMES
 from adaattn.planning import decide, reasons
 from adaattn.policies import resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
-from adaattn.validation import Arguments, build_call
+from adaattn.call.describe import Arguments, build_call
 
 __all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
 

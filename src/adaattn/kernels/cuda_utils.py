@@ -27,7 +27,7 @@ from adaattn.kernels._kernel_manager import (
 )
 from adaattn.policies import resolve_policy
 from adaattn.spec import Decision, HeadGroup, Method, Plan, Policy, Precision
-from adaattn.validation import Arguments, build_call
+from adaattn.call.describe import Arguments, build_call
 
 __all__ = [
     "AttentionKernelManager",

@@ -8,7 +8,7 @@ from adaattn.errors import PlanError
 from adaattn.planning.candidates import ENTER_ERROR, Candidate
 from adaattn.planning.cost import copied_bytes, estimate
 from adaattn.planning.trace import format_ms
-from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Way
+from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Way, Why
 
 __all__ = [
     "ENTER_ERROR",
@@ -32,7 +32,9 @@ def with_inertia(judged: Sequence[Candidate], ways: tuple[Way, ...]) -> list[Can
         ways: how each head was computed the last time; () is the first time.
     """
     return [
-        replace(item, refusal=_held_reason(item, ways)) if _is_held(item, ways) else item
+        replace(item, refusal=_held_reason(item, ways), why=Why.OVER_BUDGET)
+        if _is_held(item, ways)
+        else item
         for item in judged
     ]
 
@@ -94,7 +96,7 @@ def without_mixing(
     )
     heads = range(exact.num_heads)
     return [
-        replace(item, refusal=why)
+        replace(item, refusal=why, why=Why.SLOWER)
         if not (item.refusal or item.is_exact)
         and any(item.allows(h) and item.head_ms(h) < exact.head_ms(h) for h in heads)
         else item

@@ -6,14 +6,13 @@ from functools import lru_cache
 from typing import Final
 
 from adaattn.planning.cost import estimate
+from adaattn.planning.evidence import interpolated
 from adaattn.planning.launch import choose_chunk_rows
 from adaattn.planning.precision import (
-    UNKNOWN_RATES,
     UNMEASURED,
     PrecisionChoice,
     choose_precisions,
     lower_precisions,
-    rates_are_guessed,
 )
 from adaattn.planning.rank import (
     candidate_ranks,
@@ -28,11 +27,13 @@ from adaattn.spec import (
     Cost,
     HardwareFacts,
     HeadGroup,
+    Measured,
     Method,
     Policy,
     Precision,
     TensorStats,
     Way,
+    Why,
 )
 
 __all__ = [
@@ -73,6 +74,10 @@ class Candidate:
         budgets: what each head may lose; () when it is exact.
         densities: kept share of blocks of each head, else ().
         refusal: why it cannot be used at all; "" if it can.
+        why: the same for programs.
+        num_reasons: how many things stand against it.
+        measured: what it takes by measured times; None where nobody measured.
+        source: where those times are from.
     """
 
     group: HeadGroup
@@ -83,6 +88,10 @@ class Candidate:
     budgets: tuple[float, ...] = ()
     densities: tuple[float, ...] = ()
     refusal: str = ""
+    why: Why = Why.CHOSEN
+    num_reasons: int = 1
+    measured: Measured | None = None
+    source: str = ""
     own_precision: Precision = Precision.FP32
     num_heads: int = 1
 
@@ -151,15 +160,19 @@ def enumerate_candidates(
     for capability in capabilities:
         own = _own_group(capability, problem, policy)
         variants = _variants(own, capability, problem, policy)
-        refusal = "; ".join(reasons(capability, problem, hardware))
+        against = reasons(capability, problem, hardware)
+        refusal, why = "; ".join(against), Why.UNSUPPORTED
+        if capability.unavailable or problem.device_type not in capability.device_types:
+            why = Why.ELSEWHERE
         if not refusal and capability.method not in policy.methods:
-            refusal = f"policy {policy.name!r} does not use this method"
+            refusal, why = f"policy {policy.name!r} does not use this method", Why.POLICY
         if not refusal and not variants:
             dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
             refusal = f"expected head dimensions that a lower rank pays for, got {dims}"
         precisions = [] if refusal else [own.precision]
         if refusal:
-            found.append(_candidate(own, capability, problem, refusal=refusal))
+            refused = _candidate(own, capability, problem, refusal, why)
+            found.append(replace(refused, num_reasons=max(len(against), 1)))
         if capability.method in policy.methods:
             precisions += _precisions_below(capability, lower, problem, hardware)
         for group in variants:
@@ -202,7 +215,8 @@ def _untried_precisions(
             HeadGroup(capability=nobody.name, precision=choice.precision),
             nobody,
             problem,
-            refusal=choice.refusal or "no executor that can serve this call takes it and gains",
+            choice.refusal or "no executor that can serve this call takes it and gains",
+            Why.POLICY,
         )
         for choice in lower
         if choice.precision not in tried
@@ -226,7 +240,7 @@ def with_stats(
             continue
         choice = choices[item.group.precision]
         if choice.refusal:
-            judged.append(replace(item, refusal=choice.refusal))
+            judged.append(replace(item, refusal=choice.refusal, why=Why.UNMEASURED))
             continue
         judged.append(_judge(item, problem, stats, hardware, choice.errors, budgets))
     return judged
@@ -249,7 +263,8 @@ def _judge(
     elif group.method is Method.BLOCK_SPARSE:
         densities, errors = _sparse_stats(stats, group.kept_mass)
     if not errors:
-        return replace(item, refusal=_why_unmeasured(item, problem, stats, hardware, budgets))
+        refusal = _why_unmeasured(item, problem, stats, budgets)
+        return replace(item, refusal=refusal, why=Why.UNMEASURED)
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()
@@ -266,18 +281,16 @@ def _judge(
     if any(judged.allows(head) for head in range(problem.num_heads)):
         return judged
     if max(budgets) == 0.0:
-        return replace(judged, refusal="it approximates, and the error budget is 0")
+        refusal = "it approximates, and the error budget is 0"
+        return replace(judged, refusal=refusal, why=Why.POLICY)
     low, high = min(errors), max(errors)
     span = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g} over heads"
-    return replace(judged, refusal=f"expected an error of at most {max(budgets):g}, got {span}")
+    refusal = f"expected an error of at most {max(budgets):g}, got {span}"
+    return replace(judged, refusal=refusal, why=Why.OVER_BUDGET)
 
 
 def _why_unmeasured(
-    item: Candidate,
-    problem: AttentionProblem,
-    stats: TensorStats,
-    hardware: HardwareFacts,
-    budgets: tuple[float, ...],
+    item: Candidate, problem: AttentionProblem, stats: TensorStats, budgets: tuple[float, ...]
 ) -> str:
     """Return why the sampled rows say nothing of a candidate."""
     rank = item.group.rank
@@ -290,8 +303,7 @@ def _why_unmeasured(
             f"to need rank {_span(needed)} (effective rank {_span(stats.effective_ranks)}, row "
             f"entropy {_span(stats.entropy_bits)} bits)"
         )
-    guessed = rates_are_guessed(hardware) and item.group.method is not Method.EXACT
-    return UNKNOWN_RATES if guessed else UNMEASURED
+    return UNMEASURED
 
 
 def _span(values: Sequence[float]) -> str:
@@ -338,13 +350,18 @@ def _variants(
 
 
 def _candidate(
-    group: HeadGroup, capability: Capability, problem: AttentionProblem, *, refusal: str
+    group: HeadGroup,
+    capability: Capability,
+    problem: AttentionProblem,
+    refusal: str = "",
+    why: Why = Why.CHOSEN,
 ) -> Candidate:
     """Return a candidate that was never costed."""
     return Candidate(
         group=group,
         capability=capability,
         refusal=refusal,
+        why=why,
         own_precision=problem.precision,
         num_heads=problem.num_heads,
     )
@@ -360,14 +377,17 @@ def _costed(
     """Return a candidate with its cost at best, refused if it needs too much memory."""
     density = _BEST_DENSITY if group.method is Method.BLOCK_SPARSE else 1.0
     cost = estimate(problem, capability, group, hardware, density=density)
-    item = replace(_candidate(group, capability, problem, refusal=""), cost=cost)
+    item = replace(_candidate(group, capability, problem), cost=cost)
+    if item.is_exact and hardware.timings is not None:
+        measured = interpolated(hardware.timings, problem, capability.name)
+        item = replace(item, measured=measured, source=hardware.timings.source)
     limit = policy.memory_budget_bytes
     if limit is None:
         limit = hardware.memory_bytes or cost.workspace_bytes
     if cost.workspace_bytes <= limit:
         return item
     refusal = f"expected at most {_size(limit)} of workspace, got {_size(cost.workspace_bytes)}"
-    return replace(item, refusal=refusal)
+    return replace(item, refusal=refusal, why=Why.MEMORY)
 
 
 def _size(count: float) -> str:

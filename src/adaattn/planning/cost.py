@@ -223,9 +223,9 @@ def _mask_bytes(problem: AttentionProblem, capability: Capability, group: HeadGr
 
 def _num_chunks(problem: AttentionProblem, group: HeadGroup) -> int:
     """Return how many times the executor's operations are launched."""
-    sequences = max(problem.num_sequences, 1)
     if not group.chunk_rows:
-        return sequences
+        return 1
+    sequences = max(problem.num_sequences, 1)
     rows = max(problem.len_q // sequences, 1)
     return sequences * -(-rows // group.chunk_rows)
 

@@ -1,5 +1,11 @@
-"""The decision: problem, statistics, hardware, policy and capabilities to a plan and its trace."""
+"""The decision: problem, statistics, hardware, policy and capabilities to a plan and its trace.
 
+What runs exactly is PyTorch's choice unless a measured time says better. What approximates is
+taken up by prediction and sampled errors, and stays only if the clock agrees: `dropped` holds
+the ways that it did not.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,7 +22,7 @@ from adaattn.planning.assignment import (
 )
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import measuring_ms
-from adaattn.planning.precision import UNKNOWN_RATES, rates_are_guessed
+from adaattn.planning.evidence import DISPLACES, ratio
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
@@ -31,12 +37,10 @@ from adaattn.spec import (
     Precision,
     TensorStats,
     Way,
+    Why,
 )
 
-__all__ = ["MARGIN", "TIE", "decide", "head_budgets", "worth_measuring"]
-
-TIE: Final = 0.15
-"""Predicted times of exact candidates that differ by less are called equal."""
+__all__ = ["MARGIN", "decide", "head_budgets", "measuring_cost_ms", "worth_measuring"]
 
 _VARIANTS: Final = {Method.EXACT: 2, Method.LOW_RANK: 5, Method.BLOCK_SPARSE: 8}
 """What measuring a method costs, in computations of the sampled rows.
@@ -65,6 +69,7 @@ def decide(
     layer: int = -1,
     forced: bool = False,
     ways: tuple[Way, ...] = (),
+    dropped: frozenset[Way] = frozenset(),
 ) -> Decision:
     """Return the cheapest plan that keeps the policy, with every candidate's fate.
 
@@ -79,13 +84,15 @@ def decide(
         forced: the capabilities hold approximations alone, asked for by name: whether they pay
             is not asked, whether they keep the budget is.
         ways: how the caller's last such call computed each head; () is the first.
+        dropped: ways that were measured to take longer than exact attention.
 
     Raises:
         PlanError: nothing can serve the problem within the memory budget.
     """
     problem = simplify(problem)
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
-    exact = _cheapest_exact(candidates, problem.sdpa_default, hardware)
+    ranked = _best_exact(candidates, problem, hardware)
+    exact = ranked[0] if ranked else None
     if exact is None and not (forced and stats is not None):
         raise PlanError(
             f"no executor can serve this call under policy {policy.name!r}; "
@@ -95,11 +102,11 @@ def decide(
     budgets = head_budgets(policy, problem.num_heads, layer)
     if stats is None:
         assert exact is not None
-        return _exact_decision(problem, exact, candidates, hardware, policy)
+        return _exact_decision(problem, ranked, candidates, hardware, policy)
     judged = with_stats(candidates, problem, stats, hardware, policy, budgets)
     if forced or exact is None:
         ways = ()  # there is nothing to stay with
-    judged = with_inertia(judged, ways)
+    judged = with_inertia(_without(judged, dropped), ways)
     chosen = assign_heads(judged, exact, problem.num_heads, ways)
     groups = group_heads(chosen)
     cost = mixed_cost(groups, judged, problem, hardware)
@@ -114,16 +121,25 @@ def decide(
         num_heads=problem.num_heads,
         error_budget=max(budgets),
         audit_rows=policy.audit_rows,
-        estimated_ms=cost.time_ms,
-        workspace_bytes=cost.workspace_bytes,
     )
     return Decision(
         plan=plan,
-        trace=trace_of(judged, chosen, exact, ways),
+        trace=trace_of(judged, chosen, exact, _why_exact(exact, problem), ways),
         policy=policy.name,
         cost=cost,
         exact_cost=exact.cost if exact else None,
     )
+
+
+def _without(judged: Sequence[Candidate], dropped: frozenset[Way]) -> list[Candidate]:
+    """Return the candidates, those refused that the clock has found slower than exact attention."""
+    why = "it was tried, and took longer than exact attention"
+    return [
+        replace(item, refusal=why, why=Why.SLOWER)
+        if item.way in dropped and not (item.refusal or item.is_exact)
+        else item
+        for item in judged
+    ]
 
 
 def _mixes_in_vain(
@@ -151,13 +167,14 @@ def worth_measuring(
     *,
     forced: bool = False,
     fp16_safe: bool = True,
-    calls_per_measurement: int = 1,
-) -> tuple[tuple[Method, Precision], ...]:
+    dropped: frozenset[Way] = frozenset(),
+) -> tuple[Way, ...]:
     """Return the (method, precision) pairs that could beat the exact path at their very best.
 
-    At best means: the smallest rank and the lowest density have no error. The time of
-    measuring counts. A lower format that will surely hold the budget raises the bar for the
-    rest. Empty when nothing is worth a look, so that nothing is measured.
+    At best means: the smallest rank and the lowest density have no error, and measuring costs
+    nothing, since many calls share it. A lower format that will surely hold the budget raises
+    the bar for the rest. Empty when nothing is worth a look, so that nothing is measured. This
+    prunes; whether anything pays is for the clock to say.
 
     Args:
         problem: as for `decide`.
@@ -166,7 +183,7 @@ def worth_measuring(
         capabilities: likewise.
         forced: likewise.
         fp16_safe: no element of q, k or v is too large for fp16.
-        calls_per_measurement: how many calls share its cost; the audit is paid by each.
+        dropped: as for `decide`.
     """
     if not policy.allows_loss:
         return ()
@@ -174,36 +191,43 @@ def worth_measuring(
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
     if forced:
         usable = [item for item in candidates if not item.refusal]
-        return tuple(sorted({(item.group.method, item.group.precision) for item in usable}))
-    exact = _cheapest_exact(candidates, problem.sdpa_default, hardware)
-    if exact is None:
+        return tuple(sorted({item.way for item in usable}))
+    ranked = _best_exact(candidates, problem, hardware)
+    if not ranked or _cannot_be_checked(problem, policy):
         return ()
-    rows = policy.audit_rows
-    if rows == 0 or problem.len_q < 4 * rows or problem.num_sequences or problem.dropout_p:
-        return ()
-    bar = exact.time_ms
-    pays: list[tuple[Method, Precision]] = []
+    bar = ranked[0].time_ms
+    audit_ms = measuring_ms(problem, hardware, policy.audit_rows, 0)
     budgets = (policy.error_budget, *(budget for *_, budget in policy.head_budgets))
     strictest = min(budget for budget in budgets if budget > 0)
+    pays: list[Way] = []
     for item in _lower_precisions(candidates):
         if item.group.precision is Precision.FP16 and not fp16_safe:
             continue
-        if (
-            item.time_ms + _overhead_ms(item, problem, hardware, policy, calls_per_measurement)
-            < (1 - MARGIN) * bar
-        ):
-            pays.append((Method.EXACT, item.group.precision))
+        if item.way not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
+            pays.append(item.way)
             if _SAFETY * item.group.precision.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
-        if item.refusal or item.group.method is Method.EXACT or rates_are_guessed(hardware):
+        if item.refusal or item.group.method is Method.EXACT or item.way in dropped:
             continue
-        if (
-            item.time_ms + _overhead_ms(item, problem, hardware, policy, calls_per_measurement)
-            < (1 - MARGIN) * bar
-        ):
-            pays.append((item.group.method, item.group.precision))
+        if item.time_ms + audit_ms < (1 - MARGIN) * bar:
+            pays.append(item.way)
     return tuple(sorted(set(pays)))
+
+
+def measuring_cost_ms(
+    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, wanted: Sequence[Way]
+) -> float:
+    """Return what measuring some ways on one call should cost."""
+    variants = sum(_VARIANTS[method] for method in {method for method, _ in wanted})
+    return measuring_ms(problem, hardware, policy.audit_rows, variants)
+
+
+def _cannot_be_checked(problem: AttentionProblem, policy: Policy) -> bool:
+    """Return whether errors of this problem cannot be seen on sampled rows."""
+    rows = policy.audit_rows
+    short = problem.len_q < 4 * rows
+    return rows == 0 or short or problem.num_sequences > 0 or problem.dropout_p > 0
 
 
 def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -216,20 +240,6 @@ def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(found, key=lambda item: (item.group.precision.unit_roundoff, item.time_ms))
 
 
-def _overhead_ms(
-    item: Candidate,
-    problem: AttentionProblem,
-    hardware: HardwareFacts,
-    policy: Policy,
-    num_calls: int,
-) -> float:
-    """Return what measuring a candidate, once in some calls, and auditing it add to a call."""
-    variants = _VARIANTS[item.group.method]
-    rows = policy.audit_rows
-    audit_ms = measuring_ms(problem, hardware, rows, 0)
-    return audit_ms + (measuring_ms(problem, hardware, rows, variants) - audit_ms) / num_calls
-
-
 def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...]:
     """Return each head's error budget: the calibrated one, else the policy's."""
     budgets = [policy.error_budget] * num_heads
@@ -239,58 +249,94 @@ def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...
     return tuple(budgets)
 
 
-def _cheapest_exact(
-    candidates: Sequence[Candidate], default: str, hardware: HardwareFacts
-) -> Candidate | None:
-    """Return the fastest candidate that changes nothing, or None.
+def _best_exact(
+    candidates: Sequence[Candidate], problem: AttentionProblem, hardware: HardwareFacts
+) -> tuple[Candidate, ...]:
+    """Return (what to run, what to run until then); () where no executor can serve.
 
-    Predictions closer than `TIE` (a third of it where the rates were measured on this very
-    CPU) are no reason to leave the kernel that PyTorch would take.
+    The incumbent is what PyTorch would run, else what its user would write. Only a measured
+    time displaces it. The second is there where the first has to be compiled: until calls
+    have lost as much as that costs.
     """
-    measured = hardware.device_type == "cpu" and hardware.rates.source == "measured"
-    tie = TIE / 3 if measured else TIE
     usable = [item for item in candidates if item.is_exact and not item.refusal]
-    best = min(usable, key=lambda item: item.time_ms, default=None)
-    for item in usable:
-        if best and item.group.capability == default and item.time_ms <= (1 + tie) * best.time_ms:
-            return item
-    return best
+    if not usable:
+        return ()
+    by_name = {item.group.capability: item for item in usable}
+    incumbent = by_name.get(problem.sdpa_default)
+    incumbent = incumbent or min(usable, key=lambda item: item.capability.order(problem))
+    if hardware.timings is None:
+        return (incumbent,)
+    own = incumbent.group.capability
+    shares = {
+        name: ratio(hardware.timings, problem, name, own) for name in by_name if name != own
+    }
+    faster = {name: share for name, share in shares.items() if share and share < DISPLACES}
+    ready = [name for name in faster if not _compile_ms(by_name[name])]
+    now = by_name[min(ready, key=faster.__getitem__)] if ready else incumbent
+    best = by_name[min(faster, key=faster.__getitem__)] if faster else incumbent
+    return (best,) if best is now or not _compile_ms(best) else (best, now)
+
+
+def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:
+    """Return why an exact candidate was preferred to the other exact ones."""
+    if exact is None:
+        return ""
+    if exact.group.capability == problem.sdpa_default:
+        return "what PyTorch would run, and nothing exact was measured faster"
+    if exact.measured is None:
+        return "the usual way where SDPA cannot serve, or serves by math"
+    return "by measurement the fastest that loses nothing"
+
+
+def _compile_ms(item: Candidate) -> float:
+    """Return what compiling a candidate costs, by measurement."""
+    return item.measured.compile_ms if item.measured else 0.0
+
+
+def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
+    """Return after how many calls the loss reaches the price of compiling."""
+    assert best.measured is not None
+    if meanwhile.measured is None:
+        return 0
+    gain = meanwhile.measured.wall_ms - best.measured.wall_ms
+    return math.ceil(best.measured.compile_ms / max(gain, 1e-6))
 
 
 def _exact_decision(
     problem: AttentionProblem,
-    exact: Candidate,
+    ranked: tuple[Candidate, ...],
     candidates: Sequence[Candidate],
     hardware: HardwareFacts,
     policy: Policy,
 ) -> Decision:
     """Return the decision made without statistics."""
-    why = _why_unmeasured(problem, hardware, policy, exact)
-    guessed = rates_are_guessed(hardware) and policy.allows_loss
+    exact = ranked[-1]
+    refusal = _why_unmeasured(problem, hardware, policy, exact)
+    why = Why.UNMEASURED if policy.allows_loss else Why.POLICY
     judged = [
-        item
-        if item.is_exact or item.refusal
-        else replace(
-            item,
-            refusal=UNKNOWN_RATES if guessed and item.group.method is not Method.EXACT else why,
-        )
+        item if item.is_exact or item.refusal else replace(item, refusal=refusal, why=why)
         for item in candidates
     ]
-    plan = Plan(
-        groups=(exact.group,),
-        num_heads=problem.num_heads,
-        error_budget=policy.error_budget,
-        audit_rows=0,
-        estimated_ms=exact.time_ms,
-        workspace_bytes=exact.workspace_bytes,
-    )
-    chosen = [exact] * max(problem.num_heads, 1)
+    later = None
+    if len(ranked) > 1:
+        later = _plan_of(ranked[0], problem, policy)
     return Decision(
-        plan=plan,
-        trace=trace_of(judged, chosen, exact),
+        plan=_plan_of(exact, problem, policy),
+        trace=trace_of(
+            judged, [exact] * max(problem.num_heads, 1), exact, _why_exact(exact, problem)
+        ),
         policy=policy.name,
+        later=later,
+        calls_before=_calls_before(*ranked) if len(ranked) > 1 else 0,
         cost=exact.cost,
         exact_cost=exact.cost,
+    )
+
+
+def _plan_of(item: Candidate, problem: AttentionProblem, policy: Policy) -> Plan:
+    """Return the plan that computes every head in one exact way."""
+    return Plan(
+        groups=(item.group,), num_heads=problem.num_heads, error_budget=policy.error_budget
     )
 
 
@@ -309,8 +355,8 @@ def _why_unmeasured(
         return "errors are not measured on packed sequences yet; call it for each sequence"
     if problem.len_q < 4 * rows:
         return f"checking it takes {rows} sampled rows of at least {4 * rows}, got {problem.len_q}"
-    overhead = measuring_ms(problem, hardware, rows, _VARIANTS[Method.EXACT])
+    overhead = measuring_ms(problem, hardware, rows, 0)
     return (
-        f"even at its best, with {format_ms(overhead)} of measuring, it would not beat "
-        f"{exact.name} at {format_ms(exact.time_ms)}"
+        f"even at its best, with {format_ms(overhead)} of checking, it would not beat "
+        f"{exact.name} at {format_ms(exact.time_ms)}, or exact calls have not paid for a try yet"
     )

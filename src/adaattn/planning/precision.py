@@ -7,19 +7,11 @@ from adaattn.spec import AttentionProblem, HardwareFacts, MaskKind, Policy, Prec
 
 __all__ = [
     "FP16_SAFE",
-    "UNKNOWN_RATES",
     "UNMEASURED",
     "PrecisionChoice",
     "choose_precisions",
     "lower_precisions",
-    "rates_are_guessed",
 ]
-
-UNKNOWN_RATES: Final = (
-    "whether it pays depends on rates that were not measured on this device: "
-    "call adaattn.hardware.measure_rates() or run adaattn info --measure"
-)
-"""Guessed rates are good enough to choose a kernel, not to choose an approximation's overheads."""
 
 UNMEASURED: Final = "even at its best it would not pay for its measurement"
 
@@ -109,7 +101,3 @@ def _with_errors(
         refusal=refusal,
     )
 
-
-def rates_are_guessed(hardware: HardwareFacts) -> bool:
-    """Return whether the device's rates come from its kind, not from a measurement or a table."""
-    return hardware.rates.source.startswith("default")

@@ -64,6 +64,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
         "a deterministic backward pass",
     ),
     (Feature.LSE, lambda p: Aux.LSE in p.aux, "the log-sum-exp as an output"),
+    (
+        Feature.LSE_GRADIENT,
+        lambda p: Aux.LSE in p.aux and p.requires_grad,
+        "a gradient through the log-sum-exp",
+    ),
     (Feature.ROW_MAX, lambda p: Aux.ROW_MAX in p.aux, "the row maximum as an output"),
     (Feature.ENTROPY, lambda p: Aux.ENTROPY in p.aux, "the row entropy as an output"),
     (Feature.WEIGHTS, lambda p: Aux.WEIGHTS in p.aux, "the weights as an output"),
@@ -107,6 +112,9 @@ def reasons(
             f"the device has {_dotted(hardware.compute_capability)}"
         )
     found += _ambient_reasons(capability, problem)
+    if capability.waits and not problem.may_wait:
+        found.append('it reads the device on the host, which only check="always" allows')
+    found += [why for rule in capability.rules if (why := rule(problem))]
     return tuple(found)
 
 

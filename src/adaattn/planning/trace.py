@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from adaattn.planning.candidates import Candidate
-from adaattn.spec import TraceEntry, Way
+from adaattn.spec import TraceEntry, Way, Why
 
-__all__ = ["format_ms", "trace_of"]
+__all__ = ["format_ms", "shown_time", "trace_of"]
 
 
 def trace_of(
     judged: Sequence[Candidate],
     chosen: Sequence[Candidate],
     exact: Candidate | None,
+    why_exact: str,
     ways: tuple[Way, ...] = (),
 ) -> tuple[TraceEntry, ...]:
     """Return one entry for each candidate, in the order they were tried.
@@ -19,14 +20,11 @@ def trace_of(
     Args:
         judged: every candidate.
         chosen: the candidate of each head.
-        exact: the cheapest candidate that loses nothing.
+        exact: the candidate that loses nothing and was preferred to the other such ones.
+        why_exact: why it was.
         ways: how each head was computed the last time.
     """
-    usable = [item.time_ms for item in judged if item.is_exact and not item.refusal]
-    why = "the fastest that loses nothing"
-    if exact is not None and exact.time_ms > min(usable, default=exact.time_ms):
-        why = "PyTorch's own choice, and nothing exact is faster by enough"
-    return tuple(_entry(item, chosen, exact, why, ways) for item in judged)
+    return tuple(_entry(item, chosen, exact, why_exact, ways) for item in judged)
 
 
 def format_ms(value: float) -> str:
@@ -49,16 +47,19 @@ def _entry(
     """Return the entry of one candidate."""
     heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
     accepted = bool(heads)
+    why = item.why
     if accepted:
         reason = _accepted_reason(item, heads, len(chosen), exact, why_exact)
     elif item.refusal:
         reason = item.refusal
     else:
-        reason = _slower_reason(item, chosen, ways)
+        reason, why = _slower_reason(item, chosen, exact, ways), Why.SLOWER
     return TraceEntry(
         candidate=item.name,
         accepted=accepted,
         reason=reason,
+        why=why,
+        num_reasons=item.num_reasons,
         heads=heads if len(heads) < len(chosen) else (),
         cost=item.cost,
         error_estimate=_largest_error(item, heads),
@@ -97,13 +98,30 @@ def _accepted_reason(
 
 
 def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
-    """Return the predicted time of the heads it serves."""
-    total = sum(item.head_ms(head) for head in heads)
-    return format_ms(total) + ("" if len(heads) == num_heads else " for its heads")
+    """Return the time of the heads it serves, and where it is from."""
+    if item.measured is not None and len(heads) == num_heads:
+        return shown_time(item)
+    total = format_ms(sum(item.head_ms(head) for head in heads))
+    return f"{total}{'' if len(heads) == num_heads else ' for its heads'} (estimated)"
 
 
-def _slower_reason(item: Candidate, chosen: Sequence[Candidate], ways: tuple[Way, ...]) -> str:
+def shown_time(item: Candidate) -> str:
+    """Return the time of all heads, measured if anybody measured it, and its source."""
+    if item.measured is None:
+        return f"{format_ms(item.time_ms)} (estimated)"
+    doubt = "" if item.measured.settled else ", not settled"
+    return f"{format_ms(item.measured.wall_ms)} ({item.source}{doubt})"
+
+
+def _slower_reason(
+    item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None, ways: tuple[Way, ...]
+) -> str:
     """Return why a usable candidate was not taken, compared on the heads that it may serve."""
+    if item.is_exact and exact is not None and all(other is exact for other in chosen):
+        times = f"{shown_time(item)}, {exact.name} {shown_time(exact)}"
+        if item.measured is None or exact.measured is None:
+            return f"nobody measured that it is faster here: {times}"
+        return f"not faster by enough: {times}"
     heads = [head for head in range(len(chosen)) if item.may_serve(head, ways)]
     mine = sum(item.head_ms(head) for head in heads)
     theirs = sum(chosen[head].head_ms(head) for head in heads)

@@ -7,9 +7,10 @@ queries and keys, ``Dv`` head dimension of values.
 Every value here can be printed, compared, hashed, pickled, and sent to other ranks.
 """
 
-from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
+from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Why
+from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
-from adaattn.spec.history import Earlier, History, Way
+from adaattn.spec.history import Way
 from adaattn.spec.plan import Cost, Decision, HeadGroup, Plan, TraceEntry
 from adaattn.spec.policy import Policy
 
@@ -18,20 +19,22 @@ __all__ = [
     "AttentionProblem",
     "Aux",
     "Capability",
+    "Cell",
     "Cost",
     "Decision",
-    "Earlier",
     "Feature",
     "HardwareFacts",
     "HeadGroup",
-    "History",
     "MaskKind",
+    "Measured",
     "Method",
     "Plan",
     "Policy",
     "Precision",
     "Rates",
     "TensorStats",
+    "TimingTable",
     "TraceEntry",
     "Way",
+    "Why",
 ]

@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision"]
+__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Why"]
 
 
 class Precision(enum.IntEnum):
@@ -29,6 +29,15 @@ class Precision(enum.IntEnum):
         For the integer formats it is half a step relative to the largest magnitude.
         """
         return (2.0**-53, 2.0**-24, 2.0**-8, 2.0**-11, 2.0**-4, 2.0**-3, 1 / 254, 1 / 14)[self]
+
+    def keeps(self, other: "Precision") -> bool:
+        """Return whether this format holds every number of another: as many bits or more of each.
+
+        Example:
+            >>> Precision.FP32.keeps(Precision.BF16), Precision.BF16.keeps(Precision.FP16)
+            (True, False)
+        """
+        return self is other or (self.bits > other.bits and self.bits >= 32)
 
     @property
     def label(self) -> str:
@@ -69,6 +78,19 @@ class Aux(enum.IntFlag):
     WEIGHTS = 8
 
 
+class Why(enum.Enum):
+    """What became of a candidate; the sentence beside it is for people."""
+
+    CHOSEN = "chosen"
+    ELSEWHERE = "elsewhere"
+    UNSUPPORTED = "unsupported"
+    POLICY = "policy"
+    MEMORY = "memory"
+    SLOWER = "slower"
+    UNMEASURED = "unmeasured"
+    OVER_BUDGET = "over budget"
+
+
 class Feature(enum.IntFlag):
     """What an executor may be asked to honour. A capability lists those that it does."""
 
@@ -94,6 +116,7 @@ class Feature(enum.IntFlag):
     BACKWARD = enum.auto()
     DETERMINISTIC_BACKWARD = enum.auto()
     LSE = enum.auto()
+    LSE_GRADIENT = enum.auto()
     ROW_MAX = enum.auto()
     ENTROPY = enum.auto()
     WEIGHTS = enum.auto()

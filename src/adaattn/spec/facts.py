@@ -1,10 +1,14 @@
 """Facts that planning reads: the problem, the numbers measured on it, the device, the executors."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
+
+if TYPE_CHECKING:
+    from adaattn.spec.evidence import TimingTable
 
 __all__ = ["AttentionProblem", "Capability", "HardwareFacts", "Rates", "TensorStats"]
 
@@ -41,15 +45,16 @@ class AttentionProblem:
         alibi_requires_grad: a gradient is wanted for them.
         dropout_p: probability of dropping a weight.
         num_sequences: N packed sequences; 0 when not packed.
-        max_len_q: longest packed query sequence.
-        max_len_k: longest packed key sequence.
+        max_len_q: longest packed query sequence, or the caller's bound of it.
+        max_len_k: longest packed key sequence, or the caller's bound of it.
         packed_square: every packed sequence has as many queries as keys.
-        attended_pairs: (query, key) pairs of packed sequences, causality left out; 0 if not packed.
         requires_grad: a gradient is wanted for q, k or v.
         deterministic: PyTorch was asked for deterministic algorithms.
         aux: outputs wanted beside the result.
         allowed_sdpa: SDPA kernels that an ambient ``sdpa_kernel`` leaves enabled; None is all.
         sdpa_default: the kernel that SDPA itself would use; "" if unknown.
+        may_wait: reading the device on the host is allowed: always on a CPU, on CUDA where the
+            policy checks each call.
     """
 
     batch: int
@@ -80,12 +85,12 @@ class AttentionProblem:
     max_len_q: int = 0
     max_len_k: int = 0
     packed_square: bool = False
-    attended_pairs: int = 0
     requires_grad: bool = False
     deterministic: bool = False
     aux: Aux = Aux.NONE
     allowed_sdpa: tuple[str, ...] | None = None
     sdpa_default: str = ""
+    may_wait: bool = True
 
     @property
     def group_size(self) -> int:
@@ -96,6 +101,11 @@ class AttentionProblem:
     def offset(self) -> int:
         """Key position of query row 0."""
         return self.len_k - self.len_q if self.align is Align.BOTTOM_RIGHT else 0
+
+    @property
+    def attended_pairs(self) -> int:
+        """(query, key) pairs of packed sequences at most, causality left out."""
+        return min(self.len_q * self.max_len_k, self.len_k * self.max_len_q)
 
     @property
     def is_positional(self) -> bool:
@@ -190,7 +200,9 @@ class HardwareFacts:
         num_processors: multiprocessors of a GPU, threads of a CPU.
         l2_bytes: last-level cache.
         instructions: number formats whose products the device computes natively.
-        rates: what it can do in a second.
+        rates: what it can do in a second, to prune, to size workspaces and to explain.
+        timings: measured times of executors, which alone may displace PyTorch's choice; None
+            where nobody measured this kind of device.
     """
 
     device_type: str
@@ -201,6 +213,13 @@ class HardwareFacts:
     l2_bytes: int = 0
     instructions: tuple[Precision, ...] = (Precision.FP64, Precision.FP32)
     rates: Rates = field(default_factory=Rates)
+    timings: "TimingTable | None" = None
+
+
+def _usual_order(problem: AttentionProblem) -> int:
+    """Return 50, behind every executor that says better."""
+    del problem
+    return 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +245,11 @@ class Capability:
         efficiency: share of the matrix rate reached, when nothing was measured.
         num_launches: eager operations per call.
         unavailable: why this installation cannot run it at all; "" if it can.
+        rules: what features and sizes cannot say: each returns why the executor cannot serve a
+            problem, or "".
+        order: where a PyTorch user would look for this executor when nothing was measured; the
+            lowest that can serve is the incumbent.
+        waits: it reads the device on the host while it runs.
     """
 
     name: str
@@ -251,3 +275,6 @@ class Capability:
     efficiency: float = 0.5
     num_launches: int = 1
     unavailable: str = ""
+    rules: tuple[Callable[["AttentionProblem"], str], ...] = ()
+    order: Callable[["AttentionProblem"], int] = _usual_order
+    waits: bool = False

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec.enums import Method, Precision
+from adaattn.spec.enums import Method, Precision, Why
 
 __all__ = ["Cost", "Decision", "HeadGroup", "Plan", "TraceEntry"]
 
@@ -56,16 +56,14 @@ class Plan:
         num_heads: Hq that the plan was made for.
         error_budget: what the policy allowed.
         audit_rows: rows per head to check after an approximation.
-        estimated_ms: predicted time of the call.
-        workspace_bytes: predicted memory beside inputs and output.
+
+    It holds nothing that was estimated or timed: equal plans are equal on every rank.
     """
 
     groups: tuple[HeadGroup, ...]
     num_heads: int
     error_budget: float = 0.0
     audit_rows: int = 0
-    estimated_ms: float = 0.0
-    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check that the groups cover each head once."""
@@ -156,6 +154,8 @@ class TraceEntry:
         candidate: the executor and what it changes.
         accepted: it is in the plan.
         reason: one sentence: expected and got.
+        why: the same for programs.
+        num_reasons: how many things stand against it.
         heads: query heads that it serves; empty means all when accepted.
         cost: what it would need; None when it was refused before that mattered.
         error_estimate: largest estimated error over the heads that it serves; over all heads
@@ -165,9 +165,16 @@ class TraceEntry:
     candidate: str
     accepted: bool
     reason: str
+    why: Why = Why.CHOSEN
+    num_reasons: int = 1
     heads: tuple[int, ...] = ()
     cost: Cost | None = None
     error_estimate: float | None = None
+
+    @property
+    def executor(self) -> str:
+        """The executor's name alone."""
+        return self.candidate.split("/")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +186,8 @@ class Decision:
         trace: every candidate once.
         policy: name of the policy that was asked for.
         notes: remarks that concern no single candidate.
+        later: the plan that takes over where it has to be compiled first, else None.
+        calls_before: how many calls lose by then what compiling costs.
         cost: what the plan needs; None for a plan that was given.
         exact_cost: what the cheapest exact candidate needs; None if there is none.
     """
@@ -187,8 +196,15 @@ class Decision:
     trace: tuple[TraceEntry, ...] = ()
     policy: str = ""
     notes: tuple[str, ...] = ()
+    later: Plan | None = None
+    calls_before: int = 0
     cost: Cost | None = None
     exact_cost: Cost | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Predicted memory beside inputs and output."""
+        return self.cost.workspace_bytes if self.cost else 0
 
     def __str__(self) -> str:
         """Return the trace as text, the accepted candidates first.
@@ -213,8 +229,10 @@ class Decision:
         return {
             "policy": self.policy,
             "plan": self.plan.to_dict(),
-            "trace": [asdict(entry) for entry in self.trace],
+            "trace": [{**asdict(entry), "why": entry.why.value} for entry in self.trace],
             "notes": list(self.notes),
+            "later": None if self.later is None else self.later.to_dict(),
+            "calls_before": self.calls_before,
             "cost": None if self.cost is None else asdict(self.cost),
             "exact_cost": None if self.exact_cost is None else asdict(self.exact_cost),
         }

@@ -26,6 +26,10 @@ class Policy:
         ranks: ranks that low rank may use; () leaves them to the head dimension.
         audit_rows: query rows per head checked against exact attention whenever an
             approximation ran; 0 never checks.
+        check: ``"sampled"``: on a GPU no call waits, so that numbers measured on one call serve
+            later ones and audits come every few calls; ``"always"``: this very call is measured,
+            checked and repaired before it returns, at the price of waiting for the device. A CPU
+            always does.
         head_budgets: ``((layer, head, error_budget), ...)`` from calibration; these come first.
         provenance: where a calibrated policy comes from.
 
@@ -41,6 +45,7 @@ class Policy:
     precisions: tuple[Precision, ...] = (Precision.FP32, Precision.BF16, Precision.FP16)
     ranks: tuple[int, ...] = ()
     audit_rows: int = 32
+    check: str = "sampled"
     head_budgets: tuple[tuple[int, int, float], ...] = ()
     provenance: str = ""
 
@@ -50,6 +55,8 @@ class Policy:
         if self.memory_budget_bytes is not None:
             _check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
         _check_at_least_0("audit_rows", self.audit_rows)
+        if self.check not in ("sampled", "always"):
+            raise ArgumentError(expected_got("check", "'sampled' or 'always'", repr(self.check)))
         _check_members("methods", self.methods, Method)
         _check_members("precisions", self.precisions, Precision)
         _check_ranks(self.ranks)

@@ -56,7 +56,6 @@ def make_problem(
             "max_len_q": max(lengths_q),
             "max_len_k": max(lengths_k),
             "packed_square": tuple(lengths_q) == tuple(lengths_k),
-            "attended_pairs": sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True)),
         }
     filled.setdefault("num_kv_heads", filled["num_heads"])
     filled.setdefault("len_k", filled["len_q"])

@@ -319,11 +319,14 @@ def test_rotary_knows_its_query_after_reentrant_checkpointing() -> None:
 def test_features_work_unbatched(need_weights: bool) -> None:
     module = make(rotary=ROTARY, num_kv_heads=2, qk_norm=True, sinks=True)
     x = torch.randn(LEN, EMBED)
-    output, weights = module(x, is_causal=True, need_weights=need_weights)
-    whole, all_weights = module(x[None], is_causal=True, need_weights=need_weights)
-    assert torch.equal(output, whole[0])
-    assert (weights is None) == (all_weights is None)
-    assert weights is None or torch.equal(weights, all_weights[0])
+    exact = copy.deepcopy(module).double()
+    settings = {"is_causal": True, "need_weights": need_weights}
+    found, batched = module(x, **settings), module(x[None], **settings)
+    for got, wide, eager in zip(found, exact(x[None].double(), **settings), batched, strict=True):
+        assert (got is not None) == (eager is not None)
+        if got is not None:
+            assert_matches(got, wide[0], eager[0], summands=SUMMANDS)
+    assert (found[1] is not None) == need_weights
 
 
 def test_half_precision_modules_compute_all_features() -> None:

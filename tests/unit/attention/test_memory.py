@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from adaattn import AttentionEvent
-from adaattn.attention.memory import CallMemory, is_recomputing, running_stats
+from adaattn.call.history import CallMemory, is_recomputing, running_stats
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import (
     AttentionProblem,

@@ -1,15 +1,34 @@
-"""Block masks made in parts: those that PyTorch makes at once."""
+"""Block masks made in parts, what is kept between calls, and the numbers around the kernel.
 
+FlexAttention's kernels need a GPU. On a CPU an eager stand-in computes what its documentation
+says, so that all else is checked there; the tests marked ``gpu`` run the kernels.
+"""
+
+import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import create_block_mask
 
 from adaattn.backends import flex
-from adaattn.spec import Align
-from adaattn.testing import make_problem, make_tensors
+from adaattn.backends.interface import Result, Tensors
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.testing import (
+    assert_gradients_match,
+    assert_results_match,
+    attention,
+    cast_tensors,
+    gradients_of,
+    make_problem,
+    make_tensors,
+    num_summands,
+    term_sizes,
+)
 
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -28,7 +47,6 @@ def test_a_block_mask_is_the_one_that_pytorch_makes(
     monkeypatch.setattr(flex, "_MASK_ELEMENTS", elements)
     problem = make_problem(**{"num_heads": 2, "len_q": 512, "len_k": 512, **CASES[name]})
     mask_mod = flex._mask_mod(make_tensors(problem, seed=0), problem)
-    assert mask_mod is not None
     _check(mask_mod, (1, 1, problem.len_q, problem.len_k))
 
 
@@ -36,7 +54,6 @@ def test_a_mask_of_each_batch_and_head_is_too() -> None:
     problem = make_problem(num_heads=2, batch=3, len_q=300, len_k=260, is_causal=True)
     tensors = replace(make_tensors(problem, seed=0), mask=torch.rand(3, 2, 300, 260) > 0.5)
     mask_mod = flex._mask_mod(tensors, problem)
-    assert mask_mod is not None
     _check(mask_mod, (3, 2, 300, 260))
 
 
@@ -56,3 +73,283 @@ def _check(mask_mod: Any, shape: tuple[int, int, int, int]) -> None:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.seq_lengths == expected.seq_lengths
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+
+
+def eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    score_mod: Callable[..., torch.Tensor] | None,
+    block_mask: Any,
+    scale: float,
+    enable_gqa: bool,
+    return_aux: Any = None,
+) -> Any:
+    """Return what FlexAttention computes, by eager operators that autograd differentiates."""
+    size = query.shape[1] // key.shape[1]
+    assert enable_gqa == (size > 1)
+    key, value = (item.repeat_interleave(size, dim=1) for item in (key, value))
+    lengths = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    places = [torch.arange(n, device=query.device) for n in lengths]
+    b, h, i, j = torch.meshgrid(*places, indexing="ij")
+    scores = scale * (query.float() @ key.float().mT)
+    if score_mod is not None:
+        scores = score_mod(scores, b, h, i, j)
+    if block_mask is not None:
+        scores = scores.masked_fill(~block_mask.mask_mod(b, h, i, j), float("-inf"))
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(blind, 0.0)
+    weights = scores.softmax(-1).masked_fill(blind, 0.0)
+    output = (weights @ value.float()).to(query.dtype)
+    if return_aux is None:
+        return output
+    lse = scores.logsumexp(-1).masked_fill(blind[..., 0], float("-inf"))
+    return output, theirs.AuxOutput(lse=lse, max_scores=None)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Put the eager form in the kernel's place; note the facts of each kernel asked for."""
+    asked: list[object] = []
+
+    def kernel(facts: object) -> Callable[..., Any]:
+        asked.append(facts)
+        return flex._entry
+
+    monkeypatch.setattr(flex, "_kernel", kernel)
+    monkeypatch.setattr(theirs, "flex_attention", eager)
+    monkeypatch.setattr(flex, "_KEPT", type(flex._KEPT)())
+    return asked
+
+
+def run(tensors: Tensors, problem: AttentionProblem) -> Result:
+    return flex.run(tensors, problem, HeadGroup(capability="flex"))
+
+
+def check(tensors: Tensors, problem: AttentionProblem) -> None:
+    """Assert that the result and every gradient obey the rule for numbers."""
+    wide = cast_tensors(tensors, torch.float64)
+    found, exact = run(tensors, problem), attention(wide, problem)
+    yardstick = attention(tensors, problem)
+    assert_results_match(found, exact, yardstick, summands=num_summands(problem, found.output))
+    if problem.requires_grad:
+        assert_gradients_match(
+            gradients_of(found, tensors),
+            gradients_of(exact, wide),
+            gradients_of(yardstick, tensors),
+            sizes=term_sizes(tensors, problem),
+            problem=problem,
+        )
+
+
+PACKED: dict[str, Any] = {"lengths_q": (40, 0, 88), "lengths_k": (50, 30, 80)}
+OTHER: dict[str, Any] = {"lengths_q": (64, 64), "lengths_k": (60, 100)}
+FEATURES: dict[str, dict[str, Any]] = {
+    "everything seen": {},
+    "causal": {"is_causal": True, "len_k": 150, "align": Align.BOTTOM_RIGHT},
+    "softcap and ALiBi": {"softcap": 5.0, "has_alibi": True},
+    "grouped heads": {"num_heads": 4, "num_kv_heads": 2, "window": (20, 3), "dilation": 2},
+    "boolean mask": {"mask": MaskKind.BOOLEAN, "is_causal": True},
+    "boolean mask of the keys": {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 128)},
+    "additive mask": {"mask": MaskKind.ADDITIVE, "window": (20, 3)},
+    "sinks": {"has_sinks": True, "sinks_require_grad": True, "aux": Aux.LSE},
+    "sinks over blind rows": {
+        "has_sinks": True,
+        "sinks_require_grad": True,
+        "aux": Aux.LSE,
+        "is_causal": True,
+        "len_k": 100,
+        "align": Align.BOTTOM_RIGHT,
+    },
+    "packed": {**PACKED},
+    "packed, causal, ALiBi": {
+        **PACKED,
+        "is_causal": True,
+        "align": Align.BOTTOM_RIGHT,
+        "has_alibi": True,
+    },
+}
+
+
+def draw(values: dict[str, Any], **more: Any) -> tuple[Tensors, AttentionProblem]:
+    """Return the tensors and the problem of some values and packed lengths."""
+    lengths = {name: values[name] for name in ("lengths_q", "lengths_k") if name in values}
+    problem = make_problem(**{"len_q": 128, "requires_grad": True, **values, **more})
+    return make_tensors(problem, **lengths), problem
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_mods_and_masks_say_what_the_reference_computes(
+    stand_in: list[object], name: str
+) -> None:
+    """In "sinks over blind rows" the log-sum-exp was once the sink instead of -inf."""
+    for _ in range(2):
+        check(*draw(FEATURES[name]))
+    assert stand_in[0] == stand_in[1]
+
+
+def test_a_sink_of_minus_infinity_over_a_blind_row_is_no_nan(stand_in: list[object]) -> None:
+    tensors, problem = draw(FEATURES["sinks over blind rows"])
+    assert tensors.sinks is not None
+    sinks = torch.full_like(tensors.sinks, float("-inf")).requires_grad_()
+    result = run(replace(tensors, sinks=sinks), problem)
+    assert result.lse is not None
+    assert (result.lse[..., :28] == float("-inf")).all()
+    (gradient,) = torch.autograd.grad(result.output.sum(), sinks)
+    assert torch.equal(gradient, torch.zeros_like(sinks))
+
+
+def test_another_packing_needs_no_other_kernel(stand_in: list[object]) -> None:
+    """The longest sequence and the number of sequences once had a kernel each compiled for them."""
+    longer = {"lengths_q": (128,), "lengths_k": (160,)}
+    for lengths in (PACKED, OTHER, longer):
+        check(*draw(lengths, is_causal=True, align=Align.BOTTOM_RIGHT))
+    assert len(set(stand_in)) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": 0.3},
+        {"softcap": 3.0},
+        {"window": (5, 0)},
+        {"dilation": 2},
+        {"is_causal": True},
+        {"len_k": 64},
+        {"requires_grad": False},
+        {"precision": Precision.BF16},
+        {"aux": Aux.LSE},
+        {"mask": MaskKind.BOOLEAN},
+        {"mask": MaskKind.ADDITIVE},
+        {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 1, 128)},
+        {"has_alibi": True},
+        {"lengths_q": (28, 100)},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_what_changes_the_kernel_asks_for_another(
+    stand_in: list[object], other: dict[str, Any]
+) -> None:
+    run(*draw({}))
+    run(*draw(other))
+    assert stand_in[0] != stand_in[1]
+
+
+def test_layouts_shared_tensors_and_modes_ask_for_another_kernel(stand_in: list[object]) -> None:
+    """Dynamo would guard each of these; without guards the key alone tells them apart."""
+    tensors, problem = draw({})
+    strided = tensors.query.detach().mT.contiguous().mT.requires_grad_()
+    run(tensors, problem)
+    run(replace(tensors, query=strided), problem)
+    run(replace(tensors, query=tensors.query.detach()), problem)
+    run(replace(tensors, key=tensors.query), problem)
+    run(replace(tensors, value=tensors.key), problem)
+    with torch.no_grad():
+        run(tensors, problem)
+    with torch.inference_mode():
+        run(tensors, problem)
+        run(replace(tensors, query=tensors.query.clone()), problem)
+    assert len(set(stand_in)) == 8
+
+
+@pytest.fixture
+def made(stand_in: list[object], monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Note each block mask that is made."""
+    found: list[object] = []
+    make = flex.made_block_mask
+
+    def noting(*arguments: Any) -> object:
+        found.append(make(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(flex, "made_block_mask", noting)
+    return found
+
+
+@pytest.mark.parametrize("values", [{"is_causal": True}, PACKED], ids=["causal", "packed"])
+def test_a_block_mask_is_made_once(made: list[object], values: dict[str, Any]) -> None:
+    """An additive mask once had blocks made of every head of every batch, on each call."""
+    tensors, problem = draw(values)
+    for mask in (None, torch.randn(1, 2, problem.len_q, problem.len_k)):
+        for _ in range(2):
+            run(replace(tensors, mask=mask), problem)
+    assert len(made) == 1
+
+
+def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:
+    tensors, problem = draw(PACKED, is_causal=True)
+    others, _ = draw({**OTHER, "lengths_q": (20, 30, 78), "lengths_k": (50, 60, 50)})
+    run(tensors, problem)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        getattr(tensors, name).copy_(getattr(others, name))
+    check(replace(tensors, bounds_q=others.bounds_q, bounds_k=others.bounds_k), problem)
+    assert len(made) == 2
+
+
+def test_what_is_kept_of_a_packing_goes_with_it(made: list[object]) -> None:
+    tensors, problem = draw(PACKED)
+    run(tensors, problem)
+    assert flex._KEPT
+    del tensors
+    gc.collect()
+    assert not flex._KEPT
+
+
+def test_a_block_mask_made_in_inference_mode_is_no_inference_tensor(made: list[Any]) -> None:
+    """Such tensors cannot be saved for a backward pass."""
+    with torch.inference_mode():
+        run(*draw({"is_causal": True}))
+    assert not made[0].kv_indices.is_inference()
+
+
+def on_gpu(values: dict[str, Any]) -> tuple[Tensors, AttentionProblem]:
+    return draw(values, device_type="cuda", head_dim=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FEATURES)
+def test_the_kernels_compute_what_the_reference_does(name: str) -> None:
+    for _ in range(2):
+        check(*on_gpu(FEATURES[name]))
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_compiled_once_for_every_packing() -> None:
+    torch.compiler.reset()
+    flex._kernel.cache_clear()
+    counters.clear()
+    for lengths in (PACKED, OTHER, PACKED):
+        check(*on_gpu({**lengths, "is_causal": True, "align": Align.BOTTOM_RIGHT}))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+def test_kernels_without_guards_tell_layouts_and_modes_apart() -> None:
+    tensors, problem = on_gpu({"is_causal": True})
+    without = replace(problem, requires_grad=False)
+    strided = tensors.query.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(2):
+        check(tensors, problem)
+        check(replace(tensors, query=strided.requires_grad_()), problem)
+        check(replace(tensors, key=tensors.query.detach()), problem)
+        check(replace(tensors, key=tensors.query, value=tensors.query), problem)
+        with torch.no_grad():
+            check(tensors, without)
+        with torch.inference_mode():
+            check(tensors, without)
+
+
+@pytest.mark.gpu
+def test_a_compiled_caller_holds_the_kernel_in_its_graph() -> None:
+    tensors, problem = on_gpu({"is_causal": True})
+
+    def call(query: torch.Tensor) -> torch.Tensor:
+        return run(replace(tensors, query=query), problem).output
+
+    output = torch.compile(call, fullgraph=True)(tensors.query)
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    assert_results_match(
+        Result(output=output), exact, attention(tensors, problem), summands=problem.len_k
+    )

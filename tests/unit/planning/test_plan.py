@@ -10,22 +10,27 @@ from hypothesis import strategies as st
 
 from adaattn.planning import decide, head_budgets, worth_measuring
 from adaattn.planning.candidates import KEPT_MASSES
-from adaattn.planning.cost import estimate
-from adaattn.planning.plan import MARGIN, TIE
+from adaattn.planning.cost import estimate, visible_pairs
+from adaattn.planning.evidence import DISPLACES
+from adaattn.planning.plan import MARGIN
 from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
     AttentionProblem,
     Capability,
+    Cell,
     Decision,
     Feature,
     HeadGroup,
+    Measured,
     Method,
     Plan,
     Policy,
     Precision,
     TensorStats,
+    TimingTable,
     TraceEntry,
 )
+from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
@@ -384,23 +389,87 @@ def test_the_exact_path_of_each_machine(
     assert decision.policy == "custom"
 
 
+def _table(problem: AttentionProblem, times: dict[str, Measured]) -> TimingTable:
+    """Return a table with one cell, that of a problem."""
+    cell = Cell(
+        problem_class=problem_class(problem),
+        heads=problem.batch * problem.num_heads,
+        group_size=problem.group_size,
+        len_q=problem.len_q,
+        len_k=problem.len_k,
+        head_dim=problem.head_dim,
+        visible=visible_pairs(problem) / problem.len_q,
+        times=times,
+    )
+    return TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})
+
+
+def _taken(
+    times: dict[str, Measured], *, default: str = "pytorch", **values: object
+) -> tuple[Decision, str]:
+    """Return the decision between two executors with measured times, and who was taken."""
+    everything = ~Feature(0)
+    best = Capability(name="best", backend="x", features=everything, is_fused=True, efficiency=0.9)
+    other = replace(best, name="pytorch", efficiency=0.1)
+    measured_on = _problem("cpu", sdpa_default=default)
+    problem = replace(measured_on, **values)
+    facts = replace(fake_facts("cpu"), timings=_table(measured_on, times) if times else None)
+    decision = decide(problem, None, facts, Policy(), (best, other))
+    return decision, decision.plan.groups[0].capability
+
+
+def _time(wall_ms: float, **more: float) -> Measured:
+    return Measured(**({"device_ms": wall_ms, "host_ms": wall_ms} | more))
+
+
+def test_a_guess_never_displaces_what_pytorch_would_run() -> None:
+    """The roofline once gave every fp32 problem of a GPU to a kernel 50 times slower."""
+    decision, taken = _taken({})
+    assert taken == "pytorch"
+    assert "what PyTorch would run" in _entries(decision)["pytorch/fp32"].reason
+    assert _entries(decision)["best/fp32"].reason.startswith("nobody measured that it is faster")
+
+
 @pytest.mark.parametrize(
-    ("slower_by", "default", "taken"),
+    ("share", "taken"), [(DISPLACES - 0.01, "best"), (DISPLACES + 0.01, "pytorch")]
+)
+def test_a_measured_time_displaces_it_if_it_is_clearly_better(share: float, taken: str) -> None:
+    decision, found = _taken({"best": _time(share), "pytorch": _time(1.0)})
+    assert found == taken
+    assert "(table of a test)" in _entries(decision)[f"{taken}/fp32"].reason
+
+
+def test_a_kernel_that_is_faster_and_takes_longer_to_call_does_not_displace_it() -> None:
+    slow_call = _time(0.5, host_ms=2.0)
+    assert _taken({"best": slow_call, "pytorch": _time(1.0)})[1] == "pytorch"
+
+
+def test_a_time_that_did_not_settle_counts_and_says_so() -> None:
+    decision, taken = _taken({"best": _time(0.5, settled=False), "pytorch": _time(1.0)})
+    assert taken == "best" and "not settled" in _entries(decision)["best/fp32"].reason
+
+
+@pytest.mark.parametrize(
+    ("values", "taken"),
     [
-        (TIE - 0.01, "pytorch", "pytorch"),
-        (TIE + 0.01, "pytorch", "best"),
-        (TIE - 0.01, "", "best"),
-        (TIE - 0.01, "somebody else", "best"),
+        ({"len_q": 4096, "len_k": 4096}, "best"),
+        ({"len_q": 16384, "len_k": 16384}, "best"),
+        ({"len_q": 2048, "len_k": 2048}, "pytorch"),
+        ({"len_q": 32768, "len_k": 32768}, "pytorch"),
+        ({"head_dim": 512, "value_dim": 512}, "pytorch"),
+        ({"is_causal": True}, "pytorch"),
+        ({"precision": BF16}, "pytorch"),
+        ({"requires_grad": True}, "pytorch"),
     ],
 )
-def test_the_kernel_that_pytorch_would_take_is_left_only_for_a_clearly_faster_one(
-    slower_by: float, default: str, taken: str
+def test_times_are_extrapolated_by_a_factor_of_two_and_to_no_other_class(
+    values: dict[str, object], taken: str
 ) -> None:
-    everything = ~Feature(0)
-    best = Capability(name="best", backend="x", features=everything, is_fused=True, efficiency=0.6)
-    other = replace(best, name="pytorch", efficiency=0.6 / (1 + slower_by))
-    problem = _problem("cpu", len_q=32768, sdpa_default=default)
-    decision = decide(problem, None, fake_facts("cpu"), Policy(), (best, other))
-    assert [group.capability for group in decision.plan.groups] == [taken]
-    claims = _entries(decision)[f"{taken}/fp32"].reason.endswith("the fastest that loses nothing")
-    assert claims is (taken == "best")
+    times = {"best": _time(0.5), "pytorch": _time(1.0)}
+    assert _taken(times, **values)[1] == taken
+
+
+def test_what_has_to_be_compiled_waits_until_calls_have_lost_what_that_costs() -> None:
+    decision, taken = _taken({"best": _time(0.5, compile_ms=100.0), "pytorch": _time(1.0)})
+    assert taken == "pytorch" and decision.calls_before == 200
+    assert decision.later is not None and decision.later.groups[0].capability == "best"

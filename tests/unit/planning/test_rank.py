@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from adaattn.backends import Tensors
-from adaattn.measure import measure
+from adaattn.call.measure import measure
 from adaattn.planning import decide
 from adaattn.planning.rank import (
     SCREEN,
@@ -252,7 +252,9 @@ class TestScreening:
     ) -> None:
         tensors, problem = draw(spectrum, SHARPNESS[sharpness])
         tried = dict(measured(tensors, problem, budgets=(budget,) * HEADS).low_rank_errors)
-        for ranks, errors in measured(tensors, problem).low_rank_errors:
+        everything = measured(tensors, problem).low_rank_errors
+        assert len(everything) == len(candidate_ranks(problem)) == 3
+        for ranks, errors in everything:
             assert ranks in tried or min(errors) > budget, ranks
 
     def test_a_refused_rank_is_told_with_what_would_have_been_needed(

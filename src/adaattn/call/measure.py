@@ -6,9 +6,10 @@ the same rows audit the result after the plan has run, at no further cost.
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,24 @@ from adaattn.backends.projected import Projected
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks, ranks_to_measure
-from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats
-from adaattn.spectra import ENTROPY_SCALES, entropy_stats, project_widely, spectral_stats
+from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Way
+from adaattn.call.spectra import (
+    ENTROPY_SCALES,
+    entropy_stats,
+    entropy_stats_of,
+    project_widely,
+    spectral_stats,
+)
 
-__all__ = ["Sample", "audit", "check_finite", "measure", "sample_rows"]
+__all__ = [
+    "Arriving",
+    "Sample",
+    "audit",
+    "check_finite",
+    "measure",
+    "measure_later",
+    "sample_rows",
+]
 
 _BLOCKS = 32
 """Errors of block selection come in blocks of queries: few rows of many blocks see them."""
@@ -57,16 +72,7 @@ def check_finite(tensors: Tensors) -> float:
         NonFiniteError: one of them holds NaN or infinity.
     """
     names = ("query", "key", "value")
-    items = [tensors.query.detach(), tensors.key.detach(), tensors.value.detach()]
-    largest = torch.stack(
-        [
-            torch.stack(torch.aminmax(item)).abs().amax().double()
-            if item.numel()
-            else item.new_zeros((), dtype=torch.float64)
-            for item in items
-        ]
-    )
-    values = largest.tolist()
+    values = _magnitudes(tensors).tolist()
     for name, value in zip(names, values, strict=True):
         if not value < float("inf"):
             raise NonFiniteError(
@@ -80,11 +86,104 @@ def check_finite(tensors: Tensors) -> float:
     return float(max(values))
 
 
+def _magnitudes(tensors: Tensors) -> torch.Tensor:
+    """Return the largest magnitudes of q, k and v, [3] fp64, NaN where there is one."""
+    items = [tensors.query.detach(), tensors.key.detach(), tensors.value.detach()]
+    return torch.stack(
+        [
+            torch.stack(torch.aminmax(item)).abs().amax().double()
+            if item.numel()
+            else item.new_zeros((), dtype=torch.float64)
+            for item in items
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arriving:
+    """Numbers on their way from a GPU to the host, for which nobody waits.
+
+    Args:
+        host: [R, C] fp64 in pinned memory.
+        event: after the copy.
+        read: makes a value of the rows.
+    """
+
+    host: torch.Tensor
+    event: torch.cuda.Event
+    read: Callable[[list[list[float]]], Any]
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, read: Callable[[list[list[float]]], Any]) -> "Arriving":
+        """Return the numbers [R, C] of a device, their copy begun."""
+        host = torch.empty(rows.shape, dtype=torch.float64, pin_memory=True)
+        host.copy_(rows.detach().double(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(host=host, event=event, read=read)
+
+    def is_here(self) -> bool:
+        """Return whether the copy is done."""
+        return bool(self.event.query())
+
+    def value(self) -> Any:
+        """Return what the numbers mean."""
+        return self.read(self.host.tolist())
+
+
+@torch.no_grad()
+def measure_later(
+    tensors: Tensors, problem: AttentionProblem, wanted: Sequence[Way], policy: Policy
+) -> Arriving:
+    """Return errors of number formats and entropies of sampled rows, as they will arrive.
+
+    Args:
+        tensors: canonical, on a GPU.
+        problem: simplified.
+        wanted: the formats; methods that read the device are not among them.
+        policy: says how many rows.
+    """
+    numbers = _choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)[1]
+    chosen = _on_device(numbers, tensors.query.device)
+    _, exact, entropies = _exact_rows(tensors, problem, chosen)
+    precisions = sorted({precision for _, precision in wanted})
+    errors = [
+        _head_errors(_cast_rows(tensors, problem, chosen, precision), exact).double()
+        for precision in precisions
+    ]
+    magnitude = _magnitudes(tensors).amax().expand(problem.num_heads)
+    rows = torch.stack([magnitude, *entropies.double(), *errors])
+
+    def read(found: list[list[float]]) -> TensorStats:
+        largest = found[0][0]
+        stats = entropy_stats_of(found[1 : 1 + len(ENTROPY_SCALES)])
+        return replace(
+            stats,
+            sampled_rows=len(numbers),
+            max_magnitude=largest if largest < float("inf") else float("inf"),
+            precision_errors=tuple(
+                (precision, tuple(row))
+                for precision, row in zip(
+                    precisions, found[1 + len(ENTROPY_SCALES) :], strict=True
+                )
+            ),
+        )
+
+    return Arriving.of(rows, read)
+
+
+def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+    """Return numbers on a device; the host does not wait for the copy."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+
+
 @torch.no_grad()
 def measure(
     tensors: Tensors,
     problem: AttentionProblem,
-    wanted: Sequence[tuple[Method, Precision]],
+    wanted: Sequence[Way],
     rows: int,
     *,
     max_magnitude: float = 0.0,
@@ -154,7 +253,7 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
         rows: how many query rows.
         seed: of their choice.
     """
-    chosen = torch.tensor(_choose_rows(problem.len_q, rows, seed)[1], device=tensors.query.device)
+    chosen = _on_device(_choose_rows(problem.len_q, rows, seed)[1], tensors.query.device)
     weights = _row_weights(tensors, problem, chosen)
     return Sample(rows=chosen, exact=grouped_product(weights, tensors.value.to(weights.dtype)))
 
@@ -166,23 +265,33 @@ def audit(output: torch.Tensor, sample: Sample) -> torch.Tensor:
 
 
 def _choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]]:
-    """Return (sampled blocks of queries, sampled rows in them), spread over the sequence.
+    """Return (sampled blocks of queries, exactly ``rows`` rows in them), spread over the sequence.
 
-    The rows lie between those that block selection scores, which would flatter it.
+    As far as there are others the rows are not those that block selection scores, which would
+    flatter it. No more rows than the sequence has.
     """
     generator = random.Random(seed * 1_000_003 + len_q)
     num_blocks = max(-(-len_q // BLOCK_SIZE), 1)
-    count = min(_BLOCKS, num_blocks)
+    rows = min(rows, len_q)
+    count = min(_BLOCKS, num_blocks, max(rows, 1))
     edges = [num_blocks * i // count for i in range(count + 1)]
     blocks = [generator.randrange(a, b) for a, b in pairwise(edges)]
-    each = max(rows // count, 1)
     numbers: list[int] = []
-    for block in blocks:
+    spare: list[int] = []
+    for place, block in enumerate(blocks):
         inside = range(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, len_q))
         scored = set(_scored(block, len_q))
-        between = [row for row in inside if row not in scored] or list(inside)
-        numbers += sorted(generator.sample(between, min(each, len(between))))
-    return blocks, numbers
+        ordered = [row for row in inside if row not in scored]
+        generator.shuffle(ordered)
+        ordered += [row for row in inside if row in scored]
+        share = rows * (place + 1) // count - rows * place // count
+        numbers += ordered[:share]
+        spare += ordered[share:]
+    if len(numbers) < rows:  # blocks too short for their share
+        left = sorted(set(range(len_q)) - set(numbers) - set(spare))
+        numbers += (spare + left)[: rows - len(numbers)]
+        blocks = sorted({*blocks, *(row // BLOCK_SIZE for row in numbers)})
+    return blocks, sorted(numbers)
 
 
 def _scored(block: int, len_q: int) -> list[int]:

@@ -1,44 +1,60 @@
-"""What one module remembers of its calls: running statistics, the way of each head, plans."""
+"""What a caller's calls taught: running statistics, the way of each head, plans to follow again."""
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Final
 
 import torch
 
-from adaattn._events import AttentionEvent
-from adaattn.attention._digest import final_ways
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import (
-    AttentionProblem,
-    Decision,
-    Earlier,
-    History,
-    TensorStats,
-    Way,
-)
+from adaattn.spec import AttentionProblem, Decision, TensorStats, Way
 
-__all__ = ["CallMemory", "is_recomputing"]
+__all__ = ["Entry", "History", "is_recomputing"]
 
-_PROBLEMS: Final = 8
-"""Problems (shapes, masks) that are remembered, the least recent forgotten first."""
+_PROBLEMS: Final = 256
+"""Problems and layers that are remembered, the least recent forgotten first."""
 
 _FORWARDS: Final = 64
 """Forward passes whose decisions are kept for a backward that recomputes them."""
 
 
-@dataclass(slots=True)
-class _Entry:
-    """What is known of one problem."""
+@dataclass(slots=True, eq=False)
+class Entry:
+    """What is known of one problem in one layer.
 
-    stats: TensorStats
-    ways: tuple[Way, ...]
-    age: int
+    Args:
+        stats: running statistics; None before the first measurement.
+        ways: how each head was computed the last time.
+        age: calls since the last measurement.
+        calls: all calls; seeds the rows that are audited where no number of the call may.
+        arriving: what was measured or audited on a GPU and has not arrived yet.
+    """
+
+    stats: TensorStats | None = None
+    ways: tuple[Way, ...] = ()
+    age: int = 0
+    calls: int = 0
+    arriving: deque[Any] = field(default_factory=deque)
+
+    def learn(self, stats: TensorStats, momentum: float) -> None:
+        """Take in a measurement."""
+        self.stats = stats if self.stats is None else running_stats(self.stats, stats, momentum)
+        self.age = 0
+
+    def bar(self, heads: tuple[int, ...]) -> None:
+        """Keep approximations off some heads until they are measured anew."""
+        if self.stats is not None and heads:
+            self.stats = _barred(self.stats, heads)
 
 
-class CallMemory:
-    """A module's running statistics; planning reads them as an `adaattn.spec.History`.
+class History:
+    """What earlier calls taught: statistics measured on one call serve the next ones.
+
+    A head keeps its method until another is clearly better, and a forward pass that activation
+    checkpointing runs again in backward follows the plan that it had the first time. Attention
+    modules keep one each, `adaattn.integrations.transformers.register` one for a model's
+    layers, and the function one for the process.
 
     Args:
         measure_every: calls of one problem from one measurement to the next; 1 measures each.
@@ -48,6 +64,10 @@ class CallMemory:
     Raises:
         ArgumentError: a number is out of range.
         ArgumentTypeError: ``momentum`` is no number.
+
+    Attributes:
+        may_be_recomputed: gradients are not followed in this call, and may be wanted of a
+            recomputation, as in the forward pass of a reentrant checkpoint.
     """
 
     def __init__(self, *, measure_every: int = 8, momentum: float = 0.5) -> None:
@@ -61,66 +81,37 @@ class CallMemory:
             raise ArgumentError(expected_got("momentum", "a number in [0, 1)", momentum))
         self.measure_every = measure_every
         self.momentum = momentum
+        self.may_be_recomputed = False
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self._entries: OrderedDict[AttentionProblem, _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[AttentionProblem, int], Entry] = OrderedDict()
         self._forwards: deque[tuple[object, Decision]] = deque(maxlen=_FORWARDS)
-        self._history: History | None = None
 
-    def history(self) -> History:
-        """Return what planning is told: statistics that are still fresh, and each head's way."""
-        if self._history is None:
-            self._history = History(
-                entries=tuple(
-                    Earlier(
-                        problem=problem,
-                        stats=entry.stats if entry.age < self.measure_every else None,
-                        ways=entry.ways,
-                    )
-                    for problem, entry in self._entries.items()
-                ),
-                calls_per_measurement=self.measure_every,
-            )
-        return self._history
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: the settings; what was learnt belongs to a process."""
+        return {"measure_every": self.measure_every, "momentum": self.momentum}
 
-    def learn(self, event: AttentionEvent, mark: object) -> None:
-        """Take in one call.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the settings, and begin with nothing learnt."""
+        self.__init__(**state)  # type: ignore[misc]
 
-        Args:
-            event: the call.
-            mark: its inputs' fingerprint, by which a recomputation finds its decision; None
-                where there will be none.
-        """
-        if mark is not None:
-            self._forwards.append((mark, event.decision))
-        entry = self._entries.get(event.problem)
-        if event.stats is not None:
-            stats = event.stats
-            if entry is not None:
-                stats = running_stats(entry.stats, stats, self.momentum)
-            entry = self._entries[event.problem] = _Entry(stats, (), 0)
+    def entry(self, problem: AttentionProblem, layer: int) -> Entry:
+        """Return what is known of a problem in a layer, to be read and written."""
+        key = (problem, layer)
+        known = self._entries.get(key)
+        if known is None:
+            known = self._entries[key] = Entry()
             if len(self._entries) > _PROBLEMS:
                 self._entries.popitem(last=False)
-        if entry is None:
-            return
-        self._entries.move_to_end(event.problem)
-        entry.age += 1
-        ways = final_ways(event)
-        if event.repaired_heads:
-            entry.stats = _barred(entry.stats, event.repaired_heads)
-        changed = event.stats is not None or bool(event.repaired_heads) or ways != entry.ways
-        if changed or entry.age == self.measure_every:
-            self._history = None
-        entry.ways = ways
+        else:
+            self._entries.move_to_end(key)
+        return known
 
-    def learns_from(self, event: AttentionEvent) -> bool:
-        """Return whether a call was measured, or its problem was before.
-
-        The others are decided by static facts: a recomputation decides them alike.
-        """
-        return event.stats is not None or event.problem in self._entries
+    def keep(self, mark: object, decision: Decision) -> None:
+        """Keep the decision of a forward pass for its recomputation."""
+        self._forwards.append((mark, decision))
 
     def recalled(self, mark: object) -> Decision | None:
         """Return the decision of the forward pass that had these inputs, the newest first."""

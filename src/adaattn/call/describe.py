@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.arguments import Arguments, checked_numbers
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.backends import Tensors
-from adaattn.canonical import canonical_mask, canonical_tensors, described
+from adaattn.call.canonical import canonical_mask, canonical_tensors, described
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -23,7 +23,7 @@ from adaattn.errors import (
     UnsupportedError,
     expected_got,
 )
-from adaattn.packing import packed_bounds, sequence_lengths
+from adaattn.call.packing import longest, packed_bounds
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
@@ -96,6 +96,7 @@ def build_call(
         key=key,
         value=value,
         mask=mask,
+        mask_given=arguments.attn_mask,
         sinks=sinks,
         alibi_slopes=slopes,
         cu_seqlens_q=arguments.cu_seqlens_q,
@@ -105,6 +106,7 @@ def build_call(
     )
     problem = AttentionProblem(
         **_tensor_facts(tensors),
+        **_packed_facts(tensors, arguments),
         scale=scale,
         is_causal=is_causal,
         align=align,
@@ -122,7 +124,6 @@ def _tensor_facts(tensors: Tensors) -> dict[str, Any]:
     """Return the fields of the problem that follow from the tensors and the context."""
     query, mask = tensors.query, tensors.mask
     sinks, slopes = tensors.sinks, tensors.alibi_slopes
-    lengths_q, lengths_k = sequence_lengths(tensors.bounds_q), sequence_lengths(tensors.bounds_k)
 
     def wants_grad(*items: torch.Tensor | None) -> bool:
         wanting = any(item is not None and item.requires_grad for item in items)
@@ -147,14 +148,35 @@ def _tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "has_alibi": slopes is not None,
         "alibi_requires_grad": wants_grad(slopes),
         "requires_grad": wants_grad(query, tensors.key, tensors.value, mask, sinks, slopes),
-        "num_sequences": len(lengths_q),
-        "max_len_q": max(lengths_q, default=0),
-        "max_len_k": max(lengths_k, default=0),
-        "packed_square": bool(lengths_q) and tensors.bounds_q == tensors.bounds_k,
-        "attended_pairs": sum(a * b for a, b in zip(lengths_q, lengths_k, strict=True)),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allowed_sdpa": allowed_sdpa_kernels(query.device.type),
+        "may_wait": query.device.type == "cpu",
     }
+
+
+def _packed_facts(tensors: Tensors, arguments: Arguments) -> dict[str, Any]:
+    """Return the fields of a packed problem; those that follow from one packing are bounds.
+
+    A number of tokens is rounded up to a power of two: a new packing is not a new problem.
+    """
+    starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    if starts_q is None or starts_k is None:
+        return {}
+    len_q, len_k = tensors.query.shape[2], tensors.key.shape[2]
+    most_q = longest("max_seqlen_q", arguments.max_seqlen_q, tensors.bounds_q, len_q)
+    most_k = longest("max_seqlen_k", arguments.max_seqlen_k, tensors.bounds_k, len_k)
+    same = bool(tensors.bounds_q) and tensors.bounds_q == tensors.bounds_k
+    return {
+        "num_sequences": starts_q.shape[0] - 1,
+        "max_len_q": min(_rounded_up(most_q), len_q),
+        "max_len_k": min(_rounded_up(most_k), len_k),
+        "packed_square": same or starts_q is starts_k,
+    }
+
+
+def _rounded_up(count: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(count - 1, 0).bit_length()
 
 
 def allowed_sdpa_kernels(device_type: str) -> tuple[str, ...] | None:

@@ -1,14 +1,14 @@
-"""The bounds of packed sequences, checked and read on the host once."""
+"""The bounds of packed sequences, checked where the host can read them without waiting.
 
-import threading
-import weakref
-from collections import OrderedDict
+On a GPU only their form is checked, as FlashAttention does: numbers that do not rise from 0 to
+the number of tokens give undefined results there.
+"""
+
 from itertools import pairwise
-from typing import Final
 
 import torch
 
-from adaattn.canonical import described
+from adaattn.call.canonical import described
 from adaattn.errors import (
     ArgumentError,
     DeviceError,
@@ -18,7 +18,7 @@ from adaattn.errors import (
     expected_got,
 )
 
-__all__ = ["packed_bounds", "sequence_lengths"]
+__all__ = ["longest", "packed_bounds", "sequence_lengths"]
 
 
 def packed_bounds(
@@ -27,7 +27,7 @@ def packed_bounds(
     query: torch.Tensor,
     key: torch.Tensor,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the bounds of queries and keys on the host; empty when not packed.
+    """Return the bounds of queries and keys on the host; () when not packed, or on a GPU.
 
     Args:
         starts_q: int32 [N + 1], or None.
@@ -57,52 +57,50 @@ def packed_bounds(
         )
     bounds_q = _bounds("cu_seqlens_q", starts_q, query.shape[2], query.device)
     bounds_k = _bounds("cu_seqlens_k", starts_k, key.shape[2], query.device)
-    if len(bounds_q) != len(bounds_k):
+    if len(starts_q) != len(starts_k):
         raise ShapeError(
-            expected_got("cu_seqlens_k", f"{len(bounds_q)} entries as cu_seqlens_q", len(bounds_k))
+            expected_got("cu_seqlens_k", f"{len(starts_q)} entries as cu_seqlens_q", len(starts_k))
         )
     return bounds_q, bounds_k
 
 
-_HOST_BOUNDS: OrderedDict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = (
-    OrderedDict()
-)
-_KEPT_BOUNDS: Final = 64
-_LOCK: Final = threading.Lock()
-
-
-def _host_values(starts: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's numbers on the host.
-
-    From a GPU they are read once while the tensor lives and its version stays: a write that
-    PyTorch does not see (by a kernel of the caller's, say) is not noticed.
-    """
-    if not starts.is_cuda or starts.is_inference():
-        return tuple(starts.tolist())
-    known = _HOST_BOUNDS.get(id(starts))
-    if known is not None and known[0]() is starts and known[1] == starts._version:
-        return known[2]
-    values = tuple(starts.tolist())
-    with _LOCK:
-        _HOST_BOUNDS[id(starts)] = (weakref.ref(starts), starts._version, values)
-        while len(_HOST_BOUNDS) > _KEPT_BOUNDS:
-            _HOST_BOUNDS.popitem(last=False)
-    return values
-
-
 def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) -> tuple[int, ...]:
-    """Return the bounds on the host, checked."""
+    """Return the bounds on the host, checked; () on a GPU, where reading them would wait."""
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
         raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts)))
     if starts.device != device:
         raise DeviceError(expected_got(name, f"device {device}", starts.device))
-    bounds = _host_values(starts)
+    if starts.shape[0] < 2:
+        raise ArgumentError(expected_got(name, "at least two numbers, [N + 1]", described(starts)))
+    if starts.is_cuda:
+        return ()
+    bounds = tuple(starts.tolist())
     rising = all(a <= b for a, b in pairwise(bounds))
-    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != length or not rising:
+    if bounds[0] != 0 or bounds[-1] != length or not rising:
         raise ArgumentError(
             expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8])
         )
     return bounds
+
+
+def longest(name: str, given: int | None, bounds: tuple[int, ...], length: int) -> int:
+    """Return the longest packed sequence, or the best bound of it that needs no device read.
+
+    Args:
+        name: of the caller's argument.
+        given: what the caller says, ``max_seqlen_q`` or ``max_seqlen_k``.
+        bounds: on the host; () if unknown.
+        length: tokens of all sequences.
+
+    Raises:
+        ArgumentError: it is no integer from the longest sequence to ``length``.
+    """
+    least = max(sequence_lengths(bounds), default=0)
+    if given is None:
+        return least or length
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= length:
+        raise ArgumentError(expected_got(name, f"an integer from {least} to {length}", given))
+    return given
 
 
 def sequence_lengths(bounds: tuple[int, ...]) -> list[int]:

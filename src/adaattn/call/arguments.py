@@ -30,6 +30,8 @@ class Arguments:
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
 
 
 def checked_numbers(
@@ -49,10 +51,11 @@ def checked_numbers(
         raise ArgumentError(
             expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
         )
-    default = 1 / math.sqrt(head_dim)
-    scale = default if arguments.scale is None else _number("scale", arguments.scale)
-    if not math.isfinite(scale):
-        raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
+    scale = head_dim**-0.5
+    if arguments.scale is not None:
+        scale = _number("scale", arguments.scale)
+        if not math.isfinite(scale):
+            raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
     dropout_p = _number("dropout_p", arguments.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
         raise ArgumentError(

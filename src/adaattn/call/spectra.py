@@ -13,7 +13,7 @@ from adaattn.backends.projected import Projected, project
 from adaattn.planning.rank import tail_ranks
 from adaattn.spec import AttentionProblem, TensorStats
 
-__all__ = ["ENTROPY_SCALES", "entropy_stats", "project_widely", "spectral_stats"]
+__all__ = ["ENTROPY_SCALES", "entropy_stats", "entropy_stats_of", "project_widely", "spectral_stats"]
 
 ENTROPY_SCALES: Final = (1, 4, 16)
 """How many neighbouring keys are added up for each entropy of the sampled rows' weights."""
@@ -33,7 +33,11 @@ def entropy_stats(entropies: torch.Tensor) -> TensorStats:
     Args:
         entropies: [E, Hq] bits, a row for each of `ENTROPY_SCALES`.
     """
-    rows = entropies.tolist()
+    return entropy_stats_of(entropies.tolist())
+
+
+def entropy_stats_of(rows: list[list[float]]) -> TensorStats:
+    """Return the same from numbers on the host."""
     return TensorStats(entropy_bits=tuple(rows[0]), pooled_entropy_bits=_pooled(rows))
 
 

@@ -1,0 +1,225 @@
+"""Both sides of a problem of `benchmarks.regret` through a layer, and through a Llama."""
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import adaattn
+from adaattn.testing import assert_matches, assert_within_budget
+from benchmarks.regret_calls import OURS, PEER, Calls, blamed, kept, positional
+from benchmarks.regret_problems import Kind, Problem
+
+__all__ = ["module_calls", "transformers_calls"]
+
+
+@contextlib.contextmanager
+def module_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
+    """Yield the calls of `adaattn.AdaAttention` and of a layer written on PyTorch's function."""
+    dtype = getattr(torch, problem.dtype)
+    torch.manual_seed(problem.index)
+    keywords = positional(problem)
+    layer = adaattn.AdaAttention(
+        problem.heads * problem.dim,
+        problem.heads,
+        policy=policy,
+        num_kv_heads=problem.kv_heads,
+        window=keywords.pop("window", (-1, -1)),
+    )
+    layer = layer.to(device, dtype).train(problem.training)
+    visible = _visible(problem, device)
+    theirs: dict[str, Any] = {"enable_gqa": True} if problem.heads != problem.kv_heads else {}
+    if problem.kind is Kind.CAUSAL:
+        theirs["is_causal"] = True
+    elif visible is not None:
+        theirs["attn_mask"] = visible
+    if problem.kind is Kind.PADDING:
+        keywords["key_padding_mask"] = ~kept(problem, device)
+    peer = _SdpaLayer(layer, theirs, visible).train(problem.training)
+    x = torch.randn(problem.batch, problem.len_q, layer.embed_dim, device=device, dtype=dtype)
+    upstream = torch.randn_like(x)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = layer(x, **keywords)[0]
+        return found
+
+    def check(budget: float) -> None:
+        eager = copy.deepcopy(peer)
+        eager.fused = False
+        wide = copy.deepcopy(eager).double()
+        with torch.no_grad():
+            exact, yardstick = wide(x.double()), eager(x)
+            grown = budget * _growth(wide, x.double(), exact) if budget else 0.0
+        wanted = _gradients(wide, wide, x.double(), upstream.double()) if problem.training else ()
+        usual = _gradients(eager, eager, x, upstream) if problem.training else ()
+        for side, module, call, allowed in ((OURS, layer, ours, grown), (PEER, peer, peer, 0.0)):
+            with blamed(side), torch.set_grad_enabled(problem.training):
+                _hold(call(x), exact, yardstick, allowed, problem)
+                if not wanted:
+                    continue
+                for got, right, rough in zip(
+                    _gradients(module, call, x, upstream), wanted, usual, strict=True
+                ):
+                    if not allowed:
+                        summands = x.shape[0] * x.shape[1] + x.shape[2] + problem.len_k
+                        assert_matches(got, right, rough, name="gradient", summands=summands)
+                    elif not bool(got.isfinite().all()):
+                        raise AssertionError("gradient: expected finite numbers, got others")
+
+    if problem.training:
+        yield Calls(
+            ours=lambda: _gradients(layer, ours, x, upstream),
+            peer=lambda: _gradients(peer, peer, x, upstream),
+            check=check,
+        )
+        return
+    with torch.no_grad():
+        yield Calls(ours=lambda: ours(x), peer=lambda: peer(x), check=check)
+
+
+@contextlib.contextmanager
+def transformers_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
+    """Yield the forward passes of a small Llama through this library and through ``"sdpa"``."""
+    from transformers import LlamaConfig, LlamaModel
+
+    from adaattn.integrations.transformers import register
+
+    torch.manual_seed(problem.index)
+    width = problem.heads * problem.dim
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=problem.heads,
+        num_key_value_heads=problem.kv_heads,
+        head_dim=problem.dim,
+        max_position_embeddings=problem.len_q,
+        use_cache=False,
+    )
+    peer = LlamaModel(config).to(device, getattr(torch, problem.dtype)).eval()
+    tokens = torch.randint(256, (problem.batch, problem.len_q), device=device)
+    # Padding on the left, as in generation: the last token of every entry is real.
+    real = kept(problem, device).flip(1) if problem.kind is Kind.PADDING else None
+
+    def forward(model: Any, name: str) -> Callable[[], torch.Tensor]:
+        model.set_attn_implementation(name)
+        return lambda: model(tokens, attention_mask=real).last_hidden_state
+
+    with register(policy=policy), torch.no_grad():
+        ours, theirs = (forward(copy.deepcopy(peer), name) for name in ("adaattn", "sdpa"))
+
+        def check(budget: float) -> None:
+            rows = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+            # "eager" adds the mask in fp32, where float64's smallest number is infinite: NaN.
+            exact = forward(copy.deepcopy(peer).double(), "sdpa")()[rows]
+            eager = forward(copy.deepcopy(peer), "eager")()[rows]
+            for side, call in ((OURS, ours), (PEER, theirs)):
+                with blamed(side):
+                    found = call()[rows]
+                    if side == OURS and budget:
+                        if not bool(found.isfinite().all()):
+                            raise AssertionError("output: expected finite numbers, got others")
+                        continue
+                    _hold(found, exact, eager, 0.0, problem)
+
+        yield Calls(ours=ours, peer=theirs, check=check)
+
+
+class _SdpaLayer(nn.Module):
+    """Self-attention as people write it with PyTorch's function.
+
+    Args:
+        ours: the module whose weights it copies.
+        keywords: of ``F.scaled_dot_product_attention``.
+        visible: which keys are seen, for ``fused=False``; None is all.
+    """
+
+    def __init__(
+        self, ours: adaattn.AdaAttention, keywords: dict[str, Any], visible: torch.Tensor | None
+    ) -> None:
+        super().__init__()
+        weights = {name: item.detach().clone() for name, item in ours.named_parameters()}
+        packed = weights.get("in_proj_weight")
+        if packed is None:
+            packed = torch.cat([weights[f"{name}_proj_weight"] for name in "qkv"])
+        self.in_weight = nn.Parameter(packed)
+        self.in_bias = nn.Parameter(weights["in_proj_bias"])
+        self.out_weight = nn.Parameter(weights["out_proj.weight"])
+        self.out_bias = nn.Parameter(weights["out_proj.bias"])
+        self.sizes = (ours.config.num_heads, ours.config.kv_heads, ours.config.kv_heads)
+        self.keywords, self.visible, self.fused = keywords, visible, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output for x [B, S, E]."""
+        return F.linear(self.joined_heads(x), self.out_weight, self.out_bias)
+
+    def joined_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the heads' outputs side by side, [B, S, E]."""
+        packed = F.linear(x, self.in_weight, self.in_bias).unflatten(-1, (sum(self.sizes), -1))
+        q, k, v = packed.transpose(1, 2).split(self.sizes, dim=1)
+        if self.fused:
+            heads = F.scaled_dot_product_attention(q, k, v, **self.keywords)
+        else:
+            k, v = (item.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for item in (k, v))
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            if self.visible is not None:
+                scores = scores.masked_fill(~self.visible, -torch.inf)
+            heads = scores.softmax(-1) @ v
+        return heads.transpose(1, 2).flatten(-2)
+
+
+def _growth(layer: _SdpaLayer, x: torch.Tensor, output: torch.Tensor) -> float:
+    """Return how many times a relative error of the heads may be in the output [B, S, E]."""
+    largest = torch.linalg.eigvalsh(layer.out_weight @ layer.out_weight.mT)[-1].sqrt()
+    heads, joined = (item.flatten(1).norm(dim=1) for item in (layer.joined_heads(x), output))
+    return float((largest * heads / joined).max())
+
+
+def _visible(problem: Problem, device: str) -> torch.Tensor | None:
+    """Return which keys a layer's queries see, for a mask of PyTorch's function; None is all."""
+    if problem.kind is Kind.PLAIN:
+        return None
+    if problem.kind is Kind.PADDING:
+        return kept(problem, device)[:, None, None]
+    positions = torch.arange(problem.len_k, device=device)
+    ahead = positions - positions[:, None]
+    left, right = positional(problem).get("window", (problem.len_k, 0))
+    seen: torch.Tensor = (ahead >= -left) & (ahead <= right)
+    return seen
+
+
+def _hold(
+    output: torch.Tensor,
+    exact: torch.Tensor,
+    eager: torch.Tensor,
+    budget: float,
+    problem: Problem,
+) -> None:
+    """Raise AssertionError unless a layer's output [B, S, E] is right within its budget."""
+    if budget:
+        assert_within_budget(output, exact, budget)
+        return
+    summands = output.shape[-1] + problem.dim + problem.len_k
+    assert_matches(output, exact, eager, name="output", summands=summands)
+
+
+def _gradients(
+    module: nn.Module,
+    call: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    upstream: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of a layer: q, k and v together, their biases, the output's two."""
+    found = torch.autograd.grad(call(x), list(module.parameters()), upstream)
+    named = dict(zip((name for name, _ in module.named_parameters()), found, strict=True))
+    parts = [item for name, item in named.items() if name.endswith("_proj_weight")]
+    if len(parts) == 3:
+        rest = [item for name, item in named.items() if not name.endswith("_proj_weight")]
+        return (torch.cat(parts), *rest)
+    return tuple(named.values())

@@ -1,0 +1,310 @@
+"""A call under an error budget: exact, or approximate where the clock and sampled rows agree.
+
+Where the host may wait, on a CPU and under ``check="always"``, this very call is measured,
+checked on sampled rows and repaired. On a GPU nothing waits: numbers are measured on one call,
+arrive later and serve the calls after it; results are audited every few calls, and a head that
+an audit finds over its budget is exact from then on.
+"""
+
+import logging
+import zlib
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from adaattn import hardware
+from adaattn.backends import capabilities_asked_for
+from adaattn.call.audit import Outcome, audited, is_lossy
+from adaattn.call.describe import Call
+from adaattn.call.history import Entry, History, is_recomputing
+from adaattn.call.ledger import Ledger, ledger_of
+from adaattn.call.measure import Arriving, audit, check_finite, measure, measure_later, sample_rows
+from adaattn.call.run import run_decision
+from adaattn.errors import NonFiniteError, PlanError, UnsupportedError
+from adaattn.planning import (
+    FP16_SAFE,
+    decide,
+    head_budgets,
+    measuring_cost_ms,
+    worth_measuring,
+)
+from adaattn.spec import (
+    Capability,
+    Decision,
+    HardwareFacts,
+    Method,
+    Policy,
+    Precision,
+    TensorStats,
+    Way,
+)
+
+__all__ = ["PROCESS", "Choice", "adapted", "decide_approximately", "is_settled", "is_transformed"]
+
+_LOGGER = logging.getLogger("adaattn")
+
+PROCESS: Final = History()
+"""What calls without a history of their own taught."""
+
+hardware.on_clear(PROCESS.reset)
+
+_AUDIT_EVERY: Final = 16
+"""Approximate calls from one audit to the next where the host may not wait for its verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a call may lose, and who asks.
+
+    Args:
+        policy: what may be lost.
+        backend: ``"auto"``, or what was asked for.
+        layer: which layer's budgets, and whose history; -1 is none.
+        exact: the decision that loses nothing.
+    """
+
+    policy: Policy
+    backend: str
+    layer: int
+    exact: Decision | None
+
+    @property
+    def allowed(self) -> tuple[Capability, ...]:
+        """The executors that were asked for."""
+        return capabilities_asked_for(self.backend)
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether only approximations were asked for: they are on no probation."""
+        return all(item.method is not Method.EXACT for item in self.allowed)
+
+
+def is_transformed(*tensors: torch.Tensor) -> bool:
+    """Return whether a transform of ``torch.func`` hides the numbers that measuring reads."""
+    hidden = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(hidden(item) for item in tensors)
+
+
+def is_settled(call: Call, choice: Choice) -> bool:
+    """Return whether calls like this one run exactly whatever they hold."""
+    policy, problem = choice.policy, call.problem
+    if not any(head_budgets(policy, problem.num_heads, choice.layer)):
+        return True
+    facts = hardware.probe(call.tensors.query.device)
+    return not worth_measuring(problem, facts, policy, choice.allowed, forced=choice.is_forced)
+
+
+def adapted(call: Call, choice: Choice, history: History) -> Outcome:
+    """Return the outcome of a call that may lose something.
+
+    Raises:
+        NonFiniteError: q, k or v is not finite, an approximation was asked for by name.
+        UnsupportedError: an approximation asked for by name is over its budget.
+        PlanError: nothing can serve.
+    """
+    if is_recomputing():
+        return _again(call, choice, history)
+    policy, problem, device = choice.policy, call.problem, call.tensors.query.device
+    facts = hardware.probe(device)
+    ledger = ledger_of(problem, policy, choice.backend)
+    entry = history.entry(problem, choice.layer)
+    entry.calls += 1
+    ledger.collect()
+    _take_in(entry, choice, problem.num_heads, history.momentum)
+    wanted = worth_measuring(
+        problem, facts, policy, choice.allowed, forced=choice.is_forced, dropped=ledger.dropped
+    )
+    stats = None
+    with_rest = entry.stats is not None and entry.age >= history.measure_every
+    if wanted and (entry.stats is None or with_rest) and not entry.arriving:
+        cost_ms = measuring_cost_ms(problem, facts, policy, wanted)
+        if choice.is_forced or ledger.may_spend(cost_ms, tries=1):
+            with ledger.timing(device, "measuring"):
+                stats = _measured(call, choice, wanted, entry)
+            if stats is not None:
+                entry.learn(stats, history.momentum)
+    entry.age += 1
+    exact_for_once = not choice.is_forced and ledger.wants_exact()
+    decision = choice.exact
+    if entry.stats is not None and not (exact_for_once and decision is not None):
+        decision = _decided(call, choice, entry, facts, ledger)
+    assert decision is not None
+    if not is_lossy(decision.plan, problem):
+        with ledger.timing(device, "exact"):
+            outcome = run_decision(call, decision, policy, choice.backend)
+        entry.ways = _ways(outcome.decision, problem.num_heads, problem.precision)
+        return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
+    with ledger.timing(device, "approximate", _lossy_ways(decision, problem.precision)):
+        sums = _sums(call) if problem.may_wait else []
+        outcome = run_decision(call, decision, policy, choice.backend)
+        outcome = _checked(call, outcome, choice, entry, sums)
+    entry.ways = _ways(outcome.decision, problem.num_heads, problem.precision)
+    entry.bar(outcome.repaired_heads)
+    if torch.is_grad_enabled() or history.may_be_recomputed:
+        history.keep(_mark(call, sums), decision)
+    return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
+
+
+def decide_approximately(call: Call, choice: Choice, history: History) -> Decision:
+    """Return the decision that numbers measured on this call give, without running it.
+
+    Raises:
+        NonFiniteError: q, k or v is not finite.
+        PlanError, UnsupportedError: nothing can serve.
+    """
+    problem = call.problem
+    facts = hardware.probe(call.tensors.query.device)
+    ledger = ledger_of(problem, choice.policy, choice.backend)
+    entry = history.entry(problem, choice.layer)
+    if entry.stats is None:
+        wanted = worth_measuring(
+            problem,
+            facts,
+            choice.policy,
+            choice.allowed,
+            forced=choice.is_forced,
+            dropped=ledger.dropped,
+        )
+        found = replace(entry, stats=_stats_now(call, choice, wanted))
+        return _decided(call, choice, found, facts, ledger)
+    return _decided(call, choice, entry, facts, ledger)
+
+
+def _again(call: Call, choice: Choice, history: History) -> Outcome:
+    """Return the outcome of a recomputed forward pass: what it was the first time, audit and all."""
+    sums = _sums(call) if call.problem.may_wait else []
+    decision = history.recalled(_mark(call, sums)) or choice.exact
+    assert decision is not None
+    outcome = run_decision(call, decision, choice.policy, choice.backend)
+    if is_lossy(decision.plan, call.problem) and call.problem.may_wait:
+        policy, backend, layer = choice.policy, choice.backend, choice.layer
+        return audited(call, outcome, policy, backend, layer, _seed(sums))
+    return outcome
+
+
+def _measured(
+    call: Call, choice: Choice, wanted: tuple[Way, ...], entry: Entry
+) -> TensorStats | None:
+    """Return numbers measured on this call; None where they will arrive later, or cannot be had."""
+    if not call.problem.may_wait:
+        entry.arriving.append(measure_later(call.tensors, call.problem, wanted, choice.policy))
+        return None
+    try:
+        return _stats_now(call, choice, wanted)
+    except NonFiniteError:
+        if choice.backend != "auto":
+            raise
+        return None
+
+
+def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorStats:
+    """Return numbers measured on this call; the host waits for them."""
+    problem, policy = call.problem, choice.policy
+    magnitude = check_finite(call.tensors)
+    if magnitude > FP16_SAFE:
+        wanted = tuple(way for way in wanted if way[1] is not Precision.FP16)
+    budgets = () if choice.is_forced else head_budgets(policy, problem.num_heads, choice.layer)
+    stats, _ = measure(
+        call.tensors,
+        problem,
+        wanted,
+        max(policy.audit_rows, 1),
+        max_magnitude=magnitude,
+        policy=policy,
+        budgets=budgets,
+    )
+    return stats
+
+
+def _decided(
+    call: Call, choice: Choice, entry: Entry, facts: HardwareFacts, ledger: Ledger
+) -> Decision:
+    """Return the decision by measured numbers."""
+    try:
+        return decide(
+            call.problem,
+            entry.stats,
+            facts,
+            choice.policy,
+            choice.allowed,
+            layer=choice.layer,
+            forced=choice.is_forced,
+            ways=entry.ways,
+            dropped=ledger.dropped,
+        )
+    except PlanError as error:
+        if choice.backend == "auto":
+            raise
+        raise UnsupportedError(f"backend {choice.backend!r}", error.trace) from error
+
+
+def _checked(
+    call: Call, outcome: Outcome, choice: Choice, entry: Entry, sums: list[float]
+) -> Outcome:
+    """Return the outcome, audited and repaired now, or with an audit that will arrive later."""
+    policy, problem = choice.policy, call.problem
+    assert outcome.decision is not None
+    if policy.audit_rows == 0 or not is_lossy(outcome.decision.plan, problem):
+        return outcome
+    if problem.may_wait:
+        return audited(call, outcome, policy, choice.backend, choice.layer, _seed(sums))
+    if entry.calls % _AUDIT_EVERY == 0:
+        sample = sample_rows(call.tensors, problem, policy.audit_rows, seed=entry.calls)
+        errors = audit(outcome.result.output, sample).amax(0)
+        entry.arriving.append(Arriving.of(errors[None], _audit_of))
+    return outcome
+
+
+def _take_in(entry: Entry, choice: Choice, num_heads: int, momentum: float) -> None:
+    """Take in what has arrived: measurements, and audits whose heads are exact from now on."""
+    while entry.arriving and entry.arriving[0].is_here():
+        found = entry.arriving.popleft().value()
+        if isinstance(found, TensorStats):
+            if found.max_magnitude < float("inf"):
+                entry.learn(found, momentum)
+            continue
+        budgets = head_budgets(choice.policy, num_heads, choice.layer)
+        over = tuple(h for h, error in enumerate(found) if not error <= budgets[h])
+        if over:
+            _LOGGER.info("audit: heads %s are over their budget, and exact from now on", over)
+            entry.bar(over)
+
+
+def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:
+    """Return an audit's errors by head."""
+    return tuple(rows[0])
+
+
+def _ways(decision: Decision | None, num_heads: int, own: Precision) -> tuple[Way, ...]:
+    """Return how each head is computed."""
+    assert decision is not None
+    ways: list[Way] = [(Method.EXACT, own)] * num_heads
+    for group in decision.plan.groups:
+        for head in group.heads or range(num_heads):
+            ways[head] = (group.method, group.precision)
+    return tuple(ways)
+
+
+def _lossy_ways(decision: Decision, own: Precision) -> frozenset[Way]:
+    """Return the ways of a plan that lose something."""
+    ways = {(group.method, group.precision) for group in decision.plan.groups}
+    return frozenset(ways - {(Method.EXACT, own)})
+
+
+def _seed(sums: list[float]) -> int:
+    """Return a seed above 0 for the audited rows: other numbers in q, k or v give other rows."""
+    return 1 + zlib.crc32(repr(sums).encode()) % 65536
+
+
+def _sums(call: Call) -> list[float]:
+    """Return one number for each tensor, into which every element goes."""
+    items = (call.tensors.query, call.tensors.key, call.tensors.value)
+    sums = [item.detach().sum(dtype=torch.float64) for item in items]
+    found: list[float] = torch.stack(sums).tolist()
+    return found
+
+
+def _mark(call: Call, sums: list[float]) -> tuple[object, ...]:
+    """Return what a recomputed call knows its forward pass by: its problem and its numbers."""
+    return (replace(call.problem, requires_grad=False), *sums)

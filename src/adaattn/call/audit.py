@@ -1,0 +1,159 @@
+"""The outcome of a call, held against exact rows: heads over their budget are computed again."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from adaattn.backends import Result, run_group, slice_heads
+from adaattn.backends.interface import combine
+from adaattn.errors import UnsupportedError
+from adaattn.call.measure import audit, sample_rows
+from adaattn.planning import head_budgets
+from adaattn.planning.launch import choose_chunk_rows
+from adaattn.spec import AttentionProblem, Decision, HeadGroup, Plan, Policy, TensorStats
+from adaattn.call.describe import Call
+
+__all__ = ["FALLBACKS", "Outcome", "audited", "audited_plan", "is_lossy"]
+
+_LOGGER = logging.getLogger("adaattn")
+
+FALLBACKS: Counter[str] = Counter()
+"""Steps down taken by ``backend="auto"`` in this process, by the executor that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a call gave.
+
+    Args:
+        result: the executor's outputs.
+        decision: plan and reasons; None when the plan was given.
+        head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
+        worst_errors: the largest of each head over the batch, on the host; () likewise.
+        fallbacks: each step down, as a sentence.
+        repaired_heads: query heads that were over their budget and computed again exactly.
+        stats: numbers measured on this very call; None if there are none.
+        saved_ms: time that approximations were measured to have saved since the last such call,
+            less what trying and measuring cost.
+    """
+
+    result: Result
+    decision: Decision | None
+    head_errors: torch.Tensor | None = None
+    worst_errors: tuple[float, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    repaired_heads: tuple[int, ...] = ()
+    stats: TensorStats | None = None
+    saved_ms: float = 0.0
+
+
+def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
+    """Return whether a plan loses anything that the input's own precision would keep."""
+    return not plan.is_exact or not all(g.precision.keeps(problem.precision) for g in plan.groups)
+
+
+def audited(
+    call: Call, outcome: Outcome, policy: Policy, backend: str, layer: int, seed: int
+) -> Outcome:
+    """Return the outcome with its errors on rows drawn anew.
+
+    Heads over their budget are computed exactly; where the executor was named, that is an
+    error instead.
+
+    Args:
+        call: what was asked.
+        outcome: what was found.
+        policy: its budgets.
+        backend: ``"auto"``, or what was asked for by name.
+        layer: which layer's budgets.
+        seed: of the rows; above 0, since planning measures those of 0.
+
+    Raises:
+        UnsupportedError: an approximation asked for by name is over its budget.
+    """
+    budgets = head_budgets(policy, call.problem.num_heads, layer)
+    decision = outcome.decision
+    assert decision is not None
+    found = _found_over(call, outcome, budgets, policy.audit_rows, seed)
+    if isinstance(found, Outcome):
+        return found
+    errors, over, sentence = found
+    if backend != "auto" and not decision.plan.is_exact:
+        raise UnsupportedError(
+            f"backend {backend!r}",
+            [sentence],
+            "Raise the error budget, or pass backend='auto'.",
+        )
+    return _repaired(call, outcome, errors, over, sentence, policy.memory_budget_bytes)
+
+
+def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
+    """Return the outcome of a given plan, held to the budget and the rows that it names.
+
+    Args:
+        call: what was asked.
+        outcome: what the plan gave.
+        plan: its budget holds for every head.
+    """
+    budgets = (plan.error_budget,) * call.problem.num_heads
+    found = _found_over(call, outcome, budgets, plan.audit_rows, 1)
+    if isinstance(found, Outcome):
+        return found
+    return _repaired(call, outcome, *found, None)
+
+
+def _found_over(
+    call: Call, outcome: Outcome, budgets: tuple[float, ...], rows: int, seed: int
+) -> Outcome | tuple[torch.Tensor, tuple[int, ...], str]:
+    """Return the outcome with its errors, or (errors, heads over their budget, a sentence)."""
+    sample = sample_rows(call.tensors, call.problem, rows, seed=seed)
+    errors = audit(outcome.result.output, sample)
+    worst = errors.amax(0).tolist()
+    over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
+    if not over:
+        return replace(outcome, head_errors=errors, worst_errors=tuple(worst))
+    shown = ", ".join(str(head) for head in over)
+    found = (
+        f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
+        f"{min(budgets[head] for head in over):g} allowed"
+    )
+    return errors, over, found
+
+
+def _repaired(
+    call: Call,
+    outcome: Outcome,
+    errors: torch.Tensor,
+    over: tuple[int, ...],
+    found: str,
+    memory_budget_bytes: int | None,
+) -> Outcome:
+    """Return the outcome with some heads, and all that is told of them, computed exactly."""
+    decision, result = outcome.decision, outcome.result
+    assert decision is not None
+    sentence = f"{found}; they were computed exactly"
+    _LOGGER.info("%s", sentence)
+    FALLBACKS.update(["audit"])
+    part, problem = slice_heads(call.tensors, call.problem, over)
+    group = HeadGroup(
+        capability="chunked",
+        precision=problem.precision,
+        chunk_rows=choose_chunk_rows(problem, memory_budget_bytes),
+    )
+    exact = run_group(part, problem, group)
+    index = torch.tensor(over, device=result.output.device)
+    worst = errors.amax(0).tolist()
+    return replace(
+        outcome,
+        result=combine(
+            [result, exact],
+            lambda pair: pair[0].index_copy(1, index, pair[1].to(pair[0].dtype)),
+        ),
+        decision=replace(decision, notes=(*decision.notes, sentence)),
+        head_errors=errors.index_fill(1, index, 0.0),
+        worst_errors=tuple(0.0 if head in over else error for head, error in enumerate(worst)),
+        fallbacks=(*outcome.fallbacks, sentence),
+        repaired_heads=over,
+    )

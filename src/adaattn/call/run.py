@@ -1,0 +1,151 @@
+"""A decision run: executed, stepped down where an executor is out of memory, told to the sinks."""
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from adaattn import hardware
+from adaattn._events import AttentionEvent, emit, has_sinks
+from adaattn.backends import capabilities, capability_named, execute
+from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
+from adaattn.call.describe import Call, without_autocast
+from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
+from adaattn.planning import decide, reasons
+from adaattn.spec import Decision, Method, Plan, Policy
+
+__all__ = ["check_plan", "now_ms", "run_decision", "run_plan", "tell"]
+
+is_compiling = torch.compiler.is_compiling
+_LOGGER = logging.getLogger("adaattn")
+
+
+def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -> Outcome:
+    """Return the outcome of a decision; ``auto`` steps down where memory runs out.
+
+    Args:
+        call: checked and canonical.
+        decision: for this call.
+        policy: its memory budget holds for what is tried instead.
+        backend: ``"auto"``, or what was asked for: that one, or its error.
+    """
+    failed: list[str] = []
+    excluded: set[str] = set()
+    while True:
+        try:
+            with without_autocast(call.problem.device_type):
+                result = execute(call.tensors, call.problem, decision.plan)
+            return Outcome(result=result, decision=decision, fallbacks=tuple(failed))
+        except torch.OutOfMemoryError as error:
+            names = {group.capability for group in decision.plan.groups}
+            if backend != "auto" or names <= excluded:
+                raise
+            excluded |= names
+            failed.append(_step_down(sorted(names), error))
+            decision = _smaller(call, policy, excluded, error)
+            decision = replace(decision, notes=(*decision.notes, *failed))
+
+
+def run_plan(call: Call, plan: Plan) -> Outcome:
+    """Return what a given plan computes, checked, and audited if it says so.
+
+    Traceable by ``torch.compile``; there nothing is audited.
+
+    Raises:
+        ArgumentError: it was made for another number of heads.
+        UnsupportedError: one of its executors cannot serve the call, or computes in a format
+            that loses what the plan does not allow to lose.
+    """
+    check_plan(call, plan)
+    with without_autocast(call.problem.device_type):
+        result = execute(call.tensors, call.problem, plan)
+    decision = None if is_compiling() else Decision(plan=plan, notes=(_GIVEN,))
+    outcome = Outcome(result=result, decision=decision)
+    checked = plan.audit_rows and is_lossy(plan, call.problem) and call.problem.may_wait
+    if is_compiling() or not checked or call.problem.num_sequences or call.problem.dropout_p:
+        return outcome
+    return audited_plan(call, outcome, plan)
+
+
+_GIVEN = "the plan was given with the call"
+
+
+def check_plan(call: Call, plan: Plan) -> None:
+    """Refuse a plan that does not fit the call; see `run_plan`."""
+    problem = call.problem
+    if plan.num_heads != problem.num_heads:
+        raise ArgumentError(
+            expected_got("plan", f"one for {problem.num_heads} heads", f"one for {plan.num_heads}")
+        )
+    facts = None if is_compiling() else hardware.probe(call.tensors.query.device)
+    for group in plan.groups:
+        part = replace(problem, precision=group.precision, may_wait=True)
+        found = reasons(capability_named(group.capability), part, facts)
+        if plan.error_budget == 0.0 and not group.precision.keeps(problem.precision):
+            found = (
+                *found,
+                f"the plan computes in {group.precision.label} and allows no error, "
+                f"the input is {problem.precision.label}",
+            )
+        if found:
+            raise UnsupportedError(f"the plan's executor {group.capability}", found)
+
+
+def _smaller(
+    call: Call, policy: Policy, excluded: set[str], error: torch.OutOfMemoryError
+) -> Decision:
+    """Return an exact decision within the memory that is free, without some executors."""
+    device = call.tensors.query.device
+    free = hardware.free_memory_bytes(device)
+    # A tenth is left to fragments.
+    limits = [policy.memory_budget_bytes, None if free is None else int(0.9 * free)]
+    known = [limit for limit in limits if limit is not None]
+    policy = replace(policy, methods=(Method.EXACT,), precisions=())
+    policy = replace(policy, memory_budget_bytes=min(known)) if known else policy
+    left = tuple(item for item in capabilities() if item.name not in excluded)
+    try:
+        return decide(call.problem, None, hardware.probe(device), policy, left)
+    except PlanError:
+        raise error from None
+
+
+def _step_down(names: list[str], error: RuntimeError) -> str:
+    """Log and count an executor's failure; return it as a sentence."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    sentence = f"{', '.join(names)} failed ({first}); the next candidate was tried"
+    FALLBACKS.update(names)
+    _LOGGER.warning("%s", sentence)
+    return sentence
+
+
+def now_ms(device: torch.device) -> float:
+    """Return the wall clock in milliseconds once the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * time.perf_counter()
+
+
+def tell(call: Call, outcome: Outcome, tag: str, layer: int, time_ms: float | None) -> None:
+    """Emit the event of a call, if anybody listens."""
+    if not has_sinks():
+        return
+    decision = outcome.decision
+    assert decision is not None
+    errors = outcome.worst_errors
+    emit(
+        AttentionEvent(
+            problem=call.problem,
+            decision=decision,
+            workspace_bytes=decision.workspace_bytes,
+            fallbacks=outcome.fallbacks,
+            error_estimate=max(errors) if errors else None,
+            head_errors=errors,
+            repaired_heads=outcome.repaired_heads,
+            stats=outcome.stats,
+            saved_ms=outcome.saved_ms,
+            time_ms=time_ms,
+            tag=tag,
+            layer=layer,
+        )
+    )

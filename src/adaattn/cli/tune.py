@@ -1,0 +1,162 @@
+"""``adaattn tune``: executors timed on this machine, the fastest of each problem printed."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from adaattn.cli.console import STDOUT, write_json, write_text
+from adaattn.cli.plan import PlanRequest, problem_of
+from adaattn.errors import AssetError, expected_got
+from adaattn.hardware.probe import describe
+from adaattn.hardware.tables import own_path, table_text
+from adaattn.spec import Cell, TimingTable
+from adaattn.tuning import tune
+
+__all__ = ["TuneRequest", "run_tune"]
+
+_MIN_WIDTH = 110
+_LINE_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """The options of the command, as typed.
+
+    Args:
+        problems: one for each ``--shape``; () measures the usual problems.
+        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        budget_s: seconds.
+        rounds: turns of each executor.
+        load: a table to take over in the place of measuring.
+        out: a file to write in the place of this machine's own.
+    """
+
+    problems: tuple[PlanRequest, ...] = ()
+    device: str = "auto"
+    budget_s: float = 60.0
+    rounds: int = 7
+    load: Path | None = None
+    out: Path | None = None
+
+
+def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: bool) -> None:
+    """Measure or load, then print the table to stdout (to stderr when JSON goes to stdout).
+
+    Raises:
+        AdaAttnError: an option cannot be understood, or a file cannot be read or written.
+    """
+    device = None if request.device == "auto" else request.device
+    facts = describe(device)
+    problems = [problem_of(item, facts.device_type) for item in request.problems]
+    for path in (request.out, None if json_path in (None, STDOUT) else Path(str(json_path))):
+        _check_output(path)
+    errors = Console(stderr=True)
+    shown = _Progress(errors, request.budget_s) if shows_progress and not request.load else None
+    try:
+        table = tune(
+            problems or None,
+            device=device,
+            budget_s=request.budget_s,
+            rounds=request.rounds,
+            save=request.out is None,
+            load=request.load,
+            progress=shown,
+        )
+    finally:
+        if shown is not None:
+            shown.stop()
+    if request.out is not None:
+        write_text(request.out, table_text(facts, table))
+    if json_path is not None:
+        write_json(json_path, table.to_dict())
+    console = Console(stderr=json_path == STDOUT)
+    if not console.is_terminal:
+        console.width = max(console.width, _MIN_WIDTH)
+    console.print(_printed(table))
+    console.print(f"{_count(table)} problems; written to {request.out or own_path(facts)}")
+
+
+def _check_output(path: Path | None) -> None:
+    """Refuse before minutes of work what could not be written after them."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        found = "a folder" if path.is_dir() else "no such folder"
+        raise AssetError(expected_got(f"output file {path}", "a file in an existing folder", found))
+
+
+def _printed(table: TimingTable) -> Table:
+    """Return the fastest executor of each cell, as rich prints it."""
+    printed = Table(title=f"{table.device} ({table.source}, {table.date})")
+    printed.add_column("problem", overflow="fold")
+    printed.add_column("fastest")
+    printed.add_column("ms", justify="right")
+    printed.add_column("of PyTorch's", justify="right")
+    for cell in (cell for cells in table.cells.values() for cell in cells):
+        best = cell.times[cell.fastest]
+        mark = "" if best.settled else " ?"
+        printed.add_row(cell.label, cell.fastest, f"{best.wall_ms:.3g}{mark}", _share(cell))
+    printed.caption = "?: its rounds did not agree. -: PyTorch has no call for it."
+    return printed
+
+
+def _share(cell: Cell) -> str:
+    """Return the fastest time over that of what PyTorch would run."""
+    default = cell.times.get(cell.default)
+    if default is None:
+        return "-"
+    return f"{cell.times[cell.fastest].wall_ms / default.wall_ms:.2f} ({cell.default})"
+
+
+def _count(table: TimingTable) -> int:
+    """Return the number of cells."""
+    return sum(len(cells) for cells in table.cells.values())
+
+
+class _Progress:
+    """A bar on a terminal, a line now and then in a log; both with the time that is left.
+
+    Args:
+        console: of stderr.
+        budget_s: seconds that the run may take.
+    """
+
+    def __init__(self, console: Console, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._began, self._last = time.monotonic(), -math.inf
+        self._show: Callable[[str, float], None] = self._line
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+            task = self._bar.add_task("", total=1.0)
+            bar = self._bar
+            self._show = lambda words, share: bar.update(task, description=words, completed=share)
+            self._bar.start()
+
+    def __call__(self, problem: str, done: int, total: int) -> None:
+        """Show how far a run has come: by problems or by its budget, whichever ends first."""
+        spent = time.monotonic() - self._began
+        left = max(self._budget_s - spent, 0.0)
+        if done:
+            left = min(left, spent / done * (total - done))
+        share = spent / max(spent + left, 1e-9)
+        self._show(f"{done} of {total}, about {left:.0f} s left: {problem}", share)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, words: str, share: float) -> None:
+        """Write a line to stderr, not too often."""
+        del share
+        now = time.monotonic()
+        if now - self._last >= _LINE_EVERY_S:
+            self._last = now
+            print(words, file=sys.stderr, flush=True)

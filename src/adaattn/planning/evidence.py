@@ -1,0 +1,136 @@
+"""What measured times say of a problem: interpolated in logarithms, hardly ever beyond the table.
+
+Executors are compared by the ratio of their times in the same cells, never by lone times: what
+a cell gets wrong, such as a warmer card, it gets wrong for all of them.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from adaattn.planning.cost import visible_pairs
+from adaattn.spec import AttentionProblem, Cell, Measured, TimingTable
+from adaattn.spec.evidence import problem_class
+
+__all__ = ["DISPLACES", "interpolated", "ratio"]
+
+DISPLACES: Final = 0.95
+"""An executor takes the incumbent's place below this share of its time."""
+
+_REACH: Final = 1.0
+"""Octaves to the nearest cell in each size: twice or half of what was measured, not more."""
+
+_BETWEEN: Final = 2.0
+"""Octaves within which other cells count beside the nearest one: the steps of the grids."""
+
+_CELLS: Final = 4
+
+
+def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: str) -> float | None:
+    """Return the time of one executor over that of another; None where nobody measured it.
+
+    The larger of the ratios of device time and of what a caller waits, so that neither loses;
+    and the larger of the nearest cell's and the mean of those around.
+
+    Args:
+        table: of the problem's device.
+        problem: simplified.
+        name: of the challenger.
+        incumbent: of the executor that it would displace.
+    """
+    logs = []
+    for distance, cell in _near(table, problem, (name, incumbent)):
+        mine, other = cell.times[name], cell.times[incumbent]
+        worse = max(mine.device_ms / other.device_ms, mine.wall_ms / other.wall_ms)
+        logs.append((distance, math.log(worse)))
+    if not logs:
+        return None
+    return math.exp(max(logs[0][1], _mean(logs)))
+
+
+def interpolated(table: TimingTable, problem: AttentionProblem, name: str) -> Measured | None:
+    """Return what an executor should take by the cells around a problem, or None."""
+    near = _near(table, problem, (name,))
+    if not near:
+        return None
+    times = [(distance, cell.times[name]) for distance, cell in near]
+    work = math.log(_work(problem, visible_pairs(problem)))
+    grown = [work - math.log(_cell_work(cell)) for _, cell in near]
+    device = math.exp(
+        _mean(
+            [
+                (distance, math.log(time.device_ms) + more)
+                for (distance, time), more in zip(times, grown, strict=True)
+            ]
+        )
+    )
+    return Measured(
+        device_ms=device,
+        host_ms=math.exp(_mean([(distance, math.log(time.host_ms)) for distance, time in times])),
+        compile_ms=max(time.compile_ms for _, time in times),
+        settled=all(time.settled for _, time in times),
+    )
+
+
+def _near(
+    table: TimingTable, problem: AttentionProblem, names: Sequence[str]
+) -> list[tuple[float, Cell]]:
+    """Return the nearest cells that measured all of some executors, with their distances."""
+    place = _place(problem)
+    found = []
+    for cell, point in _points(table, problem_class(problem)):
+        if not all(name in cell.times for name in names):
+            continue
+        steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
+        if max(steps) <= _BETWEEN:
+            found.append((sum(steps), max(steps), cell))
+    found.sort(key=lambda item: item[0])
+    if not found or min(item[1] for item in found) > _REACH:
+        return []
+    return [(distance, cell) for distance, _, cell in found[:_CELLS]]
+
+
+@lru_cache(maxsize=256)
+def _points(table: TimingTable, name: str) -> tuple[tuple[Cell, tuple[float, ...]], ...]:
+    """Return the cells of a class with their places."""
+    return tuple((cell, _cell_place(cell)) for cell in table.cells.get(name, ()))
+
+
+def _place(problem: AttentionProblem) -> tuple[float, ...]:
+    """Return where a problem lies among the cells: logarithms of its sizes."""
+    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
+    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
+    visible = visible_pairs(problem) / max(problem.len_q, 1)
+    sizes = (problem.batch * problem.num_heads, problem.group_size, len_q, len_k)
+    return _logs(sizes, problem.head_dim, visible)
+
+
+def _cell_place(cell: Cell) -> tuple[float, ...]:
+    """Return where a cell lies."""
+    sizes = (cell.heads, cell.group_size, cell.len_q, cell.len_k)
+    return _logs(sizes, cell.head_dim, cell.visible)
+
+
+def _logs(sizes: tuple[int, int, int, int], head_dim: int, visible: float) -> tuple[float, ...]:
+    """Return the coordinates of sizes; heads count half, since they only add up."""
+    heads, group, len_q, len_k = (math.log2(max(size, 1)) for size in sizes)
+    share = math.log2(max(visible, 1.0) / max(sizes[3], 1))
+    return (0.5 * heads, group, len_q, len_k, math.log2(max(head_dim, 1)), share)
+
+
+def _work(problem: AttentionProblem, pairs: float) -> float:
+    """Return what a time grows with."""
+    return max(problem.batch * problem.num_heads * pairs * problem.head_dim, 1.0)
+
+
+def _cell_work(cell: Cell) -> float:
+    """Return the same of a cell."""
+    return max(cell.heads * cell.len_q * cell.visible * cell.head_dim, 1.0)
+
+
+def _mean(values: Sequence[tuple[float, float]]) -> float:
+    """Return the mean of values, the near ones counting more."""
+    weights = [1.0 / (0.1 + distance) for distance, _ in values]
+    total = sum(weight * value for weight, (_, value) in zip(weights, values, strict=True))
+    return total / sum(weights)

@@ -1,0 +1,72 @@
+"""Random tensors for a problem, turned into a call by the door that every caller's pass."""
+
+from typing import Final
+
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.call.arguments import Arguments
+from adaattn.call.describe import Call, build_call
+from adaattn.spec import AttentionProblem, MaskKind
+
+__all__ = ["random_call"]
+
+_KEPT_SHARE: Final = 0.8
+"""Of a boolean mask."""
+
+
+def random_call(problem: AttentionProblem, device: torch.device) -> Call:
+    """Return a call of the problem on random normal numbers, described as any caller's is."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype, batch = torch_dtype(problem.precision), problem.batch
+
+    def normal(*shape: int, wants_grad: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
+        numbers = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return numbers.requires_grad_(wants_grad)
+
+    grad = problem.requires_grad
+    query = normal(batch, problem.num_heads, problem.len_q, problem.head_dim, wants_grad=grad)
+    heads, length = problem.num_kv_heads, problem.len_k
+    key = normal(batch, heads, length, problem.head_dim, wants_grad=grad)
+    value = normal(batch, heads, length, problem.value_dim, wants_grad=grad)
+    mask = None
+    if problem.mask is not MaskKind.NONE:
+        shape = problem.mask_shape or (problem.len_q, length)
+        if problem.mask is MaskKind.BOOLEAN:
+            mask = torch.rand(shape, generator=generator, device=device) < _KEPT_SHARE
+        else:
+            above = torch.float64 if dtype is torch.float32 else torch.float32
+            wide = above if problem.mask_is_wide else dtype
+            mask = normal(*shape, wants_grad=problem.mask_requires_grad, dtype=wide)
+    left, right = problem.window
+    sinks = slopes = None
+    if problem.has_sinks:
+        sinks = normal(problem.num_heads, wants_grad=problem.sinks_require_grad)
+    if problem.has_alibi:
+        exponents = torch.arange(1, problem.num_heads + 1, device=device) / problem.num_heads
+        slopes = torch.exp2(-8.0 * exponents).requires_grad_(problem.alibi_requires_grad)
+    arguments = Arguments(
+        attn_mask=mask,
+        dropout_p=problem.dropout_p,
+        # With a mask, causal order is said as a window.
+        is_causal=problem.is_causal and mask is None,
+        scale=problem.scale,
+        enable_gqa=problem.group_size > 1,
+        align=problem.align,
+        window=(left, 0 if problem.is_causal and mask is not None else right),
+        dilation=problem.dilation,
+        softcap=problem.softcap,
+        sinks=sinks,
+        alibi_slopes=slopes,
+        cu_seqlens_q=_starts(problem.len_q, problem.num_sequences, device),
+        cu_seqlens_k=_starts(length, problem.num_sequences, device),
+    )
+    return build_call(query, key, value, arguments, problem.aux)
+
+
+def _starts(length: int, count: int, device: torch.device) -> torch.Tensor | None:
+    """Return the starts of packed sequences of equal lengths and their end; None if not packed."""
+    if not count:
+        return None
+    starts = [length * place // count for place in range(count + 1)]
+    return torch.tensor(starts, dtype=torch.int32, device=device)

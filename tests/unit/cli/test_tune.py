@@ -1,0 +1,149 @@
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+
+from adaattn.cli import tune as command
+from adaattn.spec import AttentionProblem
+from adaattn.tuning import tune
+
+SHAPE = ("--shape", "1,4,2,32,32,16", "--device", "cpu", "--rounds", "1")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("ADAATTN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "timings"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[AttentionProblem]]:
+    """Return the problems that each call of the command asked for."""
+    found: list[Any] = []
+
+    def seen(problems: Any, **options: Any) -> Any:
+        found.append(problems)
+        return tune(problems, **options)
+
+    monkeypatch.setattr(command, "tune", seen)
+    return found
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_each_problem_is_printed_with_its_fastest_executor_and_what_pytorch_would_take(
+    invoke: Callable[..., Any], cache: Path
+) -> None:
+    result = invoke("tune", *SHAPE, "--shape", "1,2,2,16,16,16")
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    assert len(lines) == 2
+    assert "fp32: 4 heads in groups of 2, 32 x 32, D 16" in lines[0]
+    assert all("(sdpa.flash)" in line for line in lines)
+    (path,) = cache.iterdir()
+    assert path.name in result.stdout.replace("\n", "")
+
+
+def test_progress_goes_to_stderr_and_can_be_left_out(invoke: Callable[..., Any]) -> None:
+    shown = invoke("tune", *SHAPE)
+    assert "0 of 1, about 60 s left: fp32: 4 heads" in shown.stderr
+    assert "left" not in shown.stdout
+    assert invoke("tune", *SHAPE, "--no-progress").stderr == ""
+
+
+def test_options_reach_the_problem(
+    invoke: Callable[..., Any], asked: list[Sequence[AttentionProblem]]
+) -> None:
+    options = ("--dtype", "bf16", "--causal", "--window", "7,-1", "--softcap", "5", "--training")
+    result = invoke("tune", *SHAPE, *options, "--align", "bottom_right")
+    assert result.exit_code == 0, result.stderr
+    ((problem,),) = asked
+    assert problem.precision.label == "bf16"
+    assert (problem.is_causal, problem.window, problem.softcap) == (True, (7, -1), 5.0)
+    assert problem.requires_grad
+    assert "half causal window softcap training" in words(result.stdout)
+    assert "│ - │" in words(result.stdout)  # PyTorch has no call for it
+
+
+def test_without_a_shape_the_usual_problems_are_measured_within_the_budget(
+    invoke: Callable[..., Any], asked: list[Sequence[AttentionProblem] | None]
+) -> None:
+    arguments = ("--device", "cpu", "--budget", "0.001", "--rounds", "1")
+    result = invoke("tune", *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert asked == [None]
+    assert "1 problems" in result.stdout
+
+
+def test_json_alone_goes_to_stdout_and_the_table_to_stderr(invoke: Callable[..., Any]) -> None:
+    result = invoke("tune", *SHAPE, "--json", "--no-progress")
+    found = json.loads(result.stdout)
+    assert list(found["cells"]) == ["fp32"]
+    assert "sdpa.flash" in result.stderr
+
+
+def test_a_table_written_to_a_file_can_be_taken_over(
+    invoke: Callable[..., Any], cache: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.json"
+    written = invoke("tune", *SHAPE, "--out", str(path), "--json", "--no-progress")
+    assert written.exit_code == 0, written.stderr
+    assert not cache.exists()
+
+    loaded = invoke("tune", "--device", "cpu", "--table", str(path), "--json")
+    assert loaded.exit_code == 0, loaded.stderr
+    assert json.loads(loaded.stdout)["cells"] == json.loads(written.stdout)["cells"]
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "1,2,3"), "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
+        ((*SHAPE, "--dtype", "int3"), "error: dtype: expected one of float64"),
+        ((*SHAPE, "--window", "1"), "error: window: expected LEFT,RIGHT"),
+        ((*SHAPE, "--budget", "0"), "error: budget_s: expected a positive number of seconds"),
+        ((*SHAPE, "--rounds", "0"), "error: rounds: expected at least 1"),
+        (("--device", "h200"), "error: device: expected 'cpu' or 'cuda'"),
+        ((*SHAPE, "--table", "none.json"), "error: timing table none.json: expected a readable"),
+        ((*SHAPE, "--out", "none/x.json"), "error: output file none/x.json: expected a file in"),
+        ((*SHAPE, "--json", "none/x.json"), "error: output file none/x.json: expected a file in"),
+    ],
+)
+def test_bad_options_print_one_line_and_exit_with_2(
+    invoke: Callable[..., Any], arguments: tuple[str, ...], message: str
+) -> None:
+    result = invoke("tune", *arguments, "--no-progress")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_time_that_is_left_is_the_budget_or_the_rest_of_the_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rich.console import Console
+
+    now = 0.0
+    monkeypatch.setattr(command.time, "monotonic", lambda: now)
+    shown: list[tuple[str, float]] = []
+    progress = command._Progress(Console(stderr=True), 60.0)
+    progress._show = lambda line, share: shown.append((line, share))
+
+    progress("a", 0, 10)
+    now = 12.0
+    progress("b", 1, 10)  # at this pace all ten take two minutes: the budget ends first
+    progress("c", 6, 10)  # at this one eight seconds are left
+
+    assert shown == [
+        ("0 of 10, about 60 s left: a", 0.0),
+        ("1 of 10, about 48 s left: b", 0.2),
+        ("6 of 10, about 8 s left: c", 0.6),
+    ]
