@@ -5,6 +5,7 @@ by reason, and what remains is compared without padding and with padding on eith
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -168,7 +169,7 @@ def examine(name: str, oracle: Callable[..., Any]) -> Outcome:
     torch.manual_seed(1)
     for parameter in eager.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
+            torch.nn.init.normal_(parameter, std=0.2)  # far from uniform attention, without chaos
     try:
         given = {p: inputs(eager, p) for p in ("none", "left", "right")}
         wanted = {p: result(eager, given[p][0]) for p in given}
@@ -182,25 +183,23 @@ def examine(name: str, oracle: Callable[..., Any]) -> Outcome:
         return Outcome(kind="refused", detail=str(error))
     problems = []
     for padding, (fed, keep) in given.items():
-        yardstick, got = wanted[padding], actual[padding]
-        exact = exactly(eager, fed, oracle, yardstick)
+        yardstick, got, exact = wanted[padding], actual[padding], wanted[padding].double()
+        # A whole network multiplies roundings by chance, so ours is computed in float64 too, where
+        # the model has it, and held to the error of eager attention in float32.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            exact, got = oracle(
+                eager, lambda copied, fed=fed: (result(copied, fed), result(doubled(ours), fed))
+            )
         if keep is not None and got.shape[:2] == keep.shape:
             got, exact, yardstick = got[keep], exact[keep], yardstick[keep]
-        problems += [
-            f"{padding}: {p}" for p in compare(got, exact, yardstick, summands=64).problems
-        ]
+        comparison = compare(got, exact.double(), yardstick, summands=64)
+        problems += [f"{padding}: {problem}" for problem in comparison.problems]
     return Outcome(kind="differs" if problems else "equal", detail="; ".join(problems))
 
 
-def exactly(
-    model: Any, given: dict[str, Any], oracle: Callable[..., Any], yardstick: torch.Tensor
-) -> torch.Tensor:
-    """Return the float64 result; where the model has no float64, eager's own rounded one."""
-    try:
-        exact = oracle(model, lambda copied: result(copied, given))
-    except (RuntimeError, TypeError, ValueError):
-        return yardstick.double()
-    return exact.double()
+def doubled(model: Any) -> Any:
+    """Return a float64 copy of a model."""
+    return copy.deepcopy(model).double()
 
 
 def expected(name: str) -> str:

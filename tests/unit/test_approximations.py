@@ -262,10 +262,11 @@ def test_a_given_approximation_runs_on_every_attack_and_is_never_wrong_in_silenc
     """Only 18 of 45 attacks once got an approximate plan, so most of them attacked nothing.
 
     A given plan runs whatever planning thinks of it. Over its budget it is repaired or
-    refused by the audit.
+    refused by the audit. Of 64 audited rows, 1 draw in 100 misses what bf16 loses in sharp
+    heads, which is in few rows; of 256, none in 200.
     """
     group, budget, num_within, num_beyond = GIVEN[name]
-    plan = Plan(groups=(group,), num_heads=2, error_budget=budget, audit_rows=64)
+    plan = Plan(groups=(group,), num_heads=2, error_budget=budget, audit_rows=256)
     ran: list[HeadGroup] = []
     honest = registry.load(group.capability)
 

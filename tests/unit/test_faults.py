@@ -35,6 +35,7 @@ from adaattn.testing import (
 
 DIM = 64
 LOSSY = Policy(name="lossy", error_budget=0.05)
+FULL = torch.OutOfMemoryError("the memory is full")
 
 
 @pytest.fixture
@@ -201,85 +202,89 @@ def test_a_named_kernel_runs_for_any_layout_even_after_a_contiguous_call() -> No
     assert_right(output, [query, key, value])
 
 
-class OutOfMemory(TorchDispatchMode):
-    """Lets one operator fail as if the memory were full."""
+class Failing(TorchDispatchMode):
+    """Lets PyTorch's flash kernel fail on a CPU."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, error: Exception) -> None:
         super().__init__()
-        self.name = name
+        self.error = error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return what the operator returns, if it is another one."""
-        if func.name() == self.name:
-            raise torch.OutOfMemoryError("the memory is full")
+        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            raise self.error
         return func(*args, **(kwargs or {}))
 
 
 class TestFailures:
-    """What ``auto`` does where an executor fails."""
+    """What ``auto`` does where an executor fails. Each test has lengths that no other has."""
+
+    @staticmethod
+    def assert_steps_down(
+        events: list[AttentionEvent], name: str, tensors: list[torch.Tensor], **settings: Any
+    ) -> None:
+        """Check two equal calls in which an executor fails: the second may know better."""
+        for is_first in (True, False):
+            events.clear()
+            with Failing(FULL):
+                output = attend(*tensors, **settings)
+            (event,) = events
+            assert event.fallbacks or not is_first
+            assert event.decision.plan.groups[0].capability != name
+            assert_right(output, tensors, **settings)
 
     @pytest.mark.parametrize("num_good", [0, 1, 2])
     def test_a_lack_of_memory_in_pytorchs_kernel_steps_down_on_every_call(
         self, events: list[AttentionEvent], num_good: int
     ) -> None:
         """The second of two equal calls took a shortcut that knew no other way, and raised."""
-        tensors = draw(length=36)
+        tensors = draw(length=131 + num_good)
         for _ in range(num_good):
             attend(*tensors)
-        assert all(event.fallbacks == () for event in events)
-        for _ in range(2):
-            events.clear()
-            with OutOfMemory("aten::_scaled_dot_product_flash_attention_for_cpu"):
-                output = attend(*tensors)
-            (event,) = events
-            assert len(event.fallbacks) == 1
-            assert event.decision.plan.groups[0].capability != "sdpa.flash"
-            assert_right(output, tensors)
+        assert [event.fallbacks for event in events] == [()] * num_good
+        self.assert_steps_down(events, "sdpa.flash", tensors)
 
     @pytest.mark.parametrize("num_good", [0, 1, 2])
     def test_a_lack_of_memory_in_an_executor_steps_down_on_every_call(
         self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent], num_good: int
     ) -> None:
         """A shortcut held the executor itself, and no step down was left behind it."""
-        tensors = draw(length=37)
+        tensors = draw(length=141 + num_good)
         name = plan_attention(*tensors, softcap=5.0).plan.groups[0].capability
         honest, is_full = registry._EXECUTORS[name], False
 
         def failing(*given: Any) -> Any:
             if is_full:
-                raise torch.OutOfMemoryError("the memory is full")
+                raise FULL
             return honest(*given)
 
         monkeypatch.setitem(registry._EXECUTORS, name, failing)
         for _ in range(num_good):
             attend(*tensors, softcap=5.0)
-        assert all(event.fallbacks == () for event in events)
+        assert [event.fallbacks for event in events] == [()] * num_good
         is_full = True
-        for _ in range(2):
-            events.clear()
-            output = attend(*tensors, softcap=5.0)
-            (event,) = events
-            assert len(event.fallbacks) == 1
-            assert event.decision.plan.groups[0].capability != name
-            assert_right(output, tensors, softcap=5.0)
+        self.assert_steps_down(events, name, tensors, softcap=5.0)
 
     def test_an_error_that_is_no_lack_of_memory_is_the_callers_to_see(
-        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Any RuntimeError led to another executor: a bug in a kernel only made calls slower."""
 
         def broken(*given: Any) -> Any:
-            raise RuntimeError("a bug in the kernel")
+            raise RuntimeError("a bug in the executor")
 
-        tensors = draw(length=38)
-        name = plan_attention(*tensors).plan.groups[0].capability
+        tensors = draw(length=151)
+        for _ in range(2):
+            kernel = Failing(RuntimeError("a bug in the kernel"))
+            with kernel, pytest.raises(RuntimeError, match="a bug in the kernel"):
+                attend(*tensors)
+        name = plan_attention(*tensors, softcap=5.0).plan.groups[0].capability
         monkeypatch.setitem(registry._EXECUTORS, name, broken)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="a bug in the kernel"):
-                attend(*tensors)
-        assert events == []
+            with pytest.raises(RuntimeError, match="a bug in the executor"):
+                attend(*tensors, softcap=5.0)
 
 
 def test_a_layer_whose_heads_may_lose_nothing_is_exact_and_never_measured(

@@ -14,6 +14,7 @@ import adaattn
 from adaattn import hardware, tuning, tuning_cell
 from adaattn.backends import Result, registry
 from adaattn.errors import ArgumentError, DeviceError, TableError
+from adaattn.hardware import tables
 from adaattn.hardware.tables import timings_of
 from adaattn.planning import simplify
 from adaattn.spec import (
@@ -34,7 +35,9 @@ PLAIN = make_problem(num_heads=4, num_kv_heads=2, len_q=32, len_k=32, is_causal=
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a cache of the test's own; no table is shipped."""
     monkeypatch.setenv("ADAATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(tables, "_SHIPPED", tmp_path / "none")
     return tmp_path
 
 
@@ -338,6 +341,14 @@ def test_times_have_settled_where_the_number_that_counts_was_found_again(
     assert tuning_cell._settled(run, torch.device("cuda")) is on_cuda
 
 
+def test_the_fastest_call_counts_on_a_cpu_and_the_median_on_a_gpu() -> None:
+    run = run_of(9.0, 1.0, 2.0)
+    run.host = [0.3, 0.1, 0.2]
+    assert tuning_cell._measured(run, torch.device("cpu")).device_ms == 1.0
+    on_gpu = tuning_cell._measured(run, torch.device("cuda"))
+    assert (on_gpu.device_ms, on_gpu.host_ms, on_gpu.wall_ms) == (2.0, 0.2, 2.0)
+
+
 def test_turns_rotate_and_slow_executors_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -348,7 +359,7 @@ def test_turns_rotate_and_slow_executors_have_fewer(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning_cell, "_take_turn", turn)
     runs = [replace_wall("a", 1.0), replace_wall("b", 2.0), replace_wall("c", 9.0)]
     tuning_cell._timed(runs, torch.device("cpu"), tuning_cell.Effort(rounds=5))
-    assert "".join(order) == "abcbcacabab" + "ba"
+    assert "".join(order) == "abcbcacab" + "baab"
 
 
 def replace_wall(name: str, wall_ms: float) -> tuning_cell._Run:

@@ -40,6 +40,12 @@ def _order(problem: AttentionProblem) -> int:
     return 10
 
 
+def _first(problem: AttentionProblem) -> int:
+    """Return 9: where cuDNN can serve, PyTorch takes it before its own kernels."""
+    del problem
+    return 9
+
+
 def _last_of_sdpa(problem: AttentionProblem) -> int:
     """Return 60: scores written out are what PyTorch falls back on."""
     del problem
@@ -111,7 +117,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.8,
-        order=_order,
+        order=_first,
     ),
     Capability(
         name="sdpa.math",

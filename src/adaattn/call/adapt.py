@@ -121,7 +121,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         cost_ms = measuring_cost_ms(problem, facts, policy, wanted)
         if choice.is_forced or ledger.may_spend(cost_ms, tries=1):
             with ledger.timing(device, "measuring"):
-                stats = _measured(call, choice, wanted, entry)
+                stats = _measured(call, choice, wanted, entry, strict=history is PROCESS)
             if stats is not None:
                 entry.learn(stats, history.momentum)
     entry.age += 1
@@ -184,16 +184,20 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
 
 
 def _measured(
-    call: Call, choice: Choice, wanted: tuple[Way, ...], entry: Entry
+    call: Call, choice: Choice, wanted: tuple[Way, ...], entry: Entry, *, strict: bool
 ) -> TensorStats | None:
-    """Return numbers measured on this call; None where they will arrive later, or cannot be had."""
+    """Return numbers measured on this call; None where they will arrive later, or cannot be had.
+
+    Input that is not finite is an error for a caller of the function. Modules and models compute
+    it exactly: training skips such steps itself, and one rank that raised would hang the others.
+    """
     if not call.problem.may_wait:
         entry.arriving.append(measure_later(call.tensors, call.problem, wanted, choice.policy))
         return None
     try:
         return _stats_now(call, choice, wanted)
     except NonFiniteError:
-        if choice.backend != "auto":
+        if strict or choice.backend != "auto":
             raise
         return None
 

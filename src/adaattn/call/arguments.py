@@ -51,7 +51,7 @@ def checked_numbers(
         raise ArgumentError(
             expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
         )
-    scale = head_dim**-0.5
+    scale = 1 / head_dim**0.5
     if arguments.scale is not None:
         scale = _number("scale", arguments.scale)
         if not math.isfinite(scale):

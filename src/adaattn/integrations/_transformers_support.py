@@ -35,7 +35,7 @@ def unsupported_reasons(model_class: type) -> list[str]:
         >>> len(unsupported_reasons(BloomModel))
         1
     """
-    ancestors = [base for base in reversed(model_class.__mro__) if _is_model(base)]
+    ancestors: list[Any] = [base for base in reversed(model_class.__mro__) if _is_model(base)]
     reasons = []
     follows = getattr(model_class, "_supports_attention_backend", False)
     if not follows and not all(base._can_set_attn_implementation() for base in ancestors):

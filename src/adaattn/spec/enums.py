@@ -37,7 +37,7 @@ class Precision(enum.IntEnum):
             >>> Precision.FP32.keeps(Precision.BF16), Precision.BF16.keeps(Precision.FP16)
             (True, False)
         """
-        return self is other or (self.bits > other.bits and self.bits >= 32)
+        return self is other or (self.value < other.value and self.value <= 1)
 
     @property
     def label(self) -> str:

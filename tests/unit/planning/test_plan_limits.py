@@ -79,12 +79,12 @@ def test_a_smaller_memory_budget_takes_smaller_chunks(executors: Executors) -> N
     rows, times = [], []
     for budget in (None, 64 << 20, 8 << 20, 1 << 20):
         policy = Policy(memory_budget_bytes=budget)
-        plan = decide(problem, None, facts, policy, executors).plan
-        (group,) = plan.groups
-        assert group.capability == "chunked"
-        assert budget is None or plan.workspace_bytes <= budget
+        decision = decide(problem, None, facts, policy, executors)
+        (group,) = decision.plan.groups
+        assert group.capability == "chunked" and decision.cost is not None
+        assert budget is None or decision.workspace_bytes <= budget
         rows.append(group.chunk_rows)
-        times.append(plan.estimated_ms)
+        times.append(decision.cost.time_ms)
     assert rows == sorted(set(rows), reverse=True)
     assert times == sorted(times)
 
@@ -137,8 +137,7 @@ def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
     policy = Policy(error_budget=0.05)
     decision = decide(_problem("cpu", len_q=256), None, fake_facts("cpu"), policy, executors)
     reason = _entries(decision)["block_sparse/fp32 mass=0.9"].reason
-    assert "ms of measuring, it would not beat sdpa.flash/fp32 at " in reason
-    assert reason.endswith(" ms")
+    assert "ms of checking, it would not beat sdpa.flash/fp32 at " in reason
 
 
 def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
@@ -259,17 +258,3 @@ def test_an_executor_asked_for_by_name_without_numbers_is_an_error(executors: Ex
     low = tuple(item for item in executors if item.name == "low_rank")
     with pytest.raises(PlanError, match="low_rank/fp32 rank=8,8: "):
         decide(_problem("cpu"), None, fake_facts("cpu"), Policy(error_budget=0.1), low, forced=True)
-
-
-def test_guessed_rates_choose_no_method_whose_overheads_decide(executors: Executors) -> None:
-    """On a device nobody measured, block sparsity once ran fourteen times slower than exact."""
-    measured = fake_facts("cpu_amx")
-    guessed = replace(measured, rates=replace(measured.rates, source="default of 2 threads"))
-    problem = _problem("cpu_amx", is_causal=True)
-    policy = Policy(error_budget=0.05, precisions=())
-    assert worth_measuring(problem, measured, policy, executors)
-    assert worth_measuring(problem, guessed, policy, executors) == ()
-    trace = decide(problem, None, guessed, policy, executors).trace
-    refused = [entry for entry in trace if entry.candidate.startswith(("low_rank", "block_sparse"))]
-    assert refused
-    assert all("rates that were not measured" in entry.reason for entry in refused)

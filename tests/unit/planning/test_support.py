@@ -85,6 +85,11 @@ NEEDS = [
         "a deterministic backward pass",
     ),
     ({"aux": Aux.LSE}, Feature.LSE, "the log-sum-exp as an output"),
+    (
+        {"aux": Aux.LSE, "requires_grad": True},
+        Feature.LSE_GRADIENT,
+        "a gradient through the log-sum-exp",
+    ),
     ({"aux": Aux.ROW_MAX}, Feature.ROW_MAX, "the row maximum as an output"),
     ({"aux": Aux.ENTROPY}, Feature.ENTROPY, "the row entropy as an output"),
     ({"aux": Aux.WEIGHTS}, Feature.WEIGHTS, "the weights as an output"),
