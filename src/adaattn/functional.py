@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from adaattn.call.arguments import Arguments
-from adaattn.call.bind import bind, decided, find, key_of, policy_key
+from adaattn.call.bind import bind, find
+from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
 from adaattn.call.history import History
+from adaattn.call.key import key_of
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
 from adaattn.errors import ArgumentTypeError, expected_got
@@ -114,95 +116,31 @@ def scaled_dot_product_attention(
         >>> tuple(out.shape), tuple(aux.lse.shape)
         ((1, 4, 128, 64), (1, 4, 128))
     """
-    if is_compiling():
-        return traced(
-            query,
-            key,
-            value,
-            Arguments(
-                attn_mask=attn_mask,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                align=align,
-                window=window,
-                dilation=dilation,
-                softcap=softcap,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-            ),
-            policy=policy,
-            plan=plan,
-            backend=backend,
-            layer=layer,
-            return_aux=return_aux,
-        )
-    named = policy_key(policy)
-    known_by = known = None
-    if named is not None:
-        try:
-            known_by = key_of(
-                query,
-                key,
-                value,
-                (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k),
-                (
-                    scale,
-                    softcap,
-                    dropout_p,
-                    is_causal,
-                    enable_gqa,
-                    align,
-                    dilation,
-                    max_seqlen_q,
-                    max_seqlen_k,
-                ),
-                window,
-                (named, id(plan), id(history), backend, layer, return_aux),
-            )
-            known = find(known_by)
-        except (AttributeError, IndexError, TypeError, RuntimeError):
-            # No tensor, a nested one, no number, too few: binding says which.
-            known_by = None
-    if known is None:
-        arguments = Arguments(
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            align=align,
-            window=window,
-            dilation=dilation,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-        )
-        known = bind(
-            query,
-            key,
-            value,
-            arguments,
-            policy=policy,
-            plan=plan,
-            backend=backend,
-            layer=layer,
-            return_aux=return_aux,
-            history=history,
-            known_by=known_by,
-        )
-    return known(
-        query, key, value, attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, tag
+    companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    settings = (
+        scale,
+        softcap,
+        dropout_p,
+        is_causal,
+        enable_gqa,
+        align,
+        dilation,
+        max_seqlen_q,
+        max_seqlen_k,
     )
+    choice = (policy, plan, history, backend, layer, return_aux)
+    if is_compiling():
+        return traced(query, key, value, Arguments.of(companions, settings, window), choice)
+    known_by = known = None
+    try:
+        known_by = key_of(query, key, value, companions, settings, window, choice)
+        known = find(known_by)
+    except (AttributeError, IndexError, TypeError, RuntimeError):
+        known_by = None  # no tensor, a nested one, no number, too few: binding says which
+    if known is None:
+        arguments = Arguments.of(companions, settings, window)
+        known = bind(query, key, value, arguments, choice, known_by)
+    return known(query, key, value, *companions, tag)
 
 
 def plan_attention(

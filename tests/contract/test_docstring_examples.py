@@ -25,7 +25,8 @@ def _with_examples() -> list[str]:
     found = []
     for name in _MODULES:
         path = package.joinpath(*name.split(".")[1:])
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        file = path.with_suffix(".py")  # a folder of data may stand beside it
+        file = file if file.exists() else path / "__init__.py"
         if ">>> " in file.read_text(encoding="utf-8"):
             found.append(name)
     return found

@@ -243,8 +243,7 @@ def test_the_decision_rests_on_the_measured_numbers() -> None:
         policy=Policy(error_budget=0.99),
         backend="low_rank",
     )
-    half = Policy().audit_rows // 2
-    stats, _ = measure(tensors, draw()[1], EVERYTHING, half)
+    stats, _ = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows)
     largest = {
         f"rank={rank},{value_rank}": max(errors)
         for (rank, value_rank), errors in stats.low_rank_errors

@@ -148,15 +148,7 @@ def _layout(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
     """Return what compiled code takes for granted of a tensor."""
     if tensor is None:
         return None
-    return (
-        type(tensor),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_inference(),
-    )
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 @lru_cache(maxsize=_KEPT_KERNELS)

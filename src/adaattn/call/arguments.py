@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -32,6 +32,37 @@ class Arguments:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        companions: Sequence[torch.Tensor | None],
+        settings: Sequence[Any],
+        window: Sequence[int],
+    ) -> "Arguments":
+        """Return the arguments in the groups in which the public call handles them."""
+        return cls(
+            **dict(zip(COMPANIONS, companions, strict=True)),  # type: ignore[arg-type]
+            **dict(zip(SETTINGS, settings, strict=True)),
+            window=window,
+        )
+
+
+COMPANIONS: Final = ("attn_mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+"""Tensors beside q, k and v."""
+
+SETTINGS: Final = (
+    "scale",
+    "softcap",
+    "dropout_p",
+    "is_causal",
+    "enable_gqa",
+    "align",
+    "dilation",
+    "max_seqlen_q",
+    "max_seqlen_k",
+)
+"""Numbers and flags."""
 
 
 def checked_numbers(

@@ -8,12 +8,12 @@ import torch
 
 from adaattn.backends import Result, run_group, slice_heads
 from adaattn.backends.interface import combine
-from adaattn.errors import UnsupportedError
+from adaattn.call.describe import Call
 from adaattn.call.measure import audit, sample_rows
+from adaattn.errors import UnsupportedError
 from adaattn.planning import head_budgets
 from adaattn.planning.launch import choose_chunk_rows
 from adaattn.spec import AttentionProblem, Decision, HeadGroup, Plan, Policy, TensorStats
-from adaattn.call.describe import Call
 
 __all__ = ["FALLBACKS", "Outcome", "audited", "audited_plan", "is_lossy"]
 

@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.backends import Tensors
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.canonical import canonical_mask, canonical_tensors, described
+from adaattn.call.packing import longest, packed_bounds
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -23,7 +24,6 @@ from adaattn.errors import (
     UnsupportedError,
     expected_got,
 )
-from adaattn.call.packing import longest, packed_bounds
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 

@@ -163,4 +163,3 @@ def ledger_of(problem: AttentionProblem, policy: Policy, backend: str) -> Ledger
     else:
         _LEDGERS.move_to_end(key)
     return known
-

@@ -26,10 +26,6 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.projected import Projected
-from adaattn.errors import NonFiniteError, expected_got
-from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
-from adaattn.planning.rank import candidate_ranks, ranks_to_measure
-from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Way
 from adaattn.call.spectra import (
     ENTROPY_SCALES,
     entropy_stats,
@@ -37,6 +33,10 @@ from adaattn.call.spectra import (
     project_widely,
     spectral_stats,
 )
+from adaattn.errors import NonFiniteError, expected_got
+from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
+from adaattn.planning.rank import candidate_ranks, ranks_to_measure
+from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Way
 
 __all__ = [
     "Arriving",
@@ -163,9 +163,7 @@ def measure_later(
             max_magnitude=largest if largest < float("inf") else float("inf"),
             precision_errors=tuple(
                 (precision, tuple(row))
-                for precision, row in zip(
-                    precisions, found[1 + len(ENTROPY_SCALES) :], strict=True
-                )
+                for precision, row in zip(precisions, found[1 + len(ENTROPY_SCALES) :], strict=True)
             ),
         )
 

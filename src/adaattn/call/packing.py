@@ -14,7 +14,6 @@ from adaattn.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
-    UnsupportedError,
     expected_got,
 )
 
@@ -49,12 +48,6 @@ def packed_bounds(
         )
     if query.shape[0] != 1:
         raise ShapeError(expected_got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}"))
-    if torch.compiler.is_compiling():
-        raise UnsupportedError(
-            "torch.compile",
-            ["the bounds of packed sequences are read on the host, which a graph cannot do"],
-            "Call it outside the compiled function, or compile without fullgraph.",
-        )
     bounds_q = _bounds("cu_seqlens_q", starts_q, query.shape[2], query.device)
     bounds_k = _bounds("cu_seqlens_k", starts_k, key.shape[2], query.device)
     if len(starts_q) != len(starts_k):
@@ -65,14 +58,14 @@ def packed_bounds(
 
 
 def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) -> tuple[int, ...]:
-    """Return the bounds on the host, checked; () on a GPU, where reading them would wait."""
+    """Return the bounds on the host, checked; () on a GPU and in a graph, which cannot wait."""
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
         raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts)))
     if starts.device != device:
         raise DeviceError(expected_got(name, f"device {device}", starts.device))
     if starts.shape[0] < 2:
         raise ArgumentError(expected_got(name, "at least two numbers, [N + 1]", described(starts)))
-    if starts.is_cuda:
+    if starts.is_cuda or torch.compiler.is_compiling():
         return ()
     bounds = tuple(starts.tolist())
     rising = all(a <= b for a, b in pairwise(bounds))

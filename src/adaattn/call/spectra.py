@@ -13,7 +13,13 @@ from adaattn.backends.projected import Projected, project
 from adaattn.planning.rank import tail_ranks
 from adaattn.spec import AttentionProblem, TensorStats
 
-__all__ = ["ENTROPY_SCALES", "entropy_stats", "entropy_stats_of", "project_widely", "spectral_stats"]
+__all__ = [
+    "ENTROPY_SCALES",
+    "entropy_stats",
+    "entropy_stats_of",
+    "project_widely",
+    "spectral_stats",
+]
 
 ENTROPY_SCALES: Final = (1, 4, 16)
 """How many neighbouring keys are added up for each entropy of the sampled rows' weights."""

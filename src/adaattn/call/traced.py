@@ -1,9 +1,9 @@
 """The public call inside ``torch.compile``: what Inductor can see it sees, the rest is one operator.
 
-Exact attention that SDPA can say is traced through to PyTorch's function; other exact attention
-to the products of `adaattn.backends.chunked` in one chunk, or FlexAttention on a GPU. Nothing is
-measured and no executor is chosen by its times: a graph is made once for many lengths. A given
-plan is followed. Under an error budget one opaque operator makes the eager call at run time.
+Exact attention is traced through to PyTorch's function, or to the definition where that has no
+words for it. No executor is chosen by its times: a graph is made once for many lengths. A given
+plan is followed, and not audited. Under an error budget a graph is exact, since nothing can be
+measured in it; `plan_attention` outside of it gives a plan that approximates.
 """
 
 from typing import Any
@@ -12,12 +12,15 @@ import torch
 
 from adaattn.backends import Result, run_group
 from adaattn.backends.common import sdpa
+from adaattn.backends.masks import sighted
+from adaattn.backends.reference import attention, visible_keys
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome
 from adaattn.call.describe import Call, build_call, without_autocast
-from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
+from adaattn.call.key import Choices
+from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import run_plan
-from adaattn.spec import Align, Aux, HeadGroup, MaskKind, Plan, Policy
+from adaattn.spec import Align, HeadGroup, MaskKind
 
 __all__ = ["traced"]
 
@@ -27,14 +30,18 @@ def traced(
     key: torch.Tensor,
     value: torch.Tensor,
     arguments: Arguments,
-    *,
-    policy: Policy | str | None,
-    plan: Plan | None,
-    backend: str,
-    layer: int,
-    return_aux: AuxRequest | bool | None,
+    choice: Choices,
 ) -> Any:
-    """Return what the public call returns, in one graph."""
+    """Return what the public call returns, in one graph.
+
+    Args:
+        query: [..., Hq, Sq, D].
+        key: [..., Hkv, Sk, D].
+        value: [..., Hkv, Sk, Dv].
+        arguments: what is to be computed.
+        choice: a plan is followed, a backend too; a policy makes no difference.
+    """
+    _, plan, _, backend, _, return_aux = choice
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
         outcome = run_plan(call, plan)
@@ -56,31 +63,37 @@ def traced(
 
 
 def _exact(call: Call, backend: str) -> Result:
-    """Return exact attention by operations that a graph can hold."""
+    """Return exact attention by operations that a graph can hold, whatever its lengths.
+
+    Order and windows become a mask of the graph's own, in the place of SDPA's flag where it has
+    none for them; what SDPA cannot say at all is written out.
+    """
     problem, tensors = call.problem, call.tensors
-    plain = (
-        problem.window == (-1, -1)
-        and problem.dilation == 1
-        and problem.softcap == 0
-        and not (problem.has_sinks or problem.has_alibi)
-        and problem.aux is Aux.NONE
-        and not (problem.is_causal and problem.align is Align.BOTTOM_RIGHT)
-        and not (problem.is_causal and problem.mask is not MaskKind.NONE)
-        and backend in ("auto", "flash")
-    )
     with without_autocast(problem.device_type):
-        if plain:
-            return Result(
-                output=sdpa(
-                    tensors.query,
-                    tensors.key,
-                    tensors.value,
-                    attn_mask=tensors.mask,
-                    dropout_p=problem.dropout_p,
-                    is_causal=problem.is_causal,
-                    scale=problem.scale,
-                    enable_gqa=problem.group_size > 1,
-                )
-            )
-        name = "chunked" if backend == "auto" else backend
-        return run_group(tensors, problem, HeadGroup(capability=name, precision=problem.precision))
+        if backend not in ("auto", "flash"):
+            own = HeadGroup(capability=backend, precision=problem.precision)
+            return run_group(tensors, problem, own)
+        if problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux:
+            return attention(tensors, problem)
+        corner = problem.align is Align.BOTTOM_RIGHT or problem.mask is not MaskKind.NONE
+        by_mask = problem.window != (-1, -1) or problem.dilation > 1 or problem.num_sequences > 0
+        by_mask = by_mask or (problem.is_causal and corner)
+        mask = tensors.mask
+        if by_mask:
+            seen = visible_keys(tensors, problem)
+            additive = mask is not None and mask.dtype != torch.bool
+            mask = mask.masked_fill(~seen, float("-inf")) if mask is not None and additive else seen
+        blind = None
+        if mask is not None and mask.is_cuda:
+            mask, blind = sighted(mask)
+        output = sdpa(
+            tensors.query,
+            tensors.key,
+            tensors.value,
+            attn_mask=mask,
+            dropout_p=problem.dropout_p,
+            is_causal=problem.is_causal and not by_mask,
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+        )
+        return Result(output=output if blind is None else output.masked_fill(blind, 0.0))

@@ -267,9 +267,7 @@ def _best_exact(
     if hardware.timings is None:
         return (incumbent,)
     own = incumbent.group.capability
-    shares = {
-        name: ratio(hardware.timings, problem, name, own) for name in by_name if name != own
-    }
+    shares = {name: ratio(hardware.timings, problem, name, own) for name in by_name if name != own}
     faster = {name: share for name, share in shares.items() if share and share < DISPLACES}
     ready = [name for name in faster if not _compile_ms(by_name[name])]
     now = by_name[min(ready, key=faster.__getitem__)] if ready else incumbent
@@ -335,9 +333,7 @@ def _exact_decision(
 
 def _plan_of(item: Candidate, problem: AttentionProblem, policy: Policy) -> Plan:
     """Return the plan that computes every head in one exact way."""
-    return Plan(
-        groups=(item.group,), num_heads=problem.num_heads, error_budget=policy.error_budget
-    )
+    return Plan(groups=(item.group,), num_heads=problem.num_heads, error_budget=policy.error_budget)
 
 
 def _why_unmeasured(

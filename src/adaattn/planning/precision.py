@@ -100,4 +100,3 @@ def _with_errors(
         errors=measured.get(choice.precision, ()),
         refusal=refusal,
     )
-

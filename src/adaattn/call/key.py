@@ -1,0 +1,134 @@
+"""The key of a bound call: everything that the choice for it depends on."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from adaattn.call.history import History
+from adaattn.call.outputs import AuxRequest
+from adaattn.policies import PRESETS, current_policy
+from adaattn.spec import Plan, Policy
+
+__all__ = ["DECODE_ROWS", "Choices", "Tensor", "key_of"]
+
+Tensor = torch.Tensor | None
+
+Choices = tuple[
+    Policy | str | None, Plan | None, History | None, str, int, AuxRequest | bool | None
+]
+"""Policy, plan, history, backend, layer, and the outputs wanted beside the result."""
+
+DECODE_ROWS: Final = 8
+"""Up to this many query rows a growing cache is bound once for each power of two of keys."""
+
+_PLAIN: Final = frozenset((int, float, bool, type(None)))
+
+_flash = torch._C._get_flash_sdp_enabled
+_efficient = torch._C._get_mem_efficient_sdp_enabled
+_math = torch._C._get_math_sdp_enabled
+_cudnn = torch._C._get_cudnn_sdp_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_grad = torch.is_grad_enabled
+_autocasts = torch.is_autocast_enabled
+_threads = torch.get_num_threads
+
+
+def key_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    companions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    settings: tuple[Any, ...],
+    window: Sequence[int],
+    choice: Choices,
+) -> object:
+    """Return everything that the choice for a call depends on; None where that cannot be said.
+
+    Args:
+        query: [..., Hq, Sq, D].
+        key: [..., Hkv, Sk, D].
+        value: [..., Hkv, Sk, Dv].
+        companions: mask, sinks, slopes, cu_seqlens_q and cu_seqlens_k.
+        settings: the numbers and flags that say what is to be computed.
+        window: left and right.
+        choice: how it is to be planned.
+    """
+    policy, plan, history, backend, layer, return_aux = choice
+    named: object
+    if policy is None:
+        named = id(current_policy())
+    elif type(policy) is str:
+        if policy not in PRESETS:
+            return None  # a file, which may change
+        named = policy
+    else:
+        named = id(policy)
+    if type(settings[0]) not in _PLAIN or type(settings[1]) not in _PLAIN:
+        return None  # a tensor's value may change unseen
+    device_type = query.device.type
+    cast = torch.get_autocast_dtype(device_type) if _autocasts(device_type) else None
+    shapes: tuple[Any, ...]
+    if query.shape[-2] <= DECODE_ROWS < key.shape[-2] and companions[3] is None:
+        shapes = (query.shape, query.stride(), *_growing(key), *_growing(value))
+        mask = companions[0]
+        seen = None if mask is None else (*_growing(mask), *_facts(mask)[2:])
+    else:
+        shapes = (
+            query.shape,
+            query.stride(),
+            key.shape,
+            key.stride(),
+            value.shape,
+            value.stride(),
+        )
+        seen = _facts(companions[0])
+    rest = None
+    if not (companions[1] is companions[2] is companions[3] is companions[4] is None):
+        rest = (*map(_facts, companions[1:]), companions[3] is companions[4])
+    return (
+        shapes,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        _grad() and (query.requires_grad, key.requires_grad, value.requires_grad),
+        seen,
+        rest,
+        settings,
+        window if type(window) is tuple else tuple(map(operator.index, window)),
+        (named, id(plan), id(history), backend, layer, return_aux),
+        cast,
+        _deterministic(),
+        _threads(),
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn(),
+    )
+
+
+def _facts(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a choice depends on of an optional tensor."""
+    if tensor is None:
+        return ()
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        type(tensor),
+    )
+
+
+def _growing(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return the shape of keys that grow by a token a call, as it is bound."""
+    shape = tensor.shape
+    place = -1 if tensor.dtype == torch.bool or shape[-2] <= DECODE_ROWS else -2
+    length = max(shape[place] - 1, 0).bit_length() if shape[place] > 1 else -1
+    rest = tuple(shape[:place]), tuple(shape[place:][1:])
+    return (*rest, length, tensor.stride(-1), tensor.stride(-2) if place == -2 else 0)
