@@ -51,7 +51,7 @@ def rank(name: str, device: str, rounds: int) -> dict[str, Any]:
     predicted = {
         item.name: adaattn.plan_attention(
             query, key, value, backend=item.name, **semantics, **gqa
-        ).plan.estimated_ms
+        ).cost.time_ms
         for item in usable
     }
     chosen = adaattn.plan_attention(query, key, value, **semantics, **gqa).plan

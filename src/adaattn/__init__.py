@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from adaattn.attention.replace import ConversionReport, convert
     from adaattn.attention.statistics import AttentionStatistics
     from adaattn.cache import KVCache
-    from adaattn.functional import plan_attention, scaled_dot_product_attention
     from adaattn.call.history import History
     from adaattn.call.outputs import AuxOutput, AuxRequest
+    from adaattn.functional import plan_attention, scaled_dot_product_attention
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
     from adaattn.spec import (
         AttentionProblem,

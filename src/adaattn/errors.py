@@ -14,6 +14,7 @@ __all__ = [
     "AssetError",
     "DTypeError",
     "DeviceError",
+    "ExecutorError",
     "NonFiniteError",
     "PlanError",
     "PolicyError",
@@ -46,6 +47,10 @@ class DTypeError(AdaAttnError, TypeError, RuntimeError):
 
 class DeviceError(AdaAttnError, RuntimeError):
     """Tensors are on different devices, or the device is unknown."""
+
+
+class ExecutorError(AdaAttnError, RuntimeError):
+    """An executor found while running that it cannot serve; ``auto`` steps down from it."""
 
 
 class NonFiniteError(AdaAttnError, ValueError):

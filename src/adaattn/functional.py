@@ -135,7 +135,7 @@ def scaled_dot_product_attention(
     try:
         known_by = key_of(query, key, value, companions, settings, window, choice)
         known = find(known_by)
-    except (AttributeError, IndexError, TypeError, RuntimeError):
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
     if known is None:
         arguments = Arguments.of(companions, settings, window)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from adaattn.attention._layout import Layout
-from adaattn.call.history import is_recomputing
 from adaattn.call.canonical import described
+from adaattn.call.history import is_recomputing
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import Policy
 

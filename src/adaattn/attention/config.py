@@ -6,8 +6,8 @@ from typing import TypedDict
 
 import torch
 
-from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.attention.rotary_config import RotaryConfig
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
 
 __all__ = ["AttentionConfig", "AttentionOptions"]

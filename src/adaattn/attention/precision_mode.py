@@ -9,9 +9,9 @@ import torch
 from adaattn import hardware
 from adaattn._dtypes import precision_of, torch_dtype
 from adaattn.backends import capabilities
+from adaattn.call.describe import without_autocast
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import Precision
-from adaattn.call.describe import without_autocast
 
 __all__ = ["MODES", "cast_call", "checked_mode", "in_mode", "named_precision", "why_not"]
 

@@ -9,6 +9,7 @@ import torch
 from adaattn._events import AttentionEvent, record_events
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
+from adaattn.call.adapt import NOT_FINITE
 from adaattn.call.history import History, is_recomputing
 from adaattn.call.outputs import AuxRequest
 from adaattn.functional import plan_attention, scaled_dot_product_attention
@@ -97,15 +98,10 @@ class Runner:
         else:
             semantics |= self._settings(query, key, value, training)
         if torch.compiler.is_compiling():
-            found = scaled_dot_product_attention(query, key, value, **semantics)
+            found = self._in_mode(query, key, value, semantics)
         else:
             with record_events(self._count):
-                if self.precision_mode == "auto":
-                    found = scaled_dot_product_attention(
-                        query, key, value, tag=self._tag, layer=self.layer, **semantics
-                    )
-                else:
-                    found = self._in_mode(query, key, value, semantics)
+                found = self._in_mode(query, key, value, semantics)
         if not need_weights:
             return found, None
         output, aux = found
@@ -137,7 +133,7 @@ class Runner:
         """Return the keywords that say how a call is planned."""
         policy: Policy | str | None = self.policy
         if torch.compiler.is_compiling():
-            return {"policy": policy, "backend": self._backend_of(query), "layer": self.layer}
+            return {"policy": policy, "backend": self._backend_of(query)}
         resolved = resolve_policy(policy)
         history = None
         if resolved.allows_loss:
@@ -162,6 +158,8 @@ class Runner:
                 query, key, value, tag=self._tag, layer=self.layer, **semantics
             )
 
+        if self.precision_mode == "auto":
+            return run(query, key, value)
         found, note = in_mode(self.precision_mode, query, key, value, run)
         if note:
             self.statistics.note_precision(note)
@@ -173,6 +171,9 @@ class Runner:
             self.statistics.record_recomputed()
         else:
             self.statistics.record(event)
+            for note in event.decision.notes:
+                if note.startswith(NOT_FINITE):
+                    self.statistics.note_fallback(note)
 
     def _backend_of(self, query: torch.Tensor) -> str:
         """Return the executor asked for, or ``"auto"``."""

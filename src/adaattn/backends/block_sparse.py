@@ -3,7 +3,9 @@
 Selection: the rows that `scored_rows` names are scored exactly against all keys that they see; a
 block of keys is kept for a block of queries if any of its scored rows needs it to reach
 the kept mass (the worst row decides, which loses far less than a mean would), and the
-diagonal is always kept. Computation: the kept blocks are gathered for each block of
+diagonal is always kept. Between the scored rows, each row is held against the key of each
+block that is farthest from the block's mean: one key that few rows look for is not lost.
+Computation: the kept blocks are gathered for each block of
 queries and attended exactly.
 """
 
@@ -11,7 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from adaattn.backends.common import (
+    accumulation_dtype,
     fused_attention,
+    grouped_product,
     key_range,
     softmax_rows,
     tile_scores,
@@ -25,6 +29,7 @@ __all__ = [
     "STRIDE",
     "blocks_needed",
     "diagonal_blocks",
+    "far_shares",
     "run",
     "scored_rows",
     "select_blocks",
@@ -110,6 +115,7 @@ def select_blocks(
         columns = slice(begin // size, begin // size + needed.shape[-1])
         for index, row in enumerate(numbers):
             keep[:, :, row // size, columns] |= needed[:, :, index]
+    keep |= far_shares(tensors, problem, size) > 1.0 - kept_mass
     return keep | diagonal_blocks(problem, size, keep.device)
 
 
@@ -121,6 +127,47 @@ def scored_rows(start: int, stop: int, size: int) -> list[int]:
     """
     last = range(start + (-start - 1) % size, stop, size)
     return sorted({*range(start, stop, STRIDE), *last, stop - 1})
+
+
+def far_shares(tensors: Tensors, problem: AttentionProblem, size: int) -> torch.Tensor:
+    """Return the largest estimated share of each block's far key: [B, Hq, Nq, Nk].
+
+    The far key is the one farthest from the mean key of its block. Two scores for each row
+    and block, this key's and the mean's, estimate which share of the row's probability it
+    holds; the largest over the rows of a block of queries counts. Rows that selection does
+    not score need that: their one sharp key may be none of any scored row.
+
+    Args:
+        tensors: [B, H, S, D] tensors, no mask.
+        problem: not packed.
+        size: side of a block in tokens.
+    """
+    dtype = accumulation_dtype(tensors.query.dtype)
+    query = tensors.query.to(dtype) * problem.scale
+    blocks = _blocks(tensors.key.to(dtype), size)
+    numbers = torch.arange(blocks.shape[2] * size, device=query.device).view(-1, size)
+    counts = (numbers < problem.len_k).sum(-1)
+    means = blocks.sum(3) / counts.unsqueeze(-1)
+    distance = (blocks - means.unsqueeze(3)).square().sum(-1)
+    place = distance.masked_fill(numbers >= problem.len_k, -1.0).argmax(-1)
+    far_keys = blocks.gather(3, place[..., None, None].expand(*place.shape, 1, blocks.shape[-1]))
+    far_numbers = (numbers[:, 0] + place).repeat_interleave(problem.group_size, dim=1)
+    found = []
+    for start in range(0, problem.len_q, size):
+        rows = query[:, :, start : start + size]
+        far = grouped_product(rows, far_keys.squeeze(3).mT)
+        rest = grouped_product(rows, means.mT) + counts.log()
+        row_numbers = torch.arange(start, start + rows.shape[2], device=query.device)
+        visible = visible_tile(problem, row_numbers, far_numbers)
+        if visible is not None:
+            far = far.masked_fill(~visible, float("-inf"))
+            first = visible_tile(problem, row_numbers, numbers[:, 0])
+            last = visible_tile(problem, row_numbers, numbers[:, -1])
+            assert first is not None and last is not None
+            rest = rest.masked_fill(~(visible | first | last), float("-inf"))
+        whole = torch.logaddexp(far, rest).logsumexp(-1, keepdim=True)
+        found.append((far - whole).exp().nan_to_num(0.0).amax(2))
+    return torch.stack(found, dim=2)
 
 
 def blocks_needed(weights: torch.Tensor, size: int, kept_mass: float) -> torch.Tensor:

@@ -38,6 +38,12 @@ from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, 
 
 __all__ = ["CAPABILITIES", "run"]
 
+
+def _order(problem: AttentionProblem) -> int:
+    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU, whose bounds it waits for."""
+    return 70 if problem.num_sequences and problem.device_type == "cuda" else 30
+
+
 CAPABILITIES = (
     Capability(
         name="chunked",
@@ -46,6 +52,7 @@ CAPABILITIES = (
         skips_hidden=True,
         efficiency=0.5,
         num_launches=14,
+        order=_order,
     ),
 )
 

@@ -17,7 +17,6 @@ from adaattn.spec import AttentionProblem, Aux
 
 __all__ = [
     "RowStatistics",
-    "sdpa",
     "accumulation_dtype",
     "additive_mask",
     "fused_attention",
@@ -25,6 +24,7 @@ __all__ = [
     "hides_nothing",
     "host_bounds",
     "key_range",
+    "sdpa",
     "sequences",
     "softmax_rows",
     "tile_mask",

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from adaattn.backends.interface import Result, Tensors
+from adaattn.errors import ExecutorError
 from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
@@ -58,6 +59,7 @@ CAPABILITIES = (
             | Feature.VALUE_DIM
             | Feature.BACKWARD
             | Feature.LSE
+            | Feature.LSE_GRADIENT
         ),
         max_head_dim=256,
         min_len_q=16,
@@ -69,6 +71,8 @@ CAPABILITIES = (
         # the memory-efficient kernel's in training on an H200 (docs/kernel-notes.md).
         num_launches=50,
         unavailable=_unavailable(),
+        # Behind masks written out for SDPA: a first call compiles for seconds.
+        order=lambda problem: 40,
     ),
 )
 
@@ -87,16 +91,23 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     wants_lse = problem.has_sinks or bool(problem.aux & Aux.LSE)
     tracing = torch.compiler.is_compiling()
     kernel = _entry if tracing else _kernel(_facts(tensors, problem, wants_lse))
-    output, lse = kernel(
-        tensors.query,
-        tensors.key,
-        tensors.value,
-        wants_lse=wants_lse,
-        score_mod=_score_mod(tensors, problem),
-        block_mask=_block_mask(tensors, problem),
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
-    )
+    try:
+        output, lse = kernel(
+            tensors.query,
+            tensors.key,
+            tensors.value,
+            wants_lse=wants_lse,
+            score_mod=_score_mod(tensors, problem),
+            block_mask=_block_mask(tensors, problem),
+            scale=problem.scale,
+            enable_gqa=problem.group_size > 1,
+        )
+    except RuntimeError as error:
+        # Inductor's own class: where no template fits, or none fits shared memory.
+        if type(error).__name__ != "InductorError":
+            raise
+        first = str(error).splitlines()[0]
+        raise ExecutorError(f"FlexAttention cannot be compiled for it: {first}") from error
     if tensors.sinks is not None:
         output, lse = _with_sinks(output, lse, tensors.sinks)
     return Result(output=output, lse=lse if problem.aux & Aux.LSE else None)

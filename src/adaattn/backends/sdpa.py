@@ -21,7 +21,6 @@ from adaattn.spec import (
     Capability,
     Feature,
     HeadGroup,
-    MaskKind,
     Precision,
 )
 

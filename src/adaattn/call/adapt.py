@@ -15,11 +15,12 @@ import torch
 
 from adaattn import hardware
 from adaattn.backends import capabilities_asked_for
+from adaattn.call.arriving import Arriving
 from adaattn.call.audit import Outcome, audited, is_lossy
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History, is_recomputing
 from adaattn.call.ledger import Ledger, ledger_of
-from adaattn.call.measure import Arriving, audit, check_finite, measure, measure_later, sample_rows
+from adaattn.call.measure import audit, check_finite, measure, measure_later, sample_rows
 from adaattn.call.run import run_decision
 from adaattn.errors import NonFiniteError, PlanError, UnsupportedError
 from adaattn.planning import (
@@ -40,7 +41,15 @@ from adaattn.spec import (
     Way,
 )
 
-__all__ = ["PROCESS", "Choice", "adapted", "decide_approximately", "is_settled", "is_transformed"]
+__all__ = [
+    "NOT_FINITE",
+    "PROCESS",
+    "Choice",
+    "adapted",
+    "decide_approximately",
+    "is_settled",
+    "is_transformed",
+]
 
 _LOGGER = logging.getLogger("adaattn")
 
@@ -48,6 +57,9 @@ PROCESS: Final = History()
 """What calls without a history of their own taught."""
 
 hardware.on_clear(PROCESS.reset)
+
+NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
+"""How the note of such a call begins."""
 
 _AUDIT_EVERY: Final = 16
 """Approximate calls from one audit to the next where the host may not wait for its verdict."""
@@ -108,20 +120,20 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     policy, problem, device = choice.policy, call.problem, call.tensors.query.device
     facts = hardware.probe(device)
     ledger = ledger_of(problem, policy, choice.backend)
-    entry = history.entry(problem, choice.layer)
+    entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
     entry.calls += 1
     ledger.collect()
     _take_in(entry, choice, problem.num_heads, history.momentum)
     wanted = worth_measuring(
         problem, facts, policy, choice.allowed, forced=choice.is_forced, dropped=ledger.dropped
     )
-    stats = None
+    stats, note = None, ""
     with_rest = entry.stats is not None and entry.age >= history.measure_every
     if wanted and (entry.stats is None or with_rest) and not entry.arriving:
         cost_ms = measuring_cost_ms(problem, facts, policy, wanted)
         if choice.is_forced or ledger.may_spend(cost_ms, tries=1):
             with ledger.timing(device, "measuring"):
-                stats = _measured(call, choice, wanted, entry, strict=history is PROCESS)
+                stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
             if stats is not None:
                 entry.learn(stats, history.momentum)
     entry.age += 1
@@ -130,16 +142,18 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if entry.stats is not None and not (exact_for_once and decision is not None):
         decision = _decided(call, choice, entry, facts, ledger)
     assert decision is not None
+    if note:
+        decision = replace(decision, notes=(*decision.notes, note))
     if not is_lossy(decision.plan, problem):
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
-        entry.ways = _ways(outcome.decision, problem.num_heads, problem.precision)
+        entry.ways = _ways(outcome, problem.num_heads, problem.precision)
         return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
     with ledger.timing(device, "approximate", _lossy_ways(decision, problem.precision)):
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
         outcome = _checked(call, outcome, choice, entry, sums)
-    entry.ways = _ways(outcome.decision, problem.num_heads, problem.precision)
+    entry.ways = _ways(outcome, problem.num_heads, problem.precision)
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
         history.keep(_mark(call, sums), decision)
@@ -156,7 +170,7 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     ledger = ledger_of(problem, choice.policy, choice.backend)
-    entry = history.entry(problem, choice.layer)
+    entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
     if entry.stats is None:
         wanted = worth_measuring(
             problem,
@@ -172,10 +186,11 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
 
 
 def _again(call: Call, choice: Choice, history: History) -> Outcome:
-    """Return the outcome of a recomputed forward pass: what it was the first time, audit and all."""
+    """Return the outcome of a recomputed forward pass: what it was the first time."""
     sums = _sums(call) if call.problem.may_wait else []
     decision = history.recalled(_mark(call, sums)) or choice.exact
-    assert decision is not None
+    if decision is None:
+        decision = decide_approximately(call, choice, history)
     outcome = run_decision(call, decision, choice.policy, choice.backend)
     if is_lossy(decision.plan, call.problem) and call.problem.may_wait:
         policy, backend, layer = choice.policy, choice.backend, choice.layer
@@ -185,21 +200,21 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
 
 def _measured(
     call: Call, choice: Choice, wanted: tuple[Way, ...], entry: Entry, *, strict: bool
-) -> TensorStats | None:
-    """Return numbers measured on this call; None where they will arrive later, or cannot be had.
+) -> tuple[TensorStats | None, str]:
+    """Return numbers measured on this call; None where they arrive later, or cannot be had and why.
 
     Input that is not finite is an error for a caller of the function. Modules and models compute
     it exactly: training skips such steps itself, and one rank that raised would hang the others.
     """
     if not call.problem.may_wait:
         entry.arriving.append(measure_later(call.tensors, call.problem, wanted, choice.policy))
-        return None
+        return None, ""
     try:
-        return _stats_now(call, choice, wanted)
-    except NonFiniteError:
+        return _stats_now(call, choice, wanted), ""
+    except NonFiniteError as error:
         if strict or choice.backend != "auto":
             raise
-        return None
+        return None, f"{NOT_FINITE}: {error}"
 
 
 def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorStats:
@@ -280,13 +295,14 @@ def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:
     return tuple(rows[0])
 
 
-def _ways(decision: Decision | None, num_heads: int, own: Precision) -> tuple[Way, ...]:
-    """Return how each head is computed."""
-    assert decision is not None
+def _ways(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Way, ...]:
+    """Return how each head was computed in the end, repairs included."""
+    assert outcome.decision is not None
     ways: list[Way] = [(Method.EXACT, own)] * num_heads
-    for group in decision.plan.groups:
+    for group in outcome.decision.plan.groups:
         for head in group.heads or range(num_heads):
-            ways[head] = (group.method, group.precision)
+            if head not in outcome.repaired_heads:
+                ways[head] = (group.method, group.precision)
     return tuple(ways)
 
 

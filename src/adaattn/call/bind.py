@@ -14,6 +14,7 @@ import torch
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
+from adaattn.backends import Tensors, load
 from adaattn.backends.common import sdpa
 from adaattn.backends.sdpa import goes_through_sdpa
 from adaattn.call.adapt import PROCESS, Choice, adapted, is_settled, is_transformed
@@ -25,9 +26,9 @@ from adaattn.call.history import History
 from adaattn.call.key import Choices, Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.call.run import now_ms, run_decision, run_plan, tell
-from adaattn.errors import ArgumentError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, ExecutorError, UnsupportedError, expected_got
 from adaattn.policies import resolve_policy
-from adaattn.spec import AttentionProblem, Aux, Decision, Policy
+from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Policy
 
 __all__ = ["Bound", "bind", "bound_calls", "find"]
 
@@ -125,7 +126,7 @@ def _chosen(
             return adapted(_waiting_as_told(made, policy), choice, kept)
 
         return _general(arguments, return_aux, layer, run)
-    return _Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
+    return _Exact(call, arguments, exact, policy, backend, layer, return_aux)
 
 
 def _waiting_as_told(call: Call, policy: Policy) -> Call:
@@ -193,28 +194,41 @@ class _Exact:
         self._layer = layer
         self._left = decision.calls_before if decision.later is not None else -1
         self._general = _general(arguments, return_aux, layer, self._run)
-        self._call = call
-        self._plain = not return_aux
+        self._direct: _Direct | None = None
+        if not return_aux and _is_as_given(call, arguments):
+            self._direct = _direct(call.problem, decision)
         self._by_tag: dict[str, AttentionEvent] = {}
-        self._arguments = arguments
-
-    def bound(self) -> Bound:
-        """Return the shortest function that does the same."""
-        call, problem, tensors = self._call, self._call.problem, self._call.tensors
-        group = self._decision.plan.groups[0]
-        as_given = (
-            self._plain
-            and self._left < 0
-            and len(call.batch_shape) == 2
-            and tensors.query.dim() == 4
-            and goes_through_sdpa(problem, group)
-            and (tensors.mask is None or problem.device_type == "cpu")
-            and not torch.is_autocast_enabled(problem.device_type)
-            and self._arguments.attn_mask is tensors.mask
-            and tensors.mask_given is self._arguments.attn_mask
+        self._event = AttentionEvent(
+            problem=call.problem,
+            decision=decision,
+            workspace_bytes=decision.workspace_bytes,
+            layer=layer,
         )
-        del self._call
-        return self._through_sdpa(problem) if as_given else self._general
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        tag: str,
+    ) -> Any:
+        """Return the result for tensors of this kind."""
+        direct = self._direct
+        if direct is None or self._left >= 0 or wants_timing():
+            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+        try:
+            output = direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
+        except (torch.OutOfMemoryError, ExecutorError):
+            self._direct = None
+            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+        if has_sinks():
+            emit(self._told(tag))
+        return output
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""
@@ -229,49 +243,86 @@ class _Exact:
             self._decision = outcome.decision  # what had no room once is not tried at each call
         return outcome
 
-    def _through_sdpa(self, problem: AttentionProblem) -> Bound:
-        """Return a function that calls PyTorch's own, and tells the sinks if there are any."""
-        dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
-        grouped, general = problem.group_size > 1, self._general
-        event = AttentionEvent(
-            problem=problem,
-            decision=self._decision,
-            workspace_bytes=self._decision.workspace_bytes,
-            layer=self._layer,
-        )
-
-        def bound(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: Tensor,
-            sinks: Tensor,
-            slopes: Tensor,
-            starts_q: Tensor,
-            starts_k: Tensor,
-            tag: str,
-        ) -> Any:
-            if has_sinks():
-                if wants_timing():
-                    return general(query, key, value, mask, None, None, None, None, tag)
-                emit(self._told(event, tag))
-            try:
-                return sdpa(
-                    query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
-                )
-            except torch.OutOfMemoryError:
-                return general(query, key, value, mask, None, None, None, None, tag)
-
-        return bound
-
-    def _told(self, event: AttentionEvent, tag: str) -> AttentionEvent:
+    def _told(self, tag: str) -> AttentionEvent:
         """Return the event of a tag: the same each time, so that repetitions tell themselves."""
         known = self._by_tag.get(tag)
         if known is None:
             if len(self._by_tag) >= _KEPT_TAGS:
                 self._by_tag.clear()
-            known = self._by_tag[tag] = replace(event, tag=tag)
+            known = self._by_tag[tag] = replace(self._event, tag=tag)
         return known
+
+
+def _is_as_given(call: Call, arguments: Arguments) -> bool:
+    """Return whether the tensors of a call need no step to be canonical, or one that is known."""
+    mask, tensors = arguments.attn_mask, call.tensors
+    same_mask = mask is None or (tensors.mask is not None and mask.dim() <= 4)
+    return (
+        len(call.batch_shape) == 2
+        and same_mask
+        and (tensors.mask is None) == (mask is None)
+        and call.is_as_given
+        and not torch.is_autocast_enabled(call.problem.device_type)
+        and not (call.problem.num_sequences and call.problem.device_type == "cpu")
+    )
+
+
+def _direct(problem: AttentionProblem, decision: Decision) -> "_Direct":
+    """Return a function of the caller's tensors that runs one executor."""
+    group = decision.plan.groups[0]
+    dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
+    grouped = problem.group_size > 1
+    plain = problem.mask is MaskKind.NONE or problem.device_type == "cpu"
+    if goes_through_sdpa(problem, group) and plain:
+
+        def through_sdpa(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: Tensor,
+            *others: Tensor,
+        ) -> torch.Tensor:
+            return sdpa(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+            )
+
+        return through_sdpa
+    executor = load(group.capability)
+
+    def through_executor(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+    ) -> torch.Tensor:
+        seen = mask
+        if mask is not None and mask.dim() < 4:
+            seen = mask[(None,) * (4 - mask.dim())]
+        tensors = Tensors(
+            query=query,
+            key=key,
+            value=value,
+            mask=seen,
+            mask_given=mask,
+            sinks=sinks,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+        )
+        own = problem
+        if key.shape[2] != problem.len_k:  # a growing cache
+            shape = () if seen is None else tuple(seen.shape)
+            own = replace(problem, len_k=key.shape[2], mask_shape=shape)
+        return executor(tensors, own, group).output
+
+    return through_executor
+
+
+_Direct = Callable[..., torch.Tensor]
 
 
 def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) -> Any:

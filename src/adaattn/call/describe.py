@@ -44,11 +44,13 @@ class Call:
         tensors: canonical.
         problem: simplified.
         batch_shape: the leading dimensions of the result, heads included; () for 2-D input.
+        is_as_given: q, k and v were canonical as they came.
     """
 
     tensors: Tensors
     problem: AttentionProblem
     batch_shape: tuple[int, ...]
+    is_as_given: bool = False
 
     def restore(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a canonical [B, Hq, ...] tensor in the caller's leading dimensions."""
@@ -82,6 +84,7 @@ def build_call(
         UnsupportedError: nested tensors.
     """
     _check_tensors(query, key, value)
+    given = (query, key, value)
     query, key, value = (_autocast(item, query.device.type) for item in (query, key, value))
     _check_dtypes(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
@@ -117,7 +120,12 @@ def build_call(
         aux=aux,
         sdpa_default=_sdpa_default(tensors, is_causal, scale, dropout_p),
     )
-    return Call(tensors=tensors, problem=simplify(problem), batch_shape=batch_shape)
+    return Call(
+        tensors=tensors,
+        problem=simplify(problem),
+        batch_shape=batch_shape,
+        is_as_given=query is given[0] and key is given[1] and value is given[2],
+    )
 
 
 def _tensor_facts(tensors: Tensors) -> dict[str, Any]:

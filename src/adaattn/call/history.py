@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import AttentionProblem, Decision, TensorStats, Way
+from adaattn.spec import AttentionProblem, Decision, Policy, TensorStats, Way
 
 __all__ = ["Entry", "History", "is_recomputing"]
 
@@ -86,7 +86,7 @@ class History:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._entries: OrderedDict[tuple[AttentionProblem, int], Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], Entry] = OrderedDict()
         self._forwards: deque[tuple[object, Decision]] = deque(maxlen=_FORWARDS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class History:
         """Take the settings, and begin with nothing learnt."""
         self.__init__(**state)  # type: ignore[misc]
 
-    def entry(self, problem: AttentionProblem, layer: int) -> Entry:
+    def entry(self, problem: AttentionProblem, layer: int, policy: Policy, backend: str) -> Entry:
         """Return what is known of a problem in a layer, to be read and written."""
-        key = (problem, layer)
+        key = (problem, layer, policy, backend)
         known = self._entries.get(key)
         if known is None:
             known = self._entries[key] = Entry()

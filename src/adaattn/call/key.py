@@ -65,7 +65,8 @@ def key_of(
         named = policy
     else:
         named = id(policy)
-    if type(settings[0]) not in _PLAIN or type(settings[1]) not in _PLAIN:
+    scale, softcap, dropout_p, *_ = settings
+    if not (type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN):
         return None  # a tensor's value may change unseen
     device_type = query.device.type
     cast = torch.get_autocast_dtype(device_type) if _autocasts(device_type) else None
@@ -99,7 +100,8 @@ def key_of(
         seen,
         rest,
         settings,
-        window if type(window) is tuple else tuple(map(operator.index, window)),
+        type(settings[6]),  # 2.0 equals 2, and is no dilation
+        tuple(map(operator.index, window)),
         (named, id(plan), id(history), backend, layer, return_aux),
         cast,
         _deterministic(),

@@ -6,10 +6,9 @@ the same rows audit the result after the plan has run, at no further cost.
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,12 @@ import torch.nn.functional as F
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors
-from adaattn.backends.block_sparse import blocks_needed, diagonal_blocks, scored_rows
+from adaattn.backends.block_sparse import (
+    blocks_needed,
+    diagonal_blocks,
+    far_shares,
+    scored_rows,
+)
 from adaattn.backends.common import (
     accumulation_dtype,
     grouped_product,
@@ -26,6 +30,7 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.projected import Projected
+from adaattn.call.arriving import Arriving, on_device
 from adaattn.call.spectra import (
     ENTROPY_SCALES,
     entropy_stats,
@@ -39,7 +44,6 @@ from adaattn.planning.rank import candidate_ranks, ranks_to_measure
 from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Way
 
 __all__ = [
-    "Arriving",
     "Sample",
     "audit",
     "check_finite",
@@ -99,38 +103,6 @@ def _magnitudes(tensors: Tensors) -> torch.Tensor:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Arriving:
-    """Numbers on their way from a GPU to the host, for which nobody waits.
-
-    Args:
-        host: [R, C] fp64 in pinned memory.
-        event: after the copy.
-        read: makes a value of the rows.
-    """
-
-    host: torch.Tensor
-    event: torch.cuda.Event
-    read: Callable[[list[list[float]]], Any]
-
-    @classmethod
-    def of(cls, rows: torch.Tensor, read: Callable[[list[list[float]]], Any]) -> "Arriving":
-        """Return the numbers [R, C] of a device, their copy begun."""
-        host = torch.empty(rows.shape, dtype=torch.float64, pin_memory=True)
-        host.copy_(rows.detach().double(), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(host=host, event=event, read=read)
-
-    def is_here(self) -> bool:
-        """Return whether the copy is done."""
-        return bool(self.event.query())
-
-    def value(self) -> Any:
-        """Return what the numbers mean."""
-        return self.read(self.host.tolist())
-
-
 @torch.no_grad()
 def measure_later(
     tensors: Tensors, problem: AttentionProblem, wanted: Sequence[Way], policy: Policy
@@ -144,7 +116,7 @@ def measure_later(
         policy: says how many rows.
     """
     numbers = _choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)[1]
-    chosen = _on_device(numbers, tensors.query.device)
+    chosen = on_device(numbers, tensors.query.device)
     _, exact, entropies = _exact_rows(tensors, problem, chosen)
     precisions = sorted({precision for _, precision in wanted})
     errors = [
@@ -168,13 +140,6 @@ def measure_later(
         )
 
     return Arriving.of(rows, read)
-
-
-def _on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Return numbers on a device; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -251,7 +216,7 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
         rows: how many query rows.
         seed: of their choice.
     """
-    chosen = _on_device(_choose_rows(problem.len_q, rows, seed)[1], tensors.query.device)
+    chosen = on_device(_choose_rows(problem.len_q, rows, seed)[1], tensors.query.device)
     weights = _row_weights(tensors, problem, chosen)
     return Sample(rows=chosen, exact=grouped_product(weights, tensors.value.to(weights.dtype)))
 
@@ -384,6 +349,7 @@ def _sparse_errors(
     rows = torch.tensor(scored, device=device)
     scored_weights = _row_weights(tensors, problem, rows)
     diagonal = diagonal_blocks(problem, BLOCK_SIZE, device)[blocks]
+    shares = far_shares(tensors, problem, BLOCK_SIZE)[:, :, blocks]
     visible = _visible_blocks(problem, torch.tensor(numbers, device=device), device)
     value = tensors.value.to(weights.dtype)
     found: list[tuple[object, torch.Tensor]] = []
@@ -391,7 +357,7 @@ def _sparse_errors(
         needed = blocks_needed(scored_weights, BLOCK_SIZE, mass)
         shape = (*needed.shape[:2], len(blocks), needed.shape[-1])
         votes = torch.zeros(shape, device=device).index_add_(2, owner, needed.float())
-        keep = ((votes > 0) | diagonal).index_select(2, member)
+        keep = ((votes > 0) | (shares > 1.0 - mass) | diagonal).index_select(2, member)
         tokens = keep.repeat_interleave(BLOCK_SIZE, dim=-1)[..., : problem.len_k]
         kept = weights * tokens
         output = grouped_product(kept, value) / kept.sum(-1, keepdim=True).clamp_min(1e-30)

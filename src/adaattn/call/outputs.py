@@ -46,14 +46,13 @@ class AuxOutput:
     """The auxiliary outputs of one call; those not asked for are None.
 
     Args:
-        decision: plan and reasons; None when a plan was given.
+        decision: plan and reasons; None under ``torch.compile``.
         lse: [B, Hq, Sq] fp32 (fp64 for fp64 input), natural logarithm, sinks included.
         row_max: [B, Hq, Sq] after softcap, bias and masks.
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
         error_estimate: [B, Hq] fp32 relative Frobenius error found on sampled rows; zeros
-            where the call was exact; None for a given plan that approximates, which is not
-            measured.
+            where the call was exact; None where nobody looked.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
     """

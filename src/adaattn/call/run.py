@@ -11,7 +11,13 @@ from adaattn._events import AttentionEvent, emit, has_sinks
 from adaattn.backends import capabilities, capability_named, execute
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
-from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
+from adaattn.errors import (
+    ArgumentError,
+    ExecutorError,
+    PlanError,
+    UnsupportedError,
+    expected_got,
+)
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy
 
@@ -22,7 +28,9 @@ _LOGGER = logging.getLogger("adaattn")
 
 
 def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -> Outcome:
-    """Return the outcome of a decision; ``auto`` steps down where memory runs out.
+    """Return the outcome of a decision; ``auto`` steps down where an executor gives up.
+
+    That is where memory runs out, and where it says `ExecutorError`. Other errors are raised.
 
     Args:
         call: checked and canonical.
@@ -37,7 +45,7 @@ def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -
             with without_autocast(call.problem.device_type):
                 result = execute(call.tensors, call.problem, decision.plan)
             return Outcome(result=result, decision=decision, fallbacks=tuple(failed))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, ExecutorError) as error:
             names = {group.capability for group in decision.plan.groups}
             if backend != "auto" or names <= excluded:
                 raise
@@ -92,12 +100,10 @@ def check_plan(call: Call, plan: Plan) -> None:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
 
 
-def _smaller(
-    call: Call, policy: Policy, excluded: set[str], error: torch.OutOfMemoryError
-) -> Decision:
+def _smaller(call: Call, policy: Policy, excluded: set[str], error: RuntimeError) -> Decision:
     """Return an exact decision within the memory that is free, without some executors."""
     device = call.tensors.query.device
-    free = hardware.free_memory_bytes(device)
+    free = None if isinstance(error, ExecutorError) else hardware.free_memory_bytes(device)
     # A tenth is left to fragments.
     limits = [policy.memory_budget_bytes, None if free is None else int(0.9 * free)]
     known = [limit for limit in limits if limit is not None]

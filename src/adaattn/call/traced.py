@@ -1,4 +1,4 @@
-"""The public call inside ``torch.compile``: what Inductor can see it sees, the rest is one operator.
+"""The public call inside ``torch.compile``: exact attention that Inductor sees.
 
 Exact attention is traced through to PyTorch's function, or to the definition where that has no
 words for it. No executor is chosen by its times: a graph is made once for many lengths. A given
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from adaattn.backends import Result, run_group
+from adaattn.backends import Result, capability_named, run_group
 from adaattn.backends.common import sdpa
 from adaattn.backends.masks import sighted
 from adaattn.backends.reference import attention, visible_keys
@@ -20,7 +20,8 @@ from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Choices
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import run_plan
-from adaattn.spec import Align, HeadGroup, MaskKind
+from adaattn.errors import UnsupportedError
+from adaattn.spec import Align, HeadGroup, MaskKind, Method
 
 __all__ = ["traced"]
 
@@ -70,7 +71,12 @@ def _exact(call: Call, backend: str) -> Result:
     """
     problem, tensors = call.problem, call.tensors
     with without_autocast(problem.device_type):
+        if backend == "unfused":
+            return attention(tensors, problem)
         if backend not in ("auto", "flash"):
+            if capability_named(backend).method is not Method.EXACT:
+                found = ["a graph measures nothing; pass the plan that plan_attention gives"]
+                raise UnsupportedError(f"backend {backend!r}", found)
             own = HeadGroup(capability=backend, precision=problem.precision)
             return run_group(tensors, problem, own)
         if problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux:

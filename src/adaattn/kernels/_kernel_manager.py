@@ -8,6 +8,7 @@ import torch
 
 from adaattn import hardware
 from adaattn.backends import capabilities
+from adaattn.call.describe import Arguments, build_call
 from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.functional import plan_attention
 from adaattn.hardware.probe import resolve
@@ -15,7 +16,6 @@ from adaattn.kernels._fused import FUSED_NAMES
 from adaattn.planning import decide, reasons
 from adaattn.policies import resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
-from adaattn.call.describe import Arguments, build_call
 
 __all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
 

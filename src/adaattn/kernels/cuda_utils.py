@@ -15,6 +15,7 @@ import torch
 from adaattn._dtypes import torch_dtype
 from adaattn.attention.precision_mode import cast_call, named_precision
 from adaattn.backends import capabilities
+from adaattn.call.describe import Arguments, build_call
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
@@ -27,7 +28,6 @@ from adaattn.kernels._kernel_manager import (
 )
 from adaattn.policies import resolve_policy
 from adaattn.spec import Decision, HeadGroup, Method, Plan, Policy, Precision
-from adaattn.call.describe import Arguments, build_call
 
 __all__ = [
     "AttentionKernelManager",

@@ -15,9 +15,9 @@ from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.runner import Runner
+from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.kernels._fused import attend
-from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.spec import Align, Policy
 
 __all__ = ["AdaptiveFlashAttention", "FlashAttentionConfig", "flash_attention_forward"]

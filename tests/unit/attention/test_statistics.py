@@ -21,8 +21,8 @@ from adaattn.attention import _digest
 from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.errors import ArgumentTypeError, UnsupportedError
-from adaattn.spec import Cost, Decision, Method, Plan, Precision, TensorStats, TraceEntry
-from adaattn.testing import fake_facts, make_problem
+from adaattn.spec import Cost, Decision, Method, Plan, Precision, TensorStats, TraceEntry, Why
+from adaattn.testing import make_problem
 
 FP32, BF16 = Precision.FP32, Precision.BF16
 PROBLEM = make_problem(num_heads=4)
@@ -63,6 +63,7 @@ NOTHING = {
     "peak_memory_bytes": None,
     "measure_ms": 0.0,
     "time_ms": 0.0,
+    "time_saved_ms": 0.0,
     "per_head": {},
 }
 
@@ -92,8 +93,12 @@ def recorded(*events: AttentionEvent) -> AttentionStatistics:
     return found
 
 
-def refused(candidate: str, reason: str) -> TraceEntry:
-    return TraceEntry(candidate=candidate, accepted=False, reason=reason)
+def refused(
+    candidate: str, reason: str, why: Why = Why.UNSUPPORTED, num_reasons: int = 1
+) -> TraceEntry:
+    return TraceEntry(
+        candidate=candidate, accepted=False, reason=reason, why=why, num_reasons=num_reasons
+    )
 
 
 def cost(flops: float, moved: float) -> Cost:
@@ -302,31 +307,34 @@ class TestReasons:
             ),
             (
                 (
-                    refused("sdpa.cudnn/fp32", "it runs on cuda, the tensors are on cpu"),
-                    refused("sdpa.flash/fp32", "it does not support softcap"),
+                    refused("sdpa.cudnn/fp32", "it runs on cuda, not here", Why.ELSEWHERE),
+                    refused("sdpa.flash/fp32", "no softcap; no sinks", num_reasons=2),
                 ),
-                "sdpa.flash: it does not support softcap",
+                "sdpa.flash: no softcap; no sinks",
+            ),
+            (
+                (
+                    refused("sdpa.efficient/fp32", "no softcap; no sinks", num_reasons=2),
+                    refused("sdpa.flash/fp32", "it says; what it says"),
+                ),
+                "sdpa.flash: it says; what it says",
             ),
             (
                 (
                     refused("sdpa.flash/fp32", "it does not support softcap"),
-                    refused("sdpa.cudnn/fp32", "slower: 3 ms, chunked 2 ms"),
+                    refused("sdpa.cudnn/fp32", "nobody measured that it is faster", Why.SLOWER),
                 ),
-                "sdpa.cudnn was predicted slower than chunked",
+                "sdpa.cudnn was not faster than chunked",
             ),
             (
-                (refused("sdpa.flash/fp32", "not faster by enough: 3 ms, chunked 3 ms"),),
-                "sdpa.flash was predicted slower than chunked",
-            ),
-            (
-                (refused("sdpa.cudnn/fp32", "it runs on cuda, the tensors are on cpu"),),
-                "sdpa.cudnn: it runs on cuda, the tensors are on cpu",
+                (refused("sdpa.cudnn/fp32", "it runs on cuda, not here", Why.ELSEWHERE),),
+                "sdpa.cudnn: it runs on cuda, not here",
             ),
             (
                 (
                     refused("any executor/bf16", "cpu computes fp32 natively, not it"),
-                    refused("sdpa.math/fp32", "slower: 9 ms, chunked 2 ms"),
-                    refused("low_rank/fp32", "it approximates, and the error budget is 0"),
+                    refused("sdpa.math/fp32", "nobody measured that it is faster", Why.SLOWER),
+                    refused("low_rank/fp32", "it approximates, the budget is 0", Why.POLICY),
                 ),
                 "chunked was asked for by name, which is no fused kernel",
             ),
@@ -368,25 +376,22 @@ class TestReasons:
         assert runner.statistics["flash_ratio"] == 1.0
         assert runner.statistics["fallback_reasons"] == {}
 
-    def test_an_executor_that_breaks_is_a_step_down_with_its_reason(
+    def test_an_executor_without_room_is_a_step_down_with_its_reason(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from adaattn.backends import registry
 
-        facts = fake_facts("cpu")
-        monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+        def full(*arguments: object) -> None:
+            raise torch.OutOfMemoryError("the memory is full")
 
-        def broken(*arguments: object) -> None:
-            raise RuntimeError("illegal instruction")
-
-        monkeypatch.setitem(registry._EXECUTORS, "sdpa.flash", broken)
+        monkeypatch.setitem(registry._EXECUTORS, "chunked", full)
         runner = Runner("quality")
         x = torch.randn(1, 2, 64, 8)
-        runner.run(x, x, x)
+        runner.run(x, x, x, softcap=5.0)
         assert runner.statistics["step_downs"] == 1
-        if runner.statistics["fallback_calls"]:
-            (reason,) = runner.statistics["fallback_reasons"]
-            assert reason.startswith("sdpa.flash failed (illegal instruction)")
+        assert runner.statistics["fallback_calls"] == 1
+        (reason,) = runner.statistics["fallback_reasons"]
+        assert reason.startswith("chunked failed (the memory is full)")
 
 
 class TestMerging:

@@ -3,9 +3,11 @@
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import adaattn
 from adaattn import AttentionEvent, AuxRequest, record_events
@@ -39,6 +41,21 @@ def event_of(run: Callable[[], object]) -> AttentionEvent:
 def executor_of(run: Callable[[], object]) -> str:
     """Return the executor that served a call."""
     return event_of(run).decision.plan.groups[0].capability
+
+
+class Failing(TorchDispatchMode):
+    """Lets PyTorch's flash kernel fail on a CPU."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            raise self.error
+        return func(*args, **(kwargs or {}))
 
 
 class TestForward:
@@ -115,22 +132,27 @@ class TestForward:
         assert "no fused kernel served this call, sdpa.math did: " in record.message
         assert "sdpa.flash/fp32: it does not support dropout" in record.message
 
-    def test_a_kernel_that_breaks_is_followed_by_the_next(
-        self, draw: Draw, check: Check, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from adaattn.backends import registry
-
-        def broken(*_: object) -> None:
-            raise RuntimeError("no such instruction")
-
-        monkeypatch.setitem(registry._EXECUTORS, "sdpa.flash", broken)
+    def test_a_kernel_without_room_is_followed_by_the_next(self, draw: Draw, check: Check) -> None:
         inputs = draw((1, 2, 40, 16))
-        event = event_of(lambda: check(flash_attention_forward(*inputs), inputs))
-        assert event.fallbacks == (
-            "sdpa.flash failed (no such instruction); the next candidate was tried",
+
+        def forward() -> torch.Tensor:
+            with Failing(torch.OutOfMemoryError("the memory is full")):
+                return flash_attention_forward(*inputs)
+
+        event = event_of(lambda: check(forward(), inputs))
+        assert event.fallbacks[0] == (
+            "sdpa.flash failed (the memory is full); the next candidate was tried"
         )
-        with pytest.raises(RuntimeError, match="no such instruction"):
-            flash_attention_forward(*inputs, backend="flash")
+        with Failing(torch.OutOfMemoryError("the memory is full")):
+            with pytest.raises(torch.OutOfMemoryError, match="the memory is full"):
+                flash_attention_forward(*inputs, backend="flash")
+
+    @pytest.mark.parametrize("backend", ["auto", "flash"])
+    def test_a_kernel_that_breaks_is_an_error(self, draw: Draw, backend: str) -> None:
+        """Another one took its place, and nobody saw the bug."""
+        with Failing(RuntimeError("no such instruction")):
+            with pytest.raises(RuntimeError, match="no such instruction"):
+                flash_attention_forward(*draw((1, 2, 41, 16)), backend=backend)
 
     def test_without_fused_kernels_the_chain_is_sdpa_then_the_definition(
         self, draw: Draw, check: Check
