@@ -72,14 +72,14 @@ _LISTS: Final = {
     "cuda": _Lists(
         precisions=(Precision.BF16, Precision.FP32),
         head_dims=(128, 64, 256, 512),
-        sizes=((1, 16), (8, 16)),
+        sizes=((1, 32), (4, 32)),
         groups=(1, 4),
         lengths=(2048, 512, 8192, 128),
-        window_lengths=(2048, 8192, 16384),
+        window_lengths=(2048, 512, 8192),
         decode_groups=(4, 8, 1),
         decode_keys=(8192, 2048, 512, 1024, 4096, 16384),
         training_lengths=(2048, 512, 1024),
-        compiled_lengths=(2048, 8192),
+        compiled_lengths=(2048, 512, 8192),
     ),
 }
 
@@ -204,13 +204,16 @@ def _problem(
 
 
 def _compiles(problem: AttentionProblem, lists: _Lists) -> bool:
-    """Return whether executors that compile take part: about 25 problems of a grid."""
-    usual = (lists.precisions[0], lists.head_dims[0], lists.sizes[0], lists.groups[0])
-    found = (
-        problem.precision,
-        problem.head_dim,
-        (problem.batch, problem.num_heads),
-        problem.group_size,
+    """Return whether executors that compile take part: about 30 problems that SDPA lacks."""
+    usual = (lists.precisions[0], lists.sizes[0], lists.groups[0])
+    size = (problem.batch, problem.num_heads)
+    if problem.num_sequences:
+        size = lists.sizes[0] if problem.num_heads == lists.sizes[0][1] else size
+    lacking = problem.window != (-1, -1) or problem.has_alibi or problem.softcap > 0
+    lacking = (lacking or problem.num_sequences > 0) and not problem.requires_grad
+    return (
+        lacking
+        and (problem.precision, size, problem.group_size) == usual
+        and problem.head_dim in lists.head_dims[:2]
+        and problem.len_q in lists.compiled_lengths
     )
-    lengths = lists.training_lengths if problem.requires_grad else lists.compiled_lengths
-    return found == usual and problem.len_q in lengths
