@@ -16,9 +16,9 @@ import torch
 import adaattn
 from adaattn import hardware
 from adaattn.backends import capabilities
+from adaattn.call.describe import Arguments, build_call
 from adaattn.planning import reasons
 from adaattn.spec import Capability, Method
-from adaattn.call.describe import Arguments, build_call
 from benchmarks.timing import arguments, interleaved, save
 
 _CLOSE = 1.15

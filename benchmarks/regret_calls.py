@@ -112,7 +112,9 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
     if not problem.training:
         yield Calls(ours=ours, peer=peer, check=check)
         return
-    gradient = torch.randn_like(tensors.query)
+    # As in the check: PyTorch keeps cuDNN's backward by the layouts of q, k and v alone, and
+    # another layout of the gradient than the first one's is then misread (PyTorch 2.11).
+    gradient = torch.randn_like(tensors.query, memory_format=torch.contiguous_format)
     yield Calls(
         ours=lambda: torch.autograd.grad(ours(), inputs, gradient),
         peer=lambda: torch.autograd.grad(peer(), inputs, gradient),

@@ -10,10 +10,20 @@ import contextvars
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from adaattn.spec import AttentionProblem, Decision, TensorStats
 
-__all__ = ["AttentionEvent", "Sink", "emit", "has_sinks", "record_events", "wants_timing"]
+__all__ = [
+    "AttentionEvent",
+    "Sink",
+    "add_sink",
+    "emit",
+    "has_sinks",
+    "record_events",
+    "remove_sink",
+    "wants_timing",
+]
 
 _LOGGER = logging.getLogger("adaattn")
 
@@ -71,7 +81,10 @@ def has_sinks() -> bool:
 
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    return any(timing for _, timing in _SINKS.get())
+    for _, timing in _SINKS.get():
+        if timing:
+            return True
+    return False
 
 
 def emit(event: AttentionEvent) -> None:
@@ -100,8 +113,16 @@ def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
         >>> len(events)
         1
     """
-    token = _SINKS.set((*_SINKS.get(), (sink, timing)))
+    token = add_sink(sink, timing=timing)
     try:
         yield
     finally:
-        _SINKS.reset(token)
+        remove_sink(token)
+
+
+def add_sink(sink: Sink, *, timing: bool = False) -> contextvars.Token[Any]:
+    """Send events to a sink until its token is given to `remove_sink`; without a ``with``."""
+    return _SINKS.set((*_SINKS.get(), (sink, timing)))
+
+
+remove_sink = _SINKS.reset

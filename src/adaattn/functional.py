@@ -15,7 +15,7 @@ from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
 from adaattn.call.history import History
-from adaattn.call.key import key_of
+from adaattn.call.key import NO_WINDOW, key_of
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
 from adaattn.errors import ArgumentTypeError, expected_got
@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     align: str | Align = "top_left",
-    window: Sequence[int] = (-1, -1),
+    window: Sequence[int] = NO_WINDOW,
     dilation: int = 1,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,

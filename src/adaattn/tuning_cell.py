@@ -112,8 +112,9 @@ def measure_cell(
     Raises:
         AdaAttnError: the problem contradicts itself.
     """
-    modes = (torch.inference_mode(False), torch.set_grad_enabled(problem.requires_grad))
-    with modes[0], modes[1], without_autocast(device.type):
+    grad = problem.requires_grad
+    # In one statement: set_grad_enabled acts when it is made, and inference_mode saves that state.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), without_autocast(device.type):
         call = random_call(problem, device)
         expected = _expected(call, facts)
         if expected is None:

@@ -5,13 +5,15 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import adaattn
-from adaattn import _events, dispatch
+from adaattn import _events
 from adaattn._events import AttentionEvent, emit, has_sinks, record_events, wants_timing
+from adaattn.call import bind, run
 from adaattn.spec import Decision, HeadGroup, Plan, TensorStats
 from adaattn.testing import fake_facts, make_problem
 
@@ -174,7 +176,7 @@ def test_each_call_emits_one_event_with_its_problem_and_its_reasons() -> None:
     event = seen[0]
     assert (event.problem.num_heads, event.problem.len_q, event.problem.head_dim) == (2, 8, 16)
     assert event.decision.policy == "quality" and event.decision.trace
-    assert event.workspace_bytes == event.decision.plan.workspace_bytes
+    assert event.workspace_bytes == event.decision.workspace_bytes
     assert event.time_ms is None
 
 
@@ -195,17 +197,36 @@ def test_a_failing_sink_changes_nothing_about_the_result(caplog: pytest.LogCaptu
     assert caplog.text.count("an event sink failed") == 1
 
 
-@pytest.mark.parametrize("name", ["AttentionEvent", "emit", "wants_timing", "_now"])
-def test_without_a_sink_a_call_builds_no_event_and_reads_no_clock(
-    monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("settings", [{}, {"softcap": 2.0}, {"return_aux": True}], ids=str)
+def test_without_a_sink_a_call_tells_nothing_and_reads_no_clock(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    def touched(*args: object, **kwargs: object) -> None:
-        raise AssertionError(f"{name} was used though nobody listens")
+    x = torch.randn(1, 2, 8, 16)
 
-    monkeypatch.setattr(dispatch, name, touched)
-    _call()
-    with pytest.raises(AssertionError, match=name), record_events(_fail, timing=True):
-        _call()
+    def called() -> Any:
+        return adaattn.scaled_dot_product_attention(x, x, x, **settings)
+
+    called()  # the first of its kind makes the event that the others tell
+
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("it was used though nobody listens")
+
+    for module, name in (
+        (bind, "emit"),
+        (bind, "AttentionEvent"),
+        (bind, "now_ms"),
+        (run, "emit"),
+        (run, "AttentionEvent"),
+    ):
+        monkeypatch.setattr(module, name, touched)
+    for _ in range(2):
+        called()
+    for timing in (False, True):
+        with (
+            pytest.raises(AssertionError, match="nobody listens"),
+            record_events(_fail, timing=timing),
+        ):
+            called()
 
 
 def test_without_a_sink_the_cost_is_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:

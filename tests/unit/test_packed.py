@@ -1,13 +1,15 @@
-"""Packed sequences through the public call, and the host's copy of their bounds."""
+"""Packed sequences through the public call: their bounds, and what planning knows of them."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adaattn import AuxRequest, packing
+from adaattn import AttentionEvent, AuxRequest, record_events
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.call.packing import packed_bounds
 from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from adaattn.testing import assert_matches
 
@@ -66,29 +68,101 @@ def test_packed_tensors_may_come_without_a_batch_dimension() -> None:
     tensors, bounds = packed()
     flat = [item[0] for item in tensors]
     output, aux = attend(*flat, enable_gqa=True, return_aux=AuxRequest(lse=True), **bounds)
-    assert torch.equal(output, attend(*tensors, enable_gqa=True, **bounds)[0])
+    exact = one_by_one([item.double() for item in tensors], enable_gqa=True)
+    eager = one_by_one(tensors, enable_gqa=True, backend="reference")
+    assert_matches(output[None], exact, eager, summands=8 + max(LENGTHS_K))
     assert aux.lse.shape == (4, sum(LENGTHS_Q))
 
 
 @pytest.mark.gpu
-def test_bounds_on_a_gpu_are_read_once_while_they_stay_the_same(
-    host_reads: list[torch.Tensor],
-) -> None:
+def test_bounds_on_a_gpu_are_never_read(host_reads: list[torch.Tensor]) -> None:
     tensors, bounds = packed()
     tensors = [item.cuda() for item in tensors]
     bounds = {name: item.cuda() for name, item in bounds.items()}
     for _ in range(3):
         attend(*tensors, enable_gqa=True, **bounds)
-    assert [any(read is given for given in bounds.values()) for read in host_reads] == [True, True]
+    assert not any(read is given for read in host_reads for given in bounds.values())
+
+
+def test_only_the_form_of_bounds_on_a_gpu_is_checked() -> None:
+    """Tensors without numbers stand in for those on a GPU: reading one is an error."""
+    with FakeTensorMode():
+
+        def bounds(count: int, dtype: torch.dtype = torch.int32, at: str = "cuda") -> torch.Tensor:
+            return torch.empty(count, dtype=dtype, device=at)
+
+        query, key = (torch.empty(1, 2, tokens, 8, device="cuda") for tokens in (16, 19))
+        assert packed_bounds(bounds(5), bounds(5), query, key) == ((), ())
+        with pytest.raises(ShapeError, match="cu_seqlens_k: expected 5 entries as cu_seqlens_q"):
+            packed_bounds(bounds(5), bounds(4), query, key)
+        with pytest.raises(DTypeError, match=r"an int32 tensor \[N \+ 1\], got int64\[5\]"):
+            packed_bounds(bounds(5, torch.int64), bounds(5), query, key)
+        with pytest.raises(DeviceError, match="cu_seqlens_k: expected device cuda:0, got cpu"):
+            packed_bounds(bounds(5), bounds(5, at="cpu"), query, key)
 
 
 def test_bounds_on_a_cpu_are_read_by_each_call(host_reads: list[torch.Tensor]) -> None:
     """Reading them costs nothing there, and whoever shares their memory may change them."""
     tensors, bounds = packed()
     for _ in range(3):
+        host_reads.clear()
         attend(*tensors, enable_gqa=True, **bounds)
-    read = [any(item is given for given in bounds.values()) for item in host_reads]
-    assert read == [True] * 6
+        for given in bounds.values():
+            assert any(read is given for read in host_reads)
+
+
+class TestFacts:
+    """What planning knows of packed sequences."""
+
+    @staticmethod
+    def event_of(tensors: list[torch.Tensor], **settings: Any) -> AttentionEvent:
+        """Return the event of a call."""
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            attend(*tensors, **settings)
+        (event,) = events
+        return event
+
+    def test_the_longest_sequence_is_rounded_up_so_that_a_new_packing_is_no_new_problem(
+        self,
+    ) -> None:
+        query = torch.randn(1, 2, 100, 8)
+        problems = set()
+        for lengths in ((40, 35, 25), (33, 33, 34), (64, 1, 35)):
+            bounds = starts(lengths)
+            event = self.event_of([query] * 3, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+            assert (event.problem.max_len_q, event.problem.max_len_k) == (64, 64)
+            problems.add(event.problem)
+        assert len(problems) == 1
+
+    def test_it_is_never_longer_than_all_tokens(self) -> None:
+        query, bounds = torch.randn(1, 2, 100, 8), starts((70, 30))
+        problem = self.event_of([query] * 3, cu_seqlens_q=bounds, cu_seqlens_k=bounds).problem
+        assert (problem.max_len_q, problem.max_len_k) == (100, 100)
+
+    def test_the_callers_bound_counts_where_there_is_one(self) -> None:
+        tensors, bounds = packed()
+        event = self.event_of(tensors, enable_gqa=True, max_seqlen_q=10, max_seqlen_k=17, **bounds)
+        assert (event.problem.max_len_q, event.problem.max_len_k) == (16, 19)
+
+    @pytest.mark.parametrize("wrong", [8, 17, 10.0, True, "9"], ids=repr)
+    def test_a_bound_that_no_sequence_can_have_is_refused(self, wrong: object) -> None:
+        tensors, bounds = packed()
+        message = f"max_seqlen_q: expected an integer from 9 to 16, got {wrong}"
+        with pytest.raises(ArgumentError, match=message):
+            attend(*tensors, enable_gqa=True, max_seqlen_q=wrong, **bounds)
+
+    def test_the_pairs_that_are_attended_are_at_least_those_that_there_are(self) -> None:
+        tensors, bounds = packed()
+        problem = self.event_of(tensors, enable_gqa=True, **bounds).problem
+        pairs = sum(q * k for q, k in zip(LENGTHS_Q, LENGTHS_K, strict=True))
+        assert pairs <= problem.attended_pairs <= problem.len_q * problem.len_k
+
+    def test_equal_bounds_are_square_and_others_are_not(self) -> None:
+        query, bounds = torch.randn(1, 2, 12, 8), starts((4, 8))
+        for other, square in ((bounds, True), (starts((4, 8)), True), (starts((8, 4)), False)):
+            event = self.event_of([query] * 3, cu_seqlens_q=bounds, cu_seqlens_k=other)
+            assert event.problem.packed_square is square
 
 
 def test_a_change_of_shared_memory_is_noticed() -> None:
@@ -141,15 +215,6 @@ def test_bounds_made_in_inference_mode_serve() -> None:
     assert torch.equal(attend(*tensors, enable_gqa=True, **bounds), moved)
 
 
-@pytest.mark.gpu
-def test_the_host_keeps_few_bounds() -> None:
-    query = torch.randn(1, 1, 4, 8, device="cuda")
-    kept = [starts((4,)).cuda() for _ in range(100)]
-    for bounds in kept:
-        attend(query, query, query, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    assert len(packing._HOST_BOUNDS) == packing._KEPT_BOUNDS
-
-
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one alone": ({"cu_seqlens_k": None}, ArgumentError, r"both or neither, got one of them"),
     "int64": (
@@ -181,7 +246,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no sequence": (
         {"cu_seqlens_q": starts(())},
         ArgumentError,
-        r"rising numbers from 0 to 12, got \[0\]",
+        r"cu_seqlens_q: expected at least two numbers, \[N \+ 1\], got int32\[1\]",
     ),
     "different numbers of sequences": (
         {"cu_seqlens_k": starts((4, 4, 4))},

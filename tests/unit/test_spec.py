@@ -24,6 +24,7 @@ from adaattn.spec import (
     Rates,
     TensorStats,
     TraceEntry,
+    Why,
 )
 from adaattn.testing import fake_facts, make_problem
 
@@ -43,8 +44,6 @@ MIXED = Plan(
     num_heads=4,
     error_budget=0.05,
     audit_rows=32,
-    estimated_ms=1.25,
-    workspace_bytes=4096,
 )
 VALUES = [
     make_problem(),
@@ -273,7 +272,13 @@ def test_a_decision_becomes_json_with_every_reason() -> None:
     cost = Cost(flops=2.0, bytes_moved=3.0, workspace_bytes=4, time_ms=5.0)
     trace = (
         TraceEntry(candidate="a", accepted=True, reason="taken", heads=(1,), cost=cost),
-        TraceEntry(candidate="b", accepted=False, reason="refused", error_estimate=0.5),
+        TraceEntry(
+            candidate="b",
+            accepted=False,
+            reason="refused",
+            why=Why.OVER_BUDGET,
+            error_estimate=0.5,
+        ),
     )
     decision = Decision(plan=MIXED, trace=trace, policy="speed", notes=("remark",))
     data = json.loads(json.dumps(decision.to_dict()))
@@ -283,6 +288,15 @@ def test_a_decision_becomes_json_with_every_reason() -> None:
     assert data["trace"][0]["cost"] == dataclasses.asdict(cost)
     assert data["trace"][0]["heads"] == [1]
     assert data["trace"][1]["error_estimate"] == 0.5
+    assert [entry["why"] for entry in data["trace"]] == [Why.CHOSEN.value, Why.OVER_BUDGET.value]
+
+
+def test_a_decision_that_waits_for_a_compiled_plan_tells_it_in_words() -> None:
+    later = Plan(groups=(FLASH,), num_heads=4)
+    words = Decision(plan=MIXED, later=later, calls_before=7).to_dict()
+    assert Plan.from_dict(words["later"]) == later and words["calls_before"] == 7
+    plain = Decision(plan=MIXED).to_dict()
+    assert plain["later"] is None and plain["calls_before"] == 0
 
 
 def test_a_decision_without_a_trace_or_a_policy_prints_too() -> None:
@@ -296,6 +310,7 @@ def test_a_decision_without_a_trace_or_a_policy_prints_too() -> None:
     precisions=st.lists(st.sampled_from(Precision)).map(tuple),
     ranks=st.lists(st.integers(1, 1 << 20)).map(tuple),
     rows=st.integers(0, 1 << 20),
+    check=st.sampled_from(["sampled", "always"]),
     heads=st.lists(
         st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 1, exclude_max=True))
     ).map(tuple),
@@ -308,6 +323,7 @@ def test_a_policy_comes_back_from_json_as_it_was(
     precisions: tuple[Precision, ...],
     ranks: tuple[int, ...],
     rows: int,
+    check: str,
     heads: tuple[tuple[int, int, float], ...],
     text: str,
 ) -> None:
@@ -319,6 +335,7 @@ def test_a_policy_comes_back_from_json_as_it_was(
         precisions=precisions,
         ranks=ranks,
         audit_rows=rows,
+        check=check,
         head_budgets=heads,
         provenance=text,
     )
@@ -337,6 +354,8 @@ def test_a_policy_comes_back_from_json_as_it_was(
         ({"memory_budget_bytes": -1}, ArgumentError, "memory_budget_bytes: expected at least 0"),
         ({"memory_budget_bytes": 1e9}, ArgumentTypeError, "expected an integer, got 1000000000.0"),
         ({"memory_budget_bytes": "1GB"}, ArgumentTypeError, "expected an integer, got '1GB'"),
+        ({"check": "never"}, ArgumentError, "check: expected 'sampled' or 'always', got 'never'"),
+        ({"check": True}, ArgumentError, "check: .* got True"),
         ({"audit_rows": -1}, ArgumentError, "audit_rows: expected at least 0, got -1"),
         ({"audit_rows": 2.5}, ArgumentTypeError, "audit_rows: expected an integer, got 2.5"),
         ({"methods": (Method.LOW_RANK,)}, ArgumentError, "methods: .* with Method.EXACT in it"),
@@ -411,4 +430,6 @@ def test_costs_are_part_of_a_decision_in_words() -> None:
         "time_ms": 5.0,
     }
     assert words["exact_cost"] is None
+    assert Decision(plan=MIXED, cost=cost).workspace_bytes == 4
+    assert Decision(plan=MIXED).workspace_bytes == 0
     assert json.loads(json.dumps(words["cost"])) == words["cost"]

@@ -22,6 +22,7 @@ from adaattn import (
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.errors import AdaAttnError, UnsupportedError
+from adaattn.testing import assert_matches
 
 HEADS = 4
 
@@ -134,18 +135,38 @@ def test_a_plan_for_another_call_is_refused(name: str, form: str) -> None:
         run(*draw())
 
 
-def test_packed_calls_are_refused_inside_a_whole_graph() -> None:
-    bounds = torch.tensor([0, 20, 48], dtype=torch.int32)
-    packed = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    plan = one(capability="chunked")
+BOUNDS = torch.tensor([0, 20, 48], dtype=torch.int32)
+PACKED = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS}
 
-    def call(*tensors: torch.Tensor) -> torch.Tensor:
-        return attend(*tensors, plan=plan, **packed)
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"is_causal": True}, {"window": (5, 3), "softcap": 3.0}], ids=str
+)
+def test_packed_calls_compile_whole(settings: dict[str, Any]) -> None:
     tensors = draw(batch=(1,))
-    assert torch.equal(call(*tensors), attend(*tensors, backend="chunked", **packed))
+    compiled = torch.compile(
+        lambda *items: attend(*items, **settings, **PACKED), fullgraph=True, backend="aot_eager"
+    )
+    exact = attend(*(item.double() for item in tensors), **settings, **PACKED)
+    eager = attend(*tensors, backend="reference", **settings, **PACKED)
+    assert_matches(compiled(*tensors), exact, eager, summands=sum(tensors[0].shape[-2:]))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+@pytest.mark.parametrize(
+    "choice", [{"plan": one(capability="chunked")}, {"backend": "chunked"}], ids=["plan", "backend"]
+)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_an_executor_that_reads_bounds_is_refused_inside_a_graph(
+    fullgraph: bool, choice: dict[str, Any]
+) -> None:
+    tensors = draw(batch=(1,))
+    attend(*tensors, **choice, **PACKED)
+    compiled = torch.compile(
+        lambda *items: attend(*items, **choice, **PACKED), fullgraph=fullgraph, backend="aot_eager"
+    )
     with pytest.raises(UnsupportedError, match="read on the host, which a graph cannot do"):
-        torch.compile(call, backend="aot_eager")(*tensors)
+        compiled(*tensors)
 
 
 def test_auxiliary_outputs_come_out_of_a_compiled_call() -> None:
@@ -187,10 +208,28 @@ def test_a_compiled_call_emits_no_event() -> None:
     assert events == []
 
 
-def test_a_call_without_a_plan_works_around_the_graph() -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"is_causal": True}, {"window": (5, 3)}, {"softcap": 3.0}], ids=str
+)
+def test_a_call_without_a_plan_compiles_whole(settings: dict[str, Any]) -> None:
+    """It went around the graph, and Inductor saw nothing of it."""
     tensors = draw()
-    compiled = torch.compile(lambda *items: attend(*items).sin(), backend="aot_eager")
-    assert torch.equal(compiled(*tensors), attend(*tensors).sin())
+    compiled = torch.compile(
+        lambda *items: attend(*items, **settings).sin(), fullgraph=True, backend="aot_eager"
+    )
+    exact = attend(*(item.double() for item in tensors), **settings).sin()
+    eager = attend(*tensors, backend="reference", **settings).sin()
+    assert_matches(compiled(*tensors), exact, eager, summands=sum(tensors[0].shape[-2:]))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_an_approximation_by_name_is_refused_inside_a_graph() -> None:
+    """It computed at full rank there: exactly, slowly, and under another's name."""
+    compiled = torch.compile(
+        lambda *items: attend(*items, policy="speed", backend="low_rank"), backend="aot_eager"
+    )
+    with pytest.raises(UnsupportedError, match="pass the plan that plan_attention gives"):
+        compiled(*draw())
 
 
 class Attention(torch.nn.Module):
@@ -289,7 +328,7 @@ class TestFunctionTransforms:
 def test_checkpointing_recomputes_the_same_call(
     settings: dict[str, Any], use_reentrant: bool
 ) -> None:
-    """The recomputation may take a shortcut that the first run left."""
+    """The recomputation finds the call that the first run bound."""
     tensors = draw(grad=True)
 
     def call(*items: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Layout:
 
     def with_keys(self, len_k: int) -> "Layout":
         """Return the same with another number of keys."""
-        return replace(self, len_k=len_k)
+        return self if len_k == self.len_k else replace(self, len_k=len_k)
 
     def split_heads(self, projected: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Return [B, H, L, D], a view.
@@ -40,7 +40,7 @@ class Layout:
             projected: [B, L, H * D] or [L, B, H * D]; [L, H * D] if not batched.
             num_heads: H.
         """
-        heads: torch.Tensor = projected.unflatten(-1, (num_heads, -1))
+        heads = projected.view(*projected.shape[:-1], num_heads, -1)
         if not self.is_batched:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
@@ -81,6 +81,8 @@ def check_inputs(
     sizes = (config.embed_dim, config.key_size, config.value_size)
     named = (("query", query), ("key", key), ("value", value))
     for (name, item), size in zip(named, sizes, strict=True):
+        if item is query and name != "query" and size == sizes[0]:
+            continue
         _check_tensor(name, item)
         if item.dim() != query.dim() or item.dim() not in (2, 3):
             raise ShapeError(
@@ -101,6 +103,8 @@ def check_inputs(
         len_q=query.shape[where_length],
         len_k=key.shape[where_length],
     )
+    if key is query and value is query:
+        return layout
     if key.shape[:-1] != value.shape[:-1]:
         raise ShapeError(
             expected_got("value", f"batch and length of key {described(key)}", described(value))

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from adaattn._events import AttentionEvent, record_events
+from adaattn._events import AttentionEvent, add_sink, remove_sink
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.adapt import NOT_FINITE
@@ -100,8 +100,11 @@ class Runner:
         if torch.compiler.is_compiling():
             found = self._in_mode(query, key, value, semantics)
         else:
-            with record_events(self._count):
+            token = add_sink(self._count)
+            try:
                 found = self._in_mode(query, key, value, semantics)
+            finally:
+                remove_sink(token)
         if not need_weights:
             return found, None
         output, aux = found
@@ -152,14 +155,13 @@ class Runner:
         semantics: dict[str, Any],
     ) -> Any:
         """Return what the public call returns, in the format of the precision mode."""
+        semantics["tag"], semantics["layer"] = self._tag, self.layer
+        if self.precision_mode == "auto":
+            return scaled_dot_product_attention(query, key, value, **semantics)
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-            return scaled_dot_product_attention(
-                query, key, value, tag=self._tag, layer=self.layer, **semantics
-            )
+            return scaled_dot_product_attention(query, key, value, **semantics)
 
-        if self.precision_mode == "auto":
-            return run(query, key, value)
         found, note = in_mode(self.precision_mode, query, key, value, run)
         if note:
             self.statistics.note_precision(note)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from adaattn.backends.common import (
     accumulation_dtype,
-    additive_mask,
     fused_attention,
     grouped_product,
     hides_nothing,
@@ -34,6 +33,7 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.masks import additive_mask
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
@@ -209,9 +209,9 @@ def _is_plain(problem: AttentionProblem) -> bool:
     """Return whether SDPA with a mask can compute a chunk."""
     if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
         return False
-    # A bias in 16 bits would lose distances past 256, and what a wider mask says.
+    # In 16 bits what a wider mask says would be lost.
     half = problem.precision in (Precision.BF16, Precision.FP16)
-    return not (half and (problem.has_alibi or problem.mask_is_wide))
+    return not (half and problem.mask_is_wide)
 
 
 def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
@@ -222,12 +222,34 @@ def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: ran
     if tile.mask is None and tile.alibi_slopes is None:
         hidden = not hides_nothing(problem, rows, cols)
         mask = _seen(problem, rows, cols, query, query.dtype) if hidden else None
+    elif tile.mask is None:
+        mask = _alibi(tile, problem, rows, cols)
     else:
         bias, mask = _masks(tile, problem, rows, cols)
         if bias is not None:
             bias = bias.to(query.dtype)
             mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
     return (fused_attention(query, tile.key, tile.value, mask, problem),)
+
+
+def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> torch.Tensor:
+    """Return ALiBi's bias and what position hides, [B or 1, Hq, R, C] in the query's dtype."""
+    slopes, query = tile.alibi_slopes, tile.query
+    assert slopes is not None
+
+    def make() -> torch.Tensor:
+        bias, seen = _masks(tile, problem, rows, cols)
+        assert bias is not None
+        bias = bias.to(query.dtype)
+        return bias if seen is None else torch.where(seen, bias, float("-inf"))
+
+    if not _may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
+        return make()
+    own = slopes._base if slopes._base is not None else slopes
+    if own.is_inference():
+        return make()
+    place = (own._version, slopes.shape, slopes.stride(), slopes.storage_offset())
+    return _kept(("alibi", id(own), place), problem, rows, cols, query, query.dtype, make, own)
 
 
 def _blind(tile: Tensors) -> _Piece:
@@ -281,7 +303,7 @@ def _masks(
     return tile.mask if bias is None else bias + tile.mask, seen
 
 
-_TILES: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+_TILES: OrderedDict[tuple[object, ...], tuple[torch.Tensor, object]] = OrderedDict()
 _LOCK: Final = threading.Lock()
 
 
@@ -297,23 +319,50 @@ def _seen(
         query: tells the device, and whether this call may keep anything.
         dtype: boolean, or a floating-point dtype for what is added to the scores.
     """
-    if not _may_keep(query):
+
+    def make() -> torch.Tensor:
         return _made(problem, rows, cols, query.device, dtype)
+
+    return _kept((), problem, rows, cols, query, dtype, make) if _may_keep(query) else make()
+
+
+def _kept(
+    more: tuple[object, ...],
+    problem: AttentionProblem,
+    rows: range,
+    cols: range,
+    query: torch.Tensor,
+    dtype: torch.dtype,
+    make: Callable[[], torch.Tensor],
+    owner: object = None,
+) -> torch.Tensor:
+    """Return a tile that was made before for the same positions, or make and keep it.
+
+    Args:
+        more: what it depends on beside positions.
+        problem: says how positions hide keys.
+        rows: the query rows.
+        cols: the keys.
+        query: tells the device.
+        dtype: of the tile.
+        make: makes it.
+        owner: kept beside it, so that its identity in ``more`` is not reused.
+    """
     stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
     first = rows.start + problem.offset - cols.start
     right = 0 if problem.is_causal else problem.window[1]
     pattern = (first, len(rows), len(cols), problem.window[0], right, problem.dilation)
-    key = (*pattern, dtype, query.device, stream)
+    key = (*more, *pattern, dtype, query.device, stream)
     with _LOCK:
         known = _TILES.get(key)
         if known is not None:
             _TILES.move_to_end(key)
-            return known
+            return known[0]
     with torch.inference_mode(False):
-        made = _made(problem, rows, cols, query.device, dtype)
+        made = make()
     with _LOCK:
-        _TILES[key] = made
-        while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t in _TILES.values()) > _KEPT_BYTES:
+        _TILES[key] = (made, owner)
+        while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t, _ in _TILES.values()) > _KEPT_BYTES:
             _TILES.popitem(last=False)
     return made
 

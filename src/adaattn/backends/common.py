@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
-from adaattn.backends.masks import sighted
+from adaattn.backends.masks import additive_mask
+from adaattn.errors import UnsupportedError
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = [
     "RowStatistics",
     "accumulation_dtype",
-    "additive_mask",
     "fused_attention",
     "grouped_product",
     "hides_nothing",
@@ -87,6 +87,12 @@ def host_bounds(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the bounds of packed sequences on the host; on a GPU this waits for the device."""
     if tensors.bounds_q or tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         return tensors.bounds_q, tensors.bounds_k
+    if torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "torch.compile",
+            ["the bounds of packed sequences are read on the host, which a graph cannot do"],
+            "Leave plan and backend out, or call it outside the compiled function.",
+        )
     return tuple(tensors.cu_seqlens_q.tolist()), tuple(tensors.cu_seqlens_k.tolist())
 
 
@@ -175,10 +181,9 @@ def fused_attention(
     is_causal: bool = False,
 ) -> torch.Tensor:
     """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds."""
-    blind = None
     if mask is not None and query.is_cuda:
-        mask, blind = sighted(mask)
-    output = sdpa(
+        mask = additive_mask(mask, query.dtype)
+    return sdpa(
         query,
         key,
         value,
@@ -188,14 +193,6 @@ def fused_attention(
         scale=problem.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output if blind is None else output.masked_fill(blind, 0.0)
-
-
-def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask as numbers added to the scores, booleans in ``dtype``; None stays None."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,87 +1,64 @@
-"""Rows that a mask leaves without a key, found from the mask's own shape and known from then on.
+"""Boolean masks as numbers, kept while the mask lives and is not written to.
 
-Kernels differ on such rows: zeros, NaN, the mean of the values. Given a row that sees something
-they agree, and its output is zeroed afterwards, gradients too. That takes passes over the mask
-and the output, so what was found is kept by the mask's identity while it lives and is not
-written to. On a GPU the host never waits for the answer: until it has arrived the rows are
-set right whether there are any or not.
+cuDNN gives the mean of all values, and NaN gradients, to a row that a boolean mask leaves
+without a key; PyTorch hands it -1e38 there, not -inf. With -inf as numbers every kernel of
+PyTorch gives zeros (H200, PyTorch 2.11, cuDNN 9.19, 2026-11), and converts nothing itself.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["known_sighted", "sighted"]
+__all__ = ["additive_mask", "kept_bias"]
 
 
-def sighted(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (mask, blind): rows that saw nothing see everything, and are marked in ``blind``.
-
-    Args:
-        mask: [..., Sq, Sk] boolean or additive; broadcast dimensions stay as they are.
-    """
-    if mask.dtype == torch.bool:
-        blind = ~mask.any(-1, keepdim=True)
-        return mask | blind, blind
-    blind = ~(mask > float("-inf")).any(-1, keepdim=True)
-    return mask.masked_fill(blind, 0.0), blind
+def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask as numbers added to the scores, booleans in ``dtype``; None stays None."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
 
 
-def known_sighted(
-    mask: torch.Tensor, given: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what `sighted` returns; the mask as it is, and None, once it blinds no row for sure.
+def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return `additive_mask` of a mask in its own shape, made once for the caller's tensor.
 
     Args:
-        mask: 4-D, on a GPU.
+        mask: 4-D, broadcast dimensions unexpanded.
         given: the tensor that the caller holds, of which ``mask`` is a view; None keeps nothing.
+        dtype: of the query.
     """
-    if given is None or not _can_be_known(given):
-        return sighted(mask)
-    found = _KNOWN.get(given)
-    if found is None or found.version != given._version:
-        if torch.cuda.is_current_stream_capturing():
-            return sighted(mask)
-        found = _KNOWN[given] = _look_at(mask, given._version)
-    if found.has_blind is None and not torch.cuda.is_current_stream_capturing():
-        found.has_blind = bool(found.answer) if found.arrived.query() else None
-    if found.has_blind is False:
-        return mask, None
-    return found.sighted, found.blind
+    if mask.dtype != torch.bool:
+        return mask
+    if given is None or not _may_keep(given):
+        return _bias(mask, dtype)
+    known: tuple[int, torch.Tensor] = _KNOWN.get(given) or (-1, mask)
+    version, made = known
+    if version == given._version and made.dtype == dtype:
+        return made
+    with torch.inference_mode(False):
+        made = _bias(mask, dtype)
+    _KNOWN[given] = (given._version, made)
+    return made
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of one mask."""
-
-    version: int
-    sighted: torch.Tensor
-    blind: torch.Tensor
-    answer: torch.Tensor
-    arrived: torch.cuda.Event
-    has_blind: bool | None = None
+_KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 
-_KNOWN: Final = WeakTensorKeyDictionary()
+def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers, in rows that begin at multiples of 16 bytes as kernels want them."""
+    made = additive_mask(mask, dtype)
+    assert made is not None
+    columns = made.shape[-1]
+    if columns % 8 == 0:
+        return made
+    return torch.nn.functional.pad(made, (0, -columns % 8))[..., :columns]
 
 
-def _can_be_known(given: torch.Tensor) -> bool:
-    """Return whether a mask's numbers can be remembered by its identity."""
-    if torch.compiler.is_compiling() or given.is_inference():
+def _may_keep(given: torch.Tensor) -> bool:
+    """Return whether what is made of a mask may outlive this call."""
+    if torch.compiler.is_compiling() or given.is_inference() or type(given) is not torch.Tensor:
         return False
-    wants_gradient = given.requires_grad and torch.is_grad_enabled()
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor(given)
-    return type(given) is torch.Tensor and not wants_gradient and not hidden
-
-
-def _look_at(mask: torch.Tensor, version: int) -> _Known:
-    """Return a mask's blind rows; whether there are any is on its way to the host."""
-    with torch.no_grad(), torch.inference_mode(False):
-        seeing, blind = sighted(mask)
-        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(blind.any(), non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-    return _Known(version, seeing, blind, answer, arrived)
+    if torch._C._functorch.is_functorch_wrapped_tensor(given):
+        return False
+    return not (given.is_cuda and torch.cuda.is_current_stream_capturing())

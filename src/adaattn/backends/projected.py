@@ -22,11 +22,11 @@ import torch
 
 from adaattn.backends.common import (
     accumulation_dtype,
-    additive_mask,
     grouped_product,
     sdpa,
     with_dense_columns,
 )
+from adaattn.backends.masks import additive_mask
 from adaattn.linalg.projections import ScoreProjections, score_projections, value_basis
 
 __all__ = ["Projected", "attention_with_whole_gradients", "project"]

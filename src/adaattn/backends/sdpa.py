@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import additive_mask, sdpa, with_dense_columns
+from adaattn.backends.common import sdpa, with_dense_columns
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.masks import known_sighted
+from adaattn.backends.masks import additive_mask, kept_bias
 from adaattn.spec import (
     Align,
     AttentionProblem,
@@ -160,14 +160,11 @@ def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
 
 
 def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
-    """Return the output of PyTorch's public function; rows that a mask blinds are set right.
-
-    On a CPU its kernels write zeros there by themselves.
-    """
-    mask, blind = tensors.mask, None
-    if mask is not None and mask.is_cuda:
-        mask, blind = known_sighted(mask, tensors.mask_given)
-    output = sdpa(
+    """Return the output of PyTorch's public function."""
+    mask = tensors.mask
+    if mask is not None and problem.sdpa_default == "sdpa.cudnn":
+        mask = kept_bias(mask, tensors.mask_given, tensors.query.dtype)
+    return sdpa(
         tensors.query,
         tensors.key,
         tensors.value,
@@ -177,7 +174,6 @@ def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
         scale=problem.scale,
         enable_gqa=problem.group_size > 1,
     )
-    return output if blind is None else output.masked_fill(blind, 0.0)
 
 
 def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -231,7 +227,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the memory-efficient kernel's output; k and v are repeated for grouped heads."""
-    bias, blind = _full_bias(tensors, problem)
+    bias = _full_bias(tensors, problem)
     output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention.default(
         _padded(tensors.query),
         _padded(_repeated(tensors.key, problem)),
@@ -243,12 +239,13 @@ def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
         scale=problem.scale,
     )
     lse = lse[..., : problem.len_q] if lse is not None and lse.numel() else None
-    return _without_blind_rows(output[..., : problem.value_dim], lse, blind)
+    lse = _masked_lse(lse, tensors, problem)
+    return Result(output=output[..., : problem.value_dim], lse=lse)
 
 
 def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return cuDNN's output."""
-    bias, blind = _full_bias(tensors, problem)
+    bias = _full_bias(tensors, problem)
     output, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention.default(
         _padded(tensors.query),
         _padded(tensors.key),
@@ -262,7 +259,8 @@ def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
     )
     if lse is not None and lse.numel():
         lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q)
-    return _without_blind_rows(output[..., : problem.value_dim], lse, blind)
+    lse = _masked_lse(lse, tensors, problem)
+    return Result(output=output[..., : problem.value_dim], lse=lse)
 
 
 def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -300,30 +298,16 @@ def _masked_lse(
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _without_blind_rows(
-    output: torch.Tensor, lse: torch.Tensor | None, blind: torch.Tensor | None
-) -> Result:
-    """Return the result with zeros and -inf in the rows that a mask blinds."""
-    if blind is None:
-        return Result(output=output, lse=lse)
-    if lse is not None:
-        lse = lse.masked_fill(blind.squeeze(-1), float("-inf"))
-    return Result(output=output.masked_fill(blind, 0.0), lse=lse)
-
-
-def _full_bias(
-    tensors: Tensors, problem: AttentionProblem
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mask as a bias [B, Hq, Sq, Sk] in aligned rows, and its blind rows if any."""
+def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | None:
+    """Return the mask as a bias [B, Hq, Sq, Sk] in aligned rows, nothing of it expanded."""
     if tensors.mask is None:
-        return None, None
-    mask, blind = known_sighted(tensors.mask, tensors.mask_given)
-    bias = additive_mask(mask, tensors.query.dtype)
-    assert bias is not None
-    shape = (problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+        return None
+    bias = kept_bias(tensors.mask, tensors.mask_given, tensors.query.dtype)
     if bias.shape[-1] == 1:
-        bias = bias.expand(*bias.shape[:-1], problem.len_k)
-    return _aligned(bias.contiguous()).expand(shape), blind
+        bias = bias.expand(*bias.shape[:-1], problem.len_k).contiguous()
+    if bias.stride(-1) != 1 or any(step % 8 for step in bias.stride()[:-1]):
+        bias = _aligned(bias.contiguous())
+    return bias.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,8 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     entry.ways = _ways(outcome, problem.num_heads, problem.precision)
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
-        history.keep(_mark(call, sums), decision)
+        assert outcome.decision is not None
+        history.keep(_mark(call, sums), outcome.decision)
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
 
 

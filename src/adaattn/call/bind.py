@@ -126,7 +126,7 @@ def _chosen(
             return adapted(_waiting_as_told(made, policy), choice, kept)
 
         return _general(arguments, return_aux, layer, run)
-    return _Exact(call, arguments, exact, policy, backend, layer, return_aux)
+    return _Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
 
 
 def _waiting_as_told(call: Call, policy: Policy) -> Call:
@@ -191,13 +191,13 @@ class _Exact:
         self._decision = decision
         self._policy = policy
         self._backend = backend
-        self._layer = layer
         self._left = decision.calls_before if decision.later is not None else -1
         self._general = _general(arguments, return_aux, layer, self._run)
-        self._direct: _Direct | None = None
-        if not return_aux and _is_as_given(call, arguments):
+        self._is_short = not return_aux and _is_as_given(call, arguments)
+        self._direct: Bound | None = None
+        if self._is_short and self._left < 0:
             self._direct = _direct(call.problem, decision)
-        self._by_tag: dict[str, AttentionEvent] = {}
+        self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
         self._event = AttentionEvent(
             problem=call.problem,
             decision=decision,
@@ -205,7 +205,11 @@ class _Exact:
             layer=layer,
         )
 
-    def __call__(
+    def bound(self) -> Bound:
+        """Return the shortest function that does what the decision says."""
+        return self._quick if self._is_short else self._general
+
+    def _quick(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -217,17 +221,17 @@ class _Exact:
         starts_k: Tensor,
         tag: str,
     ) -> Any:
-        """Return the result for tensors of this kind."""
-        direct = self._direct
-        if direct is None or self._left >= 0 or wants_timing():
+        """Return the result for canonical tensors; the general way where that has failed."""
+        watched = has_sinks()
+        if self._direct is None or (watched and wants_timing()):
             return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
         try:
-            output = direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
+            output = self._direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
         except (torch.OutOfMemoryError, ExecutorError):
             self._direct = None
             return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
-        if has_sinks():
-            emit(self._told(tag))
+        if watched:
+            emit(self._told(tag, key.shape[2]))
         return output
 
     def _run(self, call: Call) -> Outcome:
@@ -236,6 +240,10 @@ class _Exact:
             later = self._decision.later
             assert later is not None
             self._decision = replace(self._decision, plan=later, later=None)
+            self._event = replace(self._event, decision=self._decision)
+            self._by_tag.clear()
+            if self._is_short:
+                self._direct = _direct(call.problem, self._decision)
         self._left -= self._left >= 0
         outcome = run_decision(call, self._decision, self._policy, self._backend)
         if outcome.fallbacks:
@@ -243,13 +251,15 @@ class _Exact:
             self._decision = outcome.decision  # what had no room once is not tried at each call
         return outcome
 
-    def _told(self, tag: str) -> AttentionEvent:
+    def _told(self, tag: str, len_k: int) -> AttentionEvent:
         """Return the event of a tag: the same each time, so that repetitions tell themselves."""
-        known = self._by_tag.get(tag)
+        known = self._by_tag.get((tag, len_k))
         if known is None:
             if len(self._by_tag) >= _KEPT_TAGS:
                 self._by_tag.clear()
-            known = self._by_tag[tag] = replace(self._event, tag=tag)
+            problem = replace(self._event.problem, len_k=len_k)
+            known = replace(self._event, problem=problem, tag=tag)
+            self._by_tag[tag, len_k] = known
         return known
 
 
@@ -267,12 +277,13 @@ def _is_as_given(call: Call, arguments: Arguments) -> bool:
     )
 
 
-def _direct(problem: AttentionProblem, decision: Decision) -> "_Direct":
+def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
     """Return a function of the caller's tensors that runs one executor."""
     group = decision.plan.groups[0]
     dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
     grouped = problem.group_size > 1
-    plain = problem.mask is MaskKind.NONE or problem.device_type == "cpu"
+    # cuDNN is handed a boolean mask as numbers.
+    plain = problem.mask is not MaskKind.BOOLEAN or problem.sdpa_default != "sdpa.cudnn"
     if goes_through_sdpa(problem, group) and plain:
 
         def through_sdpa(
@@ -320,9 +331,6 @@ def _direct(problem: AttentionProblem, decision: Decision) -> "_Direct":
         return executor(tensors, own, group).output
 
     return through_executor
-
-
-_Direct = Callable[..., torch.Tensor]
 
 
 def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) -> Any:

@@ -11,7 +11,7 @@ from adaattn.call.outputs import AuxRequest
 from adaattn.policies import PRESETS, current_policy
 from adaattn.spec import Plan, Policy
 
-__all__ = ["DECODE_ROWS", "Choices", "Tensor", "key_of"]
+__all__ = ["DECODE_ROWS", "NO_WINDOW", "Choices", "Tensor", "key_of"]
 
 Tensor = torch.Tensor | None
 
@@ -19,6 +19,9 @@ Choices = tuple[
     Policy | str | None, Plan | None, History | None, str, int, AuxRequest | bool | None
 ]
 """Policy, plan, history, backend, layer, and the outputs wanted beside the result."""
+
+NO_WINDOW: Final = (-1, -1)
+"""The default, by identity."""
 
 DECODE_ROWS: Final = 8
 """Up to this many query rows a growing cache is bound once for each power of two of keys."""
@@ -31,7 +34,7 @@ _math = torch._C._get_math_sdp_enabled
 _cudnn = torch._C._get_cudnn_sdp_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _grad = torch.is_grad_enabled
-_autocasts = torch.is_autocast_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _threads = torch.get_num_threads
 
 
@@ -68,42 +71,35 @@ def key_of(
     scale, softcap, dropout_p, *_ = settings
     if not (type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN):
         return None  # a tensor's value may change unseen
-    device_type = query.device.type
-    cast = torch.get_autocast_dtype(device_type) if _autocasts(device_type) else None
-    shapes: tuple[Any, ...]
     if query.shape[-2] <= DECODE_ROWS < key.shape[-2] and companions[3] is None:
-        shapes = (query.shape, query.stride(), *_growing(key), *_growing(value))
+        keys, values = _growing(key), _growing(value)
         mask = companions[0]
         seen = None if mask is None else (*_growing(mask), *_facts(mask)[2:])
     else:
-        shapes = (
-            query.shape,
-            query.stride(),
-            key.shape,
-            key.stride(),
-            value.shape,
-            value.stride(),
-        )
-        seen = _facts(companions[0])
+        keys, values = (key.shape, key.stride()), (value.shape, value.stride())
+        seen = None if companions[0] is None else _facts(companions[0])
     rest = None
     if not (companions[1] is companions[2] is companions[3] is companions[4] is None):
         rest = (*map(_facts, companions[1:]), companions[3] is companions[4])
     return (
-        shapes,
+        query.shape,
+        query.stride(),
+        keys,
+        values,
         query.dtype,
         key.dtype,
         value.dtype,
         query.device,
-        key.device,
-        value.device,
+        key.is_cuda,
+        value.is_cuda,
         _grad() and (query.requires_grad, key.requires_grad, value.requires_grad),
         seen,
         rest,
         settings,
         type(settings[6]),  # 2.0 equals 2, and is no dilation
-        tuple(map(operator.index, window)),
+        window if window is NO_WINDOW else tuple(map(operator.index, window)),
         (named, id(plan), id(history), backend, layer, return_aux),
-        cast,
+        torch.get_autocast_dtype(query.device.type) if _autocasts(query) else None,
         _deterministic(),
         _threads(),
         _flash(),
@@ -111,6 +107,11 @@ def key_of(
         _math(),
         _cudnn(),
     )
+
+
+def _autocasts(query: torch.Tensor) -> bool:
+    """Return whether autocast would cast a tensor."""
+    return _any_autocast() and torch.is_autocast_enabled(query.device.type)
 
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:

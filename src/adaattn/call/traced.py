@@ -12,7 +12,7 @@ import torch
 
 from adaattn.backends import Result, capability_named, run_group
 from adaattn.backends.common import sdpa
-from adaattn.backends.masks import sighted
+from adaattn.backends.masks import additive_mask
 from adaattn.backends.reference import attention, visible_keys
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome
@@ -89,9 +89,8 @@ def _exact(call: Call, backend: str) -> Result:
             seen = visible_keys(tensors, problem)
             additive = mask is not None and mask.dtype != torch.bool
             mask = mask.masked_fill(~seen, float("-inf")) if mask is not None and additive else seen
-        blind = None
         if mask is not None and mask.is_cuda:
-            mask, blind = sighted(mask)
+            mask = additive_mask(mask, tensors.query.dtype)
         output = sdpa(
             tensors.query,
             tensors.key,
@@ -102,4 +101,4 @@ def _exact(call: Call, backend: str) -> Result:
             scale=problem.scale,
             enable_gqa=problem.group_size > 1,
         )
-        return Result(output=output if blind is None else output.masked_fill(blind, 0.0))
+        return Result(output=output)

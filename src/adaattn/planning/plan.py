@@ -103,10 +103,11 @@ def decide(
     if stats is None:
         assert exact is not None
         return _exact_decision(problem, ranked, candidates, hardware, policy)
-    judged = with_stats(candidates, problem, stats, hardware, policy, budgets)
+    left = _without(candidates, dropped)
+    judged = with_stats(left, problem, stats, hardware, policy, budgets)
     if forced or exact is None:
         ways = ()  # there is nothing to stay with
-    judged = with_inertia(_without(judged, dropped), ways)
+    judged = with_inertia(judged, ways)
     chosen = assign_heads(judged, exact, problem.num_heads, ways)
     groups = group_heads(chosen)
     cost = mixed_cost(groups, judged, problem, hardware)

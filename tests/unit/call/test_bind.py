@@ -24,6 +24,7 @@ from adaattn import (
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import bind, choose
 from adaattn.errors import ArgumentError, PlanError
+from adaattn.spec.evidence import Cell, Measured, TimingTable, problem_class
 from adaattn.testing import assert_matches, fake_facts
 
 
@@ -169,9 +170,7 @@ def test_events_are_emitted_by_a_call_that_is_bound(bindings: list[Any]) -> None
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_event_of_a_repeated_call_is_that_of_the_first(
-    name: str, bindings: list[Any]
-) -> None:
+def test_the_event_of_a_repeated_call_is_that_of_the_first(name: str, bindings: list[Any]) -> None:
     tensors, settings = draw(), SETTINGS[name]()
     events: list[AttentionEvent] = []
     with record_events(events.append):
@@ -326,7 +325,7 @@ def test_a_wrong_window_is_refused_after_a_right_one_like_it(window: Any) -> Non
 def test_a_wrong_dilation_is_refused_after_a_right_one_like_it() -> None:
     tensors = draw()
     attend(*tensors, dilation=2)
-    with pytest.raises(ArgumentError, match="dilation: expected an integer of at least 1, got 2.0"):
+    with pytest.raises(ArgumentError, match="dilation: expected an integer of at least 1, got 2"):
         attend(*tensors, dilation=2.0)
 
 
@@ -339,9 +338,7 @@ class TestDecoding:
         return [torch.randn(1, 4, 1, 16), *torch.randn(2, 1, kv_heads, length, 16)]
 
     @staticmethod
-    def assert_right(
-        output: torch.Tensor, tensors: list[torch.Tensor], **settings: Any
-    ) -> None:
+    def assert_right(output: torch.Tensor, tensors: list[torch.Tensor], **settings: Any) -> None:
         """Check a call by the one rule, with eager PyTorch as the yardstick."""
         exact = attend(*(item.double() for item in tensors), backend="reference", **settings)
         eager = attend(*tensors, backend="reference", **settings)
@@ -428,6 +425,31 @@ class TestDecoding:
             step = [query, key[:, :, :length], value[:, :, :length]]
             self.assert_right(attend(*step, **settings), step, **settings)
 
+    @pytest.mark.parametrize("kv_heads", [4, 2], ids=["equal heads", "grouped heads"])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"softcap": 2.0},
+            {"dilation": 3},
+            {"dilation": 3, "align": "bottom_right"},
+            {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+            {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "align": "bottom_right"},
+        ],
+        ids=lambda settings: " ".join(settings),
+    )
+    def test_what_pytorch_cannot_say_is_right_at_each_length(
+        self, settings: dict[str, Any], kv_heads: int, bindings: list[Any]
+    ) -> None:
+        settings = settings | {"enable_gqa": kv_heads < 4}
+        query, key, value = self.draw(128, kv_heads)
+        steps = [
+            [query, key[:, :, :length], value[:, :, :length]] for length in (66, 99, 120, 128, 65)
+        ]
+        outputs = [attend(*step, **settings) for step in steps]
+        assert len(bindings) == 1
+        for step, output in zip(steps, outputs, strict=True):
+            self.assert_right(output, step, **settings)
+
     def test_its_events_tell_their_own_lengths(self) -> None:
         """Each told the length of the step that was bound, and statistics counted that."""
         query, key, value = self.draw(128)
@@ -436,6 +458,41 @@ class TestDecoding:
             for length in (66, 100, 128):
                 attend(query, key[:, :, :length], value[:, :, :length])
         assert [event.problem.len_k for event in events] == [66, 100, 128]
+
+
+def test_a_compiled_executor_waits_until_the_calls_before_it_have_paid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gains 1 ms a call and costs 4.5 ms to compile: the sixth call is the first to have it."""
+    tensors, settings = draw(), {"softcap": 2.0}
+    plain = plan_attention(*tensors, **settings)
+    name = plain.plan.groups[0].capability
+    events: list[AttentionEvent] = []
+    with record_events(events.append):
+        attend(*tensors, **settings)
+    problem = events.pop().problem
+    cell = Cell(
+        problem_class=problem_class(problem),
+        heads=problem.batch * problem.num_heads,
+        group_size=1,
+        len_q=32,
+        len_k=32,
+        head_dim=16,
+        visible=32.0,
+        times={
+            name: Measured(device_ms=2.0, host_ms=2.0),
+            "reference": Measured(device_ms=1.0, host_ms=1.0, compile_ms=4.5),
+        },
+    )
+    table = TimingTable(source="planted", cells={cell.problem_class: (cell,)})
+    facts = replace(fake_facts("cpu"), timings=table)
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+    hardware.clear_cache()
+    with record_events(events.append):
+        for _ in range(8):
+            attend(*tensors, **settings)
+    served = [event.decision.plan.groups[0].capability for event in events]
+    assert served == [name] * 5 + ["reference"] * 3
 
 
 def test_forgetting_the_devices_facts_forgets_what_was_bound() -> None:

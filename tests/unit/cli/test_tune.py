@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("rich")
 
@@ -48,6 +49,14 @@ def test_each_problem_is_printed_with_its_fastest_executor_and_what_pytorch_woul
     assert all("(sdpa.flash)" in line for line in lines)
     (path,) = cache.iterdir()
     assert path.name in result.stdout.replace("\n", "")
+
+
+def test_gradients_are_followed_afterwards_as_before(invoke: Callable[..., Any]) -> None:
+    """Of two modes entered together one kept what the other had set: gradients stayed off."""
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert invoke("tune", *SHAPE).exit_code == 0
+            assert torch.is_grad_enabled() is enabled
 
 
 def test_progress_goes_to_stderr_and_can_be_left_out(invoke: Callable[..., Any]) -> None:

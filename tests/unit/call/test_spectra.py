@@ -9,9 +9,9 @@ import torch
 
 from adaattn.backends import Tensors
 from adaattn.call.measure import measure
+from adaattn.call.spectra import ENTROPY_SCALES, entropy_stats
 from adaattn.planning.rank import candidate_ranks, tail_ranks
 from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
-from adaattn.call.spectra import ENTROPY_SCALES, entropy_stats
 from adaattn.testing import make_problem, make_tensors
 
 LOW_RANK = ((Method.LOW_RANK, Precision.FP64),)

@@ -12,9 +12,9 @@ from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy, record_
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
+from adaattn.call.measure import measure
 from adaattn.call.run import FALLBACKS
 from adaattn.errors import UnsupportedError
-from adaattn.call.measure import measure
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts, head_errors
 
 LOSSY = Policy(name="lossy", error_budget=0.05)
@@ -179,10 +179,10 @@ def test_each_head_is_held_against_its_own_budget(
     tensors = draw_low_rank()
     scale_heads(monkeypatch, *[1.01] * 4)
     for layer, head in ((3, 1), (4, 2)):
-        _, aux = attend(*tensors, policy=policy, tag=f"layer{layer}", return_aux=True)
+        _, aux = attend(*tensors, policy=policy, layer=layer, return_aux=True)
         repaired = aux.error_estimate.amax(0).eq(0).nonzero().flatten().tolist()
         assert repaired == [head]
-        assert events[-1].tag == f"layer{layer}"
+        assert events[-1].layer == layer and events[-1].repaired_heads == (head,)
 
 
 def test_gradients_flow_through_repaired_heads(monkeypatch: pytest.MonkeyPatch) -> None:
