@@ -81,10 +81,7 @@ def has_sinks() -> bool:
 
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    for _, timing in _SINKS.get():
-        if timing:
-            return True
-    return False
+    return any(timing for _, timing in _SINKS.get())
 
 
 def emit(event: AttentionEvent) -> None:

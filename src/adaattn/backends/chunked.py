@@ -209,9 +209,9 @@ def _is_plain(problem: AttentionProblem) -> bool:
     """Return whether SDPA with a mask can compute a chunk."""
     if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
         return False
-    # In 16 bits what a wider mask says would be lost.
+    # In 16 bits what a wider mask says would be lost, and sums of gradients over distances.
     half = problem.precision in (Precision.BF16, Precision.FP16)
-    return not (half and problem.mask_is_wide)
+    return not (half and (problem.mask_is_wide or problem.alibi_requires_grad))
 
 
 def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:

@@ -14,7 +14,7 @@ import torch
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
-from adaattn.backends import Tensors, load
+from adaattn.backends import Result, Tensors, load
 from adaattn.backends.common import sdpa
 from adaattn.backends.sdpa import goes_through_sdpa
 from adaattn.call.adapt import PROCESS, Choice, adapted, is_settled, is_transformed
@@ -25,10 +25,10 @@ from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.history import History
 from adaattn.call.key import Choices, Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
-from adaattn.call.run import now_ms, run_decision, run_plan, tell
+from adaattn.call.run import GIVEN, check_plan, now_ms, run_decision, run_plan, tell
 from adaattn.errors import ArgumentError, ExecutorError, UnsupportedError, expected_got
-from adaattn.policies import resolve_policy
-from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Policy
+from adaattn.policies import PRESETS, resolve_policy
+from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Plan, Policy
 
 __all__ = ["Bound", "bind", "bound_calls", "find"]
 
@@ -86,7 +86,7 @@ def bind(
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
     resolved = resolve_policy(policy)
     if plan is not None:
-        made = _general(arguments, return_aux, layer, lambda c: run_plan(c, plan))
+        made = _given(call, arguments, plan, layer, return_aux)
     else:
         made = _chosen(call, arguments, resolved, backend, layer, return_aux, history)
     if is_transformed(query, key, value):
@@ -127,6 +127,22 @@ def _chosen(
 
         return _general(arguments, return_aux, layer, run)
     return _Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
+
+
+def _given(
+    call: Call,
+    arguments: Arguments,
+    plan: Plan,
+    layer: int,
+    return_aux: AuxRequest | bool | None,
+) -> Bound:
+    """Return the bound call that follows a plan which the caller made."""
+    check_plan(call, plan)
+    if len(plan.groups) > 1 or is_lossy(plan, call.problem):
+        return _general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
+    decision = Decision(plan=plan, notes=(GIVEN,))
+    policy = PRESETS["quality"]
+    return _Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()
 
 
 def _waiting_as_told(call: Call, policy: Policy) -> Call:
@@ -193,7 +209,9 @@ class _Exact:
         self._backend = backend
         self._left = decision.calls_before if decision.later is not None else -1
         self._general = _general(arguments, return_aux, layer, self._run)
-        self._is_short = not return_aux and _is_as_given(call, arguments)
+        self._is_short = _is_as_given(call, arguments)
+        self._return_aux = bool(return_aux)
+        self._no_errors: Tensor = None
         self._direct: Bound | None = None
         if self._is_short and self._left < 0:
             self._direct = _direct(call.problem, decision)
@@ -232,7 +250,22 @@ class _Exact:
             return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
         if watched:
             emit(self._told(tag, key.shape[2]))
-        return output
+        return self._with_aux(output) if self._return_aux else output
+
+    def _with_aux(self, found: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
+        """Return the output with what was asked for beside it."""
+        result = found if isinstance(found, Result) else Result(output=found)
+        if self._no_errors is None:
+            shape = result.output.shape[:2]
+            self._no_errors = torch.zeros(shape, device=result.output.device)
+        return result.output, AuxOutput(
+            decision=self._decision,
+            lse=result.lse,
+            row_max=result.row_max,
+            entropy=result.entropy,
+            weights=result.weights,
+            error_estimate=self._no_errors,
+        )
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""
@@ -299,6 +332,7 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
 
         return through_sdpa
     executor = load(group.capability)
+    whole = problem.aux is not Aux.NONE
 
     def through_executor(
         query: torch.Tensor,
@@ -309,7 +343,7 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
         slopes: Tensor,
         starts_q: Tensor,
         starts_k: Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Result:
         seen = mask
         if mask is not None and mask.dim() < 4:
             seen = mask[(None,) * (4 - mask.dim())]
@@ -328,7 +362,8 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
         if key.shape[2] != problem.len_k:  # a growing cache
             shape = () if seen is None else tuple(seen.shape)
             own = replace(problem, len_k=key.shape[2], mask_shape=shape)
-        return executor(tensors, own, group).output
+        result = executor(tensors, own, group)
+        return result if whole else result.output
 
     return through_executor
 

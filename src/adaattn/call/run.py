@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -21,7 +22,7 @@ from adaattn.errors import (
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy
 
-__all__ = ["check_plan", "now_ms", "run_decision", "run_plan", "tell"]
+__all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
@@ -68,7 +69,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     check_plan(call, plan)
     with without_autocast(call.problem.device_type):
         result = execute(call.tensors, call.problem, plan)
-    decision = None if is_compiling() else Decision(plan=plan, notes=(_GIVEN,))
+    decision = None if is_compiling() else Decision(plan=plan, notes=(GIVEN,))
     outcome = Outcome(result=result, decision=decision)
     checked = plan.audit_rows and is_lossy(plan, call.problem) and call.problem.may_wait
     if is_compiling() or not checked or call.problem.num_sequences or call.problem.dropout_p:
@@ -76,7 +77,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     return audited_plan(call, outcome, plan)
 
 
-_GIVEN = "the plan was given with the call"
+GIVEN: Final = "the plan was given with the call"
 
 
 def check_plan(call: Call, plan: Plan) -> None:

@@ -237,7 +237,6 @@ def _train_rank(rank: int, folder: str) -> None:
     """One process of two: a step of DDP on its half of the batch."""
     torch.set_num_threads(1)
     from adaattn import hardware
-
     from adaattn.call.ledger import Ledger
 
     facts = fake_facts("cpu")

@@ -143,16 +143,16 @@ class TestForward:
         assert event.fallbacks[0] == (
             "sdpa.flash failed (the memory is full); the next candidate was tried"
         )
-        with Failing(torch.OutOfMemoryError("the memory is full")):
-            with pytest.raises(torch.OutOfMemoryError, match="the memory is full"):
-                flash_attention_forward(*inputs, backend="flash")
+        full = pytest.raises(torch.OutOfMemoryError, match="the memory is full")
+        with Failing(torch.OutOfMemoryError("the memory is full")), full:
+            flash_attention_forward(*inputs, backend="flash")
 
     @pytest.mark.parametrize("backend", ["auto", "flash"])
     def test_a_kernel_that_breaks_is_an_error(self, draw: Draw, backend: str) -> None:
         """Another one took its place, and nobody saw the bug."""
-        with Failing(RuntimeError("no such instruction")):
-            with pytest.raises(RuntimeError, match="no such instruction"):
-                flash_attention_forward(*draw((1, 2, 41, 16)), backend=backend)
+        broken = pytest.raises(RuntimeError, match="no such instruction")
+        with Failing(RuntimeError("no such instruction")), broken:
+            flash_attention_forward(*draw((1, 2, 41, 16)), backend=backend)
 
     def test_without_fused_kernels_the_chain_is_sdpa_then_the_definition(
         self, draw: Draw, check: Check
