@@ -40,7 +40,7 @@ class Layout:
             projected: [B, L, H * D] or [L, B, H * D]; [L, H * D] if not batched.
             num_heads: H.
         """
-        heads = projected.view(*projected.shape[:-1], num_heads, -1)
+        heads = projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
         if not self.is_batched:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)

@@ -9,8 +9,6 @@ The gradients of k and v, sums over chunks, add up in fp32. Masks that follow fr
 alone are kept between calls, 64 MiB of them in all.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -30,10 +28,9 @@ from adaattn.backends.common import (
     softmax_rows,
     tile_mask,
     tile_scores,
-    visible_tile,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.masks import additive_mask
+from adaattn.backends.tiles import kept_tile, may_keep, seen_tile
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
@@ -62,9 +59,6 @@ _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
-
-_KEPT_TILES: Final = 64
-_KEPT_BYTES: Final = 64 << 20
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -221,7 +215,7 @@ def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: ran
     query = tile.query
     if tile.mask is None and tile.alibi_slopes is None:
         hidden = not hides_nothing(problem, rows, cols)
-        mask = _seen(problem, rows, cols, query, query.dtype) if hidden else None
+        mask = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
     elif tile.mask is None:
         mask = _alibi(tile, problem, rows, cols)
     else:
@@ -243,13 +237,13 @@ def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -
         bias = bias.to(query.dtype)
         return bias if seen is None else torch.where(seen, bias, float("-inf"))
 
-    if not _may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
+    if not may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
         return make()
     own = slopes._base if slopes._base is not None else slopes
     if own.is_inference():
         return make()
     place = (own._version, slopes.shape, slopes.stride(), slopes.storage_offset())
-    return _kept(("alibi", id(own), place), problem, rows, cols, query, query.dtype, make, own)
+    return kept_tile(("alibi", id(own), place), problem, rows, cols, query, query.dtype, make, own)
 
 
 def _blind(tile: Tensors) -> _Piece:
@@ -295,98 +289,12 @@ def _masks(
         bias, _ = tile_mask(replace(tile, mask=None), problem, numbers, cols, all_seen=True)
     seen: torch.Tensor | None = None
     if not hides_nothing(problem, rows, cols):
-        seen = _seen(problem, rows, cols, tile.query, torch.bool)
+        seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
     if tile.mask is None:
         return bias, seen
     if tile.mask.dtype == torch.bool:
         return bias, tile.mask if seen is None else tile.mask & seen
     return tile.mask if bias is None else bias + tile.mask, seen
-
-
-_TILES: OrderedDict[tuple[object, ...], tuple[torch.Tensor, object]] = OrderedDict()
-_LOCK: Final = threading.Lock()
-
-
-def _seen(
-    problem: AttentionProblem, rows: range, cols: range, query: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return which keys position lets some rows see: [R, C], kept for calls like this one.
-
-    Args:
-        problem: one whose positions hide something.
-        rows: the query rows.
-        cols: the keys.
-        query: tells the device, and whether this call may keep anything.
-        dtype: boolean, or a floating-point dtype for what is added to the scores.
-    """
-
-    def make() -> torch.Tensor:
-        return _made(problem, rows, cols, query.device, dtype)
-
-    return _kept((), problem, rows, cols, query, dtype, make) if _may_keep(query) else make()
-
-
-def _kept(
-    more: tuple[object, ...],
-    problem: AttentionProblem,
-    rows: range,
-    cols: range,
-    query: torch.Tensor,
-    dtype: torch.dtype,
-    make: Callable[[], torch.Tensor],
-    owner: object = None,
-) -> torch.Tensor:
-    """Return a tile that was made before for the same positions, or make and keep it.
-
-    Args:
-        more: what it depends on beside positions.
-        problem: says how positions hide keys.
-        rows: the query rows.
-        cols: the keys.
-        query: tells the device.
-        dtype: of the tile.
-        make: makes it.
-        owner: kept beside it, so that its identity in ``more`` is not reused.
-    """
-    stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
-    first = rows.start + problem.offset - cols.start
-    right = 0 if problem.is_causal else problem.window[1]
-    pattern = (first, len(rows), len(cols), problem.window[0], right, problem.dilation)
-    key = (*more, *pattern, dtype, query.device, stream)
-    with _LOCK:
-        known = _TILES.get(key)
-        if known is not None:
-            _TILES.move_to_end(key)
-            return known[0]
-    with torch.inference_mode(False):
-        made = make()
-    with _LOCK:
-        _TILES[key] = (made, owner)
-        while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t, _ in _TILES.values()) > _KEPT_BYTES:
-            _TILES.popitem(last=False)
-    return made
-
-
-def _may_keep(query: torch.Tensor) -> bool:
-    """Return whether tensors made now stay valid: no tracing, transform or CUDA graph sees them."""
-    if torch.compiler.is_compiling() or type(query) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _made(
-    problem: AttentionProblem, rows: range, cols: range, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the mask of one tile by position alone, newly made."""
-    numbers = torch.arange(rows.start, rows.stop, device=device)
-    keys = torch.arange(cols.start, cols.stop, device=device)
-    visible = visible_tile(problem, numbers, keys)
-    assert visible is not None
-    mask = visible if dtype == torch.bool else additive_mask(visible, dtype)
-    assert mask is not None
-    return mask
 
 
 def _result(columns: list[torch.Tensor], aux: Aux) -> Result:

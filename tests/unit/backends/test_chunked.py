@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaattn.backends import chunked
+from adaattn.backends import chunked, tiles
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -30,22 +30,22 @@ WINDOW: dict[str, Any] = {"window": (9, 3), "len_q": 48}
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
     """Start and leave without kept masks."""
-    chunked._TILES.clear()
+    tiles._TILES.clear()
     yield
-    chunked._TILES.clear()
+    tiles._TILES.clear()
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Note each mask that is made from positions."""
     found: list[torch.Tensor] = []
-    make = chunked._made
+    make = tiles._made
 
     def noting(*arguments: Any) -> torch.Tensor:
         found.append(make(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(chunked, "_made", noting)
+    monkeypatch.setattr(tiles, "_made", noting)
     return found
 
 
@@ -181,14 +181,14 @@ def test_one_chunk_with_a_kept_mask_is_one_kernel() -> None:
 
 
 def test_kept_masks_keep_to_their_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_KEPT_BYTES", 40_000)
-    monkeypatch.setattr(chunked, "_KEPT_TILES", 5)
+    monkeypatch.setattr(tiles, "_KEPT_BYTES", 40_000)
+    monkeypatch.setattr(tiles, "_KEPT_TILES", 5)
     for width in range(1, 12):
         for length in (24, 64, 200):  # the last is too large to keep
             problem = make_problem(window=(width, 0), len_q=length)
             run(make_tensors(problem), problem, 0)
-            assert sum(tile.nbytes for tile, _ in chunked._TILES.values()) <= 40_000
-            assert len(chunked._TILES) <= 5
+            assert sum(tile.nbytes for tile, _ in tiles._TILES.values()) <= 40_000
+            assert len(tiles._TILES) <= 5
 
 
 def test_a_mask_made_in_inference_mode_serves_training() -> None:
@@ -196,9 +196,9 @@ def test_a_mask_made_in_inference_mode_serves_training() -> None:
     problem = make_problem(**WINDOW)
     with torch.inference_mode():
         run(make_tensors(problem), problem, 0)
-    assert len(chunked._TILES) == 1
+    assert len(tiles._TILES) == 1
     check(replace(problem, requires_grad=True), 0)
-    assert len(chunked._TILES) == 1
+    assert len(tiles._TILES) == 1
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -217,4 +217,4 @@ def test_nothing_is_kept_of_what_a_transform_or_a_compiler_traces() -> None:
     torch.func.vmap(of_one)(tensors.query)
     torch.compile(call, backend="aot_eager", fullgraph=True)(tensors.query)
     torch.compiler.reset()
-    assert not chunked._TILES
+    assert not tiles._TILES
