@@ -19,7 +19,6 @@ if not __package__:
 
 import torch
 
-from adaattn import hardware
 from benchmarks.gpu import implementation, memory, precision, scalability
 from benchmarks.gpu.clock import utilisation_meter
 from benchmarks.gpu.report import document, page, print_tables, write_json
@@ -39,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device cuda: this PyTorch sees no CUDA device")
-    if not options.quick and hardware.load_rates(options.device) is None:
-        print("measuring what the device can do", flush=True)
-        hardware.measure_rates(options.device)
     start = time.perf_counter()
     rows: list[Row] = []
     with utilisation_meter("cpu" if options.quick else options.device) as meter:

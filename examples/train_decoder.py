@@ -11,7 +11,7 @@ from pathlib import Path
 
 from _training import add_options, train
 
-from adaattn import hardware, record_events
+from adaattn import record_events
 
 
 def plot(path, curves):
@@ -31,8 +31,6 @@ def main():
     add_options(parser, steps=40)
     parser.add_argument("--plot", metavar="HTML", help="page for the loss curves, by plotly")
     options = parser.parse_args()
-    if hardware.load_rates("cpu") is None:
-        hardware.measure_rates("cpu")  # whether low rank pays is a question to the machine
     events = []
     with record_events(events.append):
         model, losses = train("adaptive rank", options)

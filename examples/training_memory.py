@@ -45,8 +45,6 @@ def main():
     add_options(parser, steps=10)
     parser.add_argument("--way", choices=WAYS, help="measure this one alone, in this process")
     options = parser.parse_args()
-    if hardware.load_rates("cpu") is None:
-        hardware.measure_rates("cpu")  # whether low rank pays is a question to the machine
     if options.way:
         measure(options.way, options)
     else:

@@ -7,7 +7,7 @@ __all__ = ["cache_folder"]
 
 
 def cache_folder() -> Path:
-    """Return the folder for converted models and measured rates (not created here).
+    """Return the folder for converted models and measured times (not created here).
 
     ``ADAATTN_CACHE`` names it; else ``XDG_CACHE_HOME/adaattn``; else ``~/.cache/adaattn``.
     """

@@ -106,6 +106,8 @@ def _keys(problem: AttentionProblem, rows: range) -> range:
 
 def _tile(tensors: Tensors, rows: range, cols: range) -> Tensors:
     """Return the tensors of some rows and keys, as views."""
+    if len(rows) == tensors.query.shape[2] and len(cols) == tensors.key.shape[2]:
+        return tensors
     return replace(
         tensors,
         query=tensors.query[:, :, rows.start : rows.stop],
@@ -299,6 +301,8 @@ def _masks(
 
 def _result(columns: list[torch.Tensor], aux: Aux) -> Result:
     """Return the result whose auxiliary outputs follow the order of `Aux`."""
+    if aux is Aux.NONE:
+        return Result(output=columns[0])
     rest = iter(columns[1:])
     return Result(
         output=columns[0],

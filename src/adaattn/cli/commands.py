@@ -85,17 +85,12 @@ def evaluate(
 
 
 @app.command(cls=JsonOption)
-def info(
-    json: Json = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the rates of each device first (seconds).")
-    ] = False,
-) -> None:
-    """Print hardware, versions, and every executor with the reason where it cannot run."""
+def info(json: Json = None) -> None:
+    """Print hardware, measured times, versions, and every executor or why it cannot run."""
     with one_line_errors():
         from adaattn.cli.info import run_info
 
-        run_info(json_path=json, measures=measure)
+        run_info(json_path=json)
 
 
 @app.command(cls=JsonOption)

@@ -30,7 +30,6 @@ _STAGES = {
     "unpack": "unpacking it",
     "convert": "converting it (once)",
     "check": "checking its checksums",
-    "rates": "measuring this device (once)",
     "load": "loading the model",
     "evaluate": "evaluating",
 }

@@ -15,14 +15,13 @@ __all__ = ["collect", "run_info"]
 _PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "plotly", "typer", "rich")
 
 
-def run_info(*, json_path: str | None, measures: bool) -> None:
+def run_info(*, json_path: str | None) -> None:
     """Print every section; one that fails prints its error instead.
 
     Args:
         json_path: where to write JSON instead; ``-`` is stdout, None prints text.
-        measures: run the micro-benchmark of each device first.
     """
-    found = collect(measures=measures)
+    found = collect()
     if json_path is not None:
         write_json(json_path, found)
     if json_path != STDOUT:
@@ -31,17 +30,13 @@ def run_info(*, json_path: str | None, measures: bool) -> None:
             _print(section, indent=2)
 
 
-def collect(*, measures: bool = False) -> dict[str, Any]:
-    """Return every section by name; a failing one holds ``{"error": ...}``.
-
-    Args:
-        measures: run the micro-benchmark of each device first.
-    """
+def collect() -> dict[str, Any]:
+    """Return every section by name; a failing one holds ``{"error": ...}``."""
     sections: dict[str, Callable[[], Any]] = {
         "adaattn": _adaattn,
         "versions": _versions,
         "cuda": _cuda,
-        "devices": partial(_devices, measures),
+        "devices": _devices,
         "executors": _executors,
     }
     return {name: _guarded(section) for name, section in sections.items()}
@@ -91,18 +86,16 @@ def _cuda() -> dict[str, Any]:
     }
 
 
-def _devices(measures: bool) -> dict[str, Any]:
+def _devices() -> dict[str, Any]:
     import torch
 
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    return {name: _guarded(partial(_device, name, measures)) for name in names}
+    return {name: _guarded(partial(_device, name)) for name in names}
 
 
-def _device(name: str, measures: bool) -> dict[str, Any]:
-    from adaattn.hardware import measure_rates, probe
+def _device(name: str) -> dict[str, Any]:
+    from adaattn.hardware import probe
 
-    if measures:
-        measure_rates(name)
     facts = probe(name)
     return {
         "name": facts.name,
@@ -117,7 +110,16 @@ def _device(name: str, measures: bool) -> dict[str, Any]:
         "bandwidth GB/s": round(facts.rates.bandwidth / 1e9, 1),
         "launch us": round(facts.rates.launch_s * 1e6, 1),
         "rates": facts.rates.source,
+        "measured times": _timings(facts.timings),
     }
+
+
+def _timings(table: Any) -> dict[str, Any] | str:
+    """Return which table of measured times decides on a device, or how to get one."""
+    if table is None:
+        return "none: adaattn tune measures one"
+    cells = sum(map(len, table.cells.values()))
+    return {"source": table.source, "date": table.date, "cells": cells}
 
 
 def _executors() -> dict[str, Any]:

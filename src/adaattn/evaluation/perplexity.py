@@ -32,7 +32,7 @@ from adaattn.evaluation.metrics import compare_logits, paired_summary, token_los
 from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
 from adaattn.evaluation.results import EvaluationResult, RunResult
 from adaattn.evaluation.windows import Window, sliding_windows
-from adaattn.hardware import load_rates, measure_rates, peak_memory, probe
+from adaattn.hardware import peak_memory, probe
 from adaattn.integrations.transformers import register
 from adaattn.policies import resolve_policy, use_policy
 from adaattn.spec import Policy
@@ -134,10 +134,6 @@ def evaluate(
         prefix, tokens = model.encode(text, request.tokens)
     windows = list(sliding_windows(len(tokens), request.window, request.stride))
     _check_length(model, min(request.window, len(tokens)) + len(prefix))
-    if load_rates(model.device) is None:
-        report("rates", 0, 0)
-        with _stage("measure rates", seconds):
-            measure_rates(model.device)
     with torch.inference_mode(), register(_NAME):
         baseline = _BASELINE if _accepts(model, _BASELINE) else "eager"
         runs = _make_runs(baseline, policies, model.device)

@@ -1,15 +1,12 @@
-"""What the machine is and what it can do: facts, measured rates, memory."""
+"""What the machine is and what it can do: facts, rates, measured times, memory."""
 
 from adaattn.hardware.memory import PeakMemory, free_memory_bytes, peak_memory, peak_so_far
 from adaattn.hardware.probe import clear_cache, on_clear, probe
-from adaattn.hardware.rates import load_rates, measure_rates
 
 __all__ = [
     "PeakMemory",
     "clear_cache",
     "free_memory_bytes",
-    "load_rates",
-    "measure_rates",
     "on_clear",
     "peak_memory",
     "peak_so_far",

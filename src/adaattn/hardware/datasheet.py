@@ -1,4 +1,4 @@
-"""Rates to plan with until a device has been measured: vendors' data sheets.
+"""Rates to plan with: vendors' data sheets.
 
 Tensor rates are dense (no structured sparsity) and accumulate in fp32, as attention does;
 GeForce cards run fp16 products twice as fast with fp16 accumulation, which is left out.

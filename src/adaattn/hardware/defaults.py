@@ -1,4 +1,4 @@
-"""Cautious rates for a device that is neither measured nor in the table of data sheets."""
+"""Cautious rates for a device that is not in the table of data sheets."""
 
 from adaattn.hardware.datasheet import LAUNCH_S
 from adaattn.spec import HardwareFacts, Precision, Rates

@@ -1,7 +1,7 @@
 """Facts of a device, cached. The only caller of ``torch.cuda.get_device_*``.
 
-Nothing is measured here: rates are those that `measure_rates` left on disk, else a data
-sheet's, else a cautious default.
+Nothing is measured here: rates are a data sheet's, else a cautious default, and times come from
+tables.
 """
 
 import functools
@@ -15,21 +15,16 @@ from typing import cast
 import torch
 
 from adaattn.errors import DeviceError, expected_got
-from adaattn.hardware import saved_rates
 from adaattn.hardware.datasheet import datasheet_rates
 from adaattn.hardware.defaults import default_rates
 from adaattn.hardware.memory import host_memory_bytes
 from adaattn.hardware.tables import timings_of
-from adaattn.spec import HardwareFacts, Precision, Rates
+from adaattn.spec import HardwareFacts, Precision
 
 __all__ = ["clear_cache", "describe", "on_clear", "probe", "resolve"]
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPU_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-
-_NATIVE_RATIO = 1.5
-"""A format without a known instruction counts as native when its products are this much
-faster than fp32's: conversions alone never make them faster."""
 
 
 def probe(device: torch.device | str | None = None) -> HardwareFacts:
@@ -55,7 +50,7 @@ def probe(device: torch.device | str | None = None) -> HardwareFacts:
 
 
 def describe(device: torch.device | str | None = None) -> HardwareFacts:
-    """Return the facts that no measurement changes, with default rates.
+    """Return the facts that the device itself tells: without rates and measured times.
 
     Raises:
         DeviceError: as `probe`.
@@ -74,19 +69,13 @@ def on_clear(callback: Callable[[], None]) -> None:
     _ON_CLEAR.append(callback)
 
 
-def clear_cache(*, saved: bool = False) -> None:
-    """Forget the facts of every device, so that the next `probe` asks the machine again.
-
-    Args:
-        saved: delete the measured rates on disk too.
-    """
+def clear_cache() -> None:
+    """Forget the facts of every device, so that the next `probe` asks the machine again."""
     _existing_index.cache_clear()
     _facts.cache_clear()
     _description.cache_clear()
     for callback in _ON_CLEAR:
         callback()
-    if saved:
-        saved_rates.delete_all()
 
 
 def resolve(device: torch.device | str | None = None) -> torch.device:
@@ -137,21 +126,8 @@ def _wrong_device(device: object) -> str:
 @functools.lru_cache(maxsize=64)
 def _facts(device_type: str, index: int, num_threads: int) -> HardwareFacts:
     facts = _description(device_type, index, num_threads)
-    facts = replace(facts, timings=timings_of(facts))
-    measured = saved_rates.read(facts)
-    if measured is None:
-        known = datasheet_rates(facts.name) if device_type == "cuda" else None
-        return replace(facts, rates=known or default_rates(facts))
-    instructions = facts.instructions
-    if device_type == "cpu":
-        instructions = tuple(sorted({*instructions, *_found_native(measured)}))
-    return replace(facts, rates=measured, instructions=instructions)
-
-
-def _found_native(measured: Rates) -> tuple[Precision, ...]:
-    least = _NATIVE_RATIO * measured.flops_of(Precision.FP32)
-    half = (Precision.BF16, Precision.FP16)
-    return tuple(precision for precision in half if measured.flops_of(precision) >= least > 0)
+    known = datasheet_rates(facts.name) if device_type == "cuda" else None
+    return replace(facts, rates=known or default_rates(facts), timings=timings_of(facts))
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,8 +11,7 @@ Shape legend in `adaattn.spec`. A layer passes q [B, Hq, Sq, D] and unrepeated k
 zeros here; Transformers' eager attention gives such rows (padding) the mean of all values.
 
 Not covered: continuous batching (it keeps its own paged cache), and the learned sparse
-indices of DeepSeek V3.2 and its kin. Both end in an error, never in another result. Nor is
-``torch.compile(fullgraph=True)``: a compiled model has a graph break at each attention call.
+indices of DeepSeek V3.2 and its kin. Both end in an error, never in another result.
 """
 
 import re
@@ -23,6 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.errors import (
     ArgumentError,
@@ -188,8 +188,10 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
                 )
             )
 
+    learnt = History()
+
     def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return attention_forward(module, *args, policy=resolved, **kwargs)
+        return attention_forward(module, *args, policy=resolved, history=learnt, **kwargs)
 
     def mask(**request: Any) -> torch.Tensor | None:
         return make_mask(**request)
@@ -260,6 +262,7 @@ def attention_forward(
     output_attentions: bool | None = None,
     *,
     policy: Policy | None = None,
+    history: History | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what a layer of Transformers expects: ([B, Sq, Hq, Dv], weights or None).
@@ -283,6 +286,7 @@ def attention_forward(
         cu_seq_lens_k: the same for keys.
         output_attentions: return the weights [B, Hq, Sq, Sk] too, before dropout.
         policy: policy of the call; None follows ``adaattn.use_policy``.
+        history: what earlier calls taught, layer by layer; `register` keeps one.
         **kwargs: anything in `IGNORED_KEYWORDS`; other names must be None.
 
     Raises:
@@ -304,11 +308,7 @@ def attention_forward(
         seen = masked(attention_mask, len_k, query.dtype)
     if position_bias is not None:
         seen = with_bias(seen, position_bias, query.dtype)
-    # Planning reads values and hardware, which no graph can hold: under torch.compile each
-    # layer's attention runs between two graphs.
-    compiling = torch.compiler.is_compiling()
-    call = _outside_the_graph if compiling else scaled_dot_product_attention
-    result = call(
+    result = scaled_dot_product_attention(
         query,
         key[:, :, : seen.num_keys],
         value[:, :, : seen.num_keys],
@@ -327,18 +327,13 @@ def attention_forward(
         return_aux=AuxRequest(weights=True) if output_attentions else None,
         tag=_tag(module),
         layer=_layer(module),
+        history=history,
     )
     if not output_attentions:
         return result.transpose(1, 2).contiguous(), None
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, len_k - seen.num_keys))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_the_graph(*args: Any, **kwargs: Any) -> Any:
-    """Return the public call's result without being traced."""
-    return scaled_dot_product_attention(*args, **kwargs)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:

@@ -40,12 +40,18 @@ SELECTION_STRIDE: Final = 12.8
 
 _BACKWARD_FACTOR: Final = 3.5
 _FUSED_SHARE: Final = 0.55
-"""Share of the matrix rate of the fused backward where it was not measured: sdpa.flash's own."""
+"""Share of the matrix rate of the fused backward: sdpa.flash's own."""
+
+_INNER_SHARE: Final = 0.5
+"""Share of the matrix rate of the kernels that other ways are made of."""
 
 _SCORE_PASSES: Final = 6
 _DECODE_ROWS: Final = 8
 _DECODE_SHARES: Final = ((0.12, 0.6), (0.5, 0.05))
-"""Share of the bandwidth that decoding reaches unmeasured: (SDPA, grouped) on a CPU, on CUDA."""
+"""Share of the bandwidth that decoding reaches: (SDPA, grouped) on a CPU, on CUDA."""
+
+_DECODE_GROUP: Final = 8
+"""Query heads per key head for which SDPA's share on a CPU holds."""
 
 _SAMPLE_PASSES: Final = 24
 """Passes over the scores of sampled rows: masks, softmax, entropies at three scales, errors."""
@@ -55,9 +61,6 @@ _CHECK_LAUNCHES: Final = (15, 100)
 
 On CUDA the host waits for the device as well; docs/kernel-notes.md has the measurement.
 """
-
-_MEASURED_GROUP: Final = 8
-"""Query heads per key head at which the decode efficiencies are measured."""
 
 
 @lru_cache(maxsize=4096)
@@ -119,15 +122,14 @@ def estimate(
     if capability.expands_kv and problem.group_size > 1:
         moved += 2.0 * _expanded_bytes(problem, group)
     score_bytes = 0.0
-    measured = hardware.rates.efficiency_of(capability.name, group.precision, dim, 0.0) > 0
-    if capability.materialises_scores and not measured:
+    if capability.materialises_scores:
         score_bytes = 4.0 * pairs * heads * _SCORE_PASSES * training
     extra_flops, extra_bytes, extra_launches = _approximation_work(problem, group, density)
     launches = capability.num_launches * _num_chunks(problem, group) + extra_launches
     rates = hardware.rates
-    compute_s = flops / _flops_rate(problem, capability, group, hardware)
+    compute_s = flops / _flops_rate(capability, group, hardware)
     compute_s += extra_flops / max(rates.flops_of(Precision.FP32), 1.0)
-    memory_s = (moved + extra_bytes) / _bandwidth(problem, capability, group, hardware)
+    memory_s = (moved + extra_bytes) / _bandwidth(problem, capability, hardware)
     if problem.len_q <= _DECODE_ROWS and not capability.materialises_scores:
         compute_s = min(compute_s, memory_s)
     time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0)
@@ -279,9 +281,7 @@ def _whole_backward(
         return 0.0, 0.0
     heads = problem.batch * problem.num_heads
     flops = 2.0 * pairs * (problem.head_dim + problem.value_dim) * heads * (_BACKWARD_FACTOR - 1)
-    rates = hardware.rates
-    share = rates.efficiency_of("sdpa.flash", group.precision, problem.head_dim, _FUSED_SHARE)
-    share *= 1.0 if problem.device_type == "cpu" else 0.5
+    share = _FUSED_SHARE if problem.device_type == "cpu" else 0.5 * _FUSED_SHARE
     return flops, flops / max(_matrix_rate(hardware, group.precision) * share, 1.0)
 
 
@@ -291,36 +291,22 @@ def _matrix_rate(hardware: HardwareFacts, precision: Precision) -> float:
     return rates.flops_of(precision) or 0.25 * rates.flops_of(Precision.FP32)
 
 
-def _flops_rate(
-    problem: AttentionProblem, capability: Capability, group: HeadGroup, hardware: HardwareFacts
-) -> float:
+def _flops_rate(capability: Capability, group: HeadGroup, hardware: HardwareFacts) -> float:
     """Return the FLOP/s that the executor reaches when compute-bound."""
-    rates = hardware.rates
-    rate = _matrix_rate(hardware, group.precision)
-    dim, _ = _dims(problem, group)
-    if group.method is Method.EXACT and capability.is_fused:
-        share = rates.efficiency_of(capability.name, group.precision, dim, capability.efficiency)
-    else:
-        known = rates.efficiency_of(capability.name, group.precision, dim, 0.0)
-        inner = rates.efficiency_of("sdpa.flash", group.precision, dim, 0.5)
-        share = known or capability.efficiency * inner
-    return max(rate * share, 1.0)
+    is_kernel = group.method is Method.EXACT and capability.is_fused
+    share = capability.efficiency * (1.0 if is_kernel else _INNER_SHARE)
+    return max(_matrix_rate(hardware, group.precision) * share, 1.0)
 
 
-def _bandwidth(
-    problem: AttentionProblem, capability: Capability, group: HeadGroup, hardware: HardwareFacts
-) -> float:
+def _bandwidth(problem: AttentionProblem, capability: Capability, hardware: HardwareFacts) -> float:
     """Return the bytes per second that the executor reaches when memory-bound."""
-    rates = hardware.rates
     share = 1.0
     if problem.len_q <= _DECODE_ROWS:
         grouped = capability.min_group_size > 1
-        key = "decode.grouped" if grouped else "decode.sdpa"
-        fallback = _DECODE_SHARES[problem.device_type == "cuda"][grouped]
-        share = rates.efficiency_of(key, group.precision, problem.head_dim, fallback)
+        share = _DECODE_SHARES[problem.device_type == "cuda"][grouped]
         if not grouped and problem.device_type == "cpu":
-            share = min(share * _MEASURED_GROUP / problem.group_size, 0.8)
-    return max(rates.bandwidth * share, 1.0)
+            share = min(share * _DECODE_GROUP / problem.group_size, 0.8)
+    return max(hardware.rates.bandwidth * share, 1.0)
 
 
 def _workspace(

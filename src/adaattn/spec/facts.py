@@ -1,6 +1,5 @@
 """Facts that planning reads: the problem, the numbers measured on it, the device, the executors."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -159,33 +158,17 @@ class Rates:
         flops: achievable matrix-product rate for each precision, in FLOP/s.
         bandwidth: bytes read plus bytes written per second from main device memory.
         launch_s: seconds of overhead of one eager operation.
-        efficiency: share of the matrix rate that an executor reaches on compute-bound
-            attention, by key ``"capability:precision:head_dim"``, or ``"capability:precision"``,
-            or ``"capability"``; the most specific wins.
-        source: where the numbers are from: "measured", "datasheet ..." or "default".
+        source: where the numbers are from: "datasheet ..." or "default ...".
     """
 
     flops: tuple[tuple[Precision, float], ...] = ()
     bandwidth: float = 0.0
     launch_s: float = 0.0
-    efficiency: tuple[tuple[str, float], ...] = ()
     source: str = "default"
 
     def flops_of(self, precision: Precision) -> float:
         """Return the rate of one precision in FLOP/s; 0 when the device lacks it."""
         return dict(self.flops).get(precision, 0.0)
-
-    def efficiency_of(
-        self, capability: str, precision: Precision, head_dim: int, default: float
-    ) -> float:
-        """Return the most specific efficiency known, the nearest head dimension first."""
-        table = dict(self.efficiency)
-        prefix = f"{capability}:{precision.label}"
-        dims = [int(key.rsplit(":", 1)[1]) for key in table if key.startswith(prefix + ":")]
-        if dims:
-            nearest = min(dims, key=lambda dim: (abs(math.log2(dim / max(head_dim, 1))), dim))
-            return table[f"{prefix}:{nearest}"]
-        return table.get(prefix, table.get(capability, default))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +225,7 @@ class Capability:
         materialises_scores: allocates all Sq x Sk scores.
         expands_kv: copies k and v for each query head of a group.
         is_fused: one kernel with online softmax; counted as "flash" in statistics.
-        efficiency: share of the matrix rate reached, when nothing was measured.
+        efficiency: share of the device's matrix rate reached.
         num_launches: eager operations per call.
         unavailable: why this installation cannot run it at all; "" if it can.
         rules: what features and sizes cannot say: each returns why the executor cannot serve a

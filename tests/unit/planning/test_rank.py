@@ -227,7 +227,7 @@ class TestScreening:
         assert ranks_to_measure(stats, ranks, (0.25, 0.01)) == ranks
         assert ranks_to_measure(stats, ranks, (0.01, 0.0)) == ()
 
-    @pytest.mark.parametrize(("budget", "tried"), [(0.02, 0), (0.04, 1), (0.07, 2), (0.3, 3)])
+    @pytest.mark.parametrize(("budget", "tried"), [(0.02, 0), (0.04, 1), (0.055, 2), (0.3, 3)])
     def test_ranks_predicted_to_lose_too_much_are_not_measured(
         self, budget: float, tried: int
     ) -> None:
