@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import adaattn
-from adaattn.hardware import clear_cache, saved_rates
-from adaattn.hardware.probe import describe
-from adaattn.spec import Precision, Rates
+from adaattn.hardware import clear_cache
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -23,17 +21,6 @@ SCRIPTS = [file for file in FILES if not file.name.startswith("_")]
 MOST_LINES = 60
 
 Run = Callable[..., str]
-
-# A machine whose attention kernel is slow beside its matrix products: low rank pays at lengths
-# that a test has time for, and the decision does not hang on what else runs on this one.
-RATES = Rates(
-    flops=((Precision.FP32, 1e11),),
-    bandwidth=2e10,
-    launch_s=1e-7,
-    efficiency=(("sdpa.flash:fp32:128", 0.005),),
-    source="measured: invented for a test",
-)
-
 
 OFF_PROBATION = """
 import runpy, sys
@@ -48,12 +35,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with rates, so that no script measures this machine."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ADAATTN_CACHE", str(folder))
-        assert saved_rates.write(describe("cpu"), RATES)
-    return folder
+    """An empty cache folder, so that no script knows what was measured on this machine."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
@@ -99,7 +82,7 @@ def training(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
             [str(Path(adaattn.__file__).resolve().parents[1]), str(FOLDER)]
         ),
     }
-    sizes = ["--steps=16", "--length=1024", f"--plot={page}"]
+    sizes = ["--steps=16", "--length=1536", "--error-budget=0.2", f"--plot={page}"]
     done = subprocess.run(
         [sys.executable, "-c", OFF_PROBATION, FOLDER / "train_decoder.py", *sizes],
         env=environment,
@@ -177,7 +160,7 @@ class TestTraining:
 
     def test_the_twins_differ_by_less_than_a_head_may(self, training: tuple[str, str]) -> None:
         rows = re.findall(r"^ *\d+ +(\d\S+) +(\d\S+) +[+-]\S+$", training[0], re.MULTILINE)
-        budget = 0.05
+        budget = 0.2
         assert all(abs(float(mine) / float(exact) - 1) < budget for mine, exact in rows)
 
     def test_low_rank_ran_and_the_planner_says_why(self, training: tuple[str, str]) -> None:

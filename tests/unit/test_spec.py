@@ -132,26 +132,10 @@ def test_a_problem_is_positional_when_positions_hide_keys(
     assert make_problem(**values).is_positional is positional
 
 
-def test_rates_are_found_by_format_and_the_most_specific_efficiency_wins() -> None:
-    rates = Rates(
-        flops=((Precision.FP32, 5.0),),
-        efficiency=(
-            ("k", 0.1),
-            ("k:fp32", 0.2),
-            ("k:bf16:64", 0.3),
-            ("k:bf16:128", 0.4),
-            ("k2:bf16:32", 0.9),
-        ),
-    )
+def test_rates_are_found_by_format() -> None:
+    rates = Rates(flops=((Precision.FP32, 5.0),))
     assert rates.flops_of(Precision.FP32) == 5.0
     assert rates.flops_of(Precision.FP16) == 0.0
-    assert rates.efficiency_of("k", Precision.BF16, 64, 1.0) == 0.3
-    assert rates.efficiency_of("k", Precision.BF16, 8, 1.0) == 0.3
-    assert rates.efficiency_of("k", Precision.BF16, 4096, 1.0) == 0.4
-    assert rates.efficiency_of("k", Precision.BF16, 0, 1.0) == 0.3
-    assert rates.efficiency_of("k", Precision.FP32, 64, 1.0) == 0.2
-    assert rates.efficiency_of("k", Precision.FP16, 64, 1.0) == 0.1
-    assert rates.efficiency_of("other", Precision.FP16, 64, 1.0) == 1.0
 
 
 def test_facts_of_a_device_default_to_the_formats_that_every_device_computes() -> None:

@@ -60,7 +60,7 @@ def test_packed_calls_do_not_read_their_bounds() -> None:
 @pytest.mark.usefixtures("never_waiting")
 @pytest.mark.parametrize("training", [False, True])
 def test_no_module_waits(training: bool) -> None:
-    module = adaattn.AdaAttention(512, 8, policy="balanced").cuda().train(training)
+    module = adaattn.AdaAttention(512, 8, policy="balanced", device="cuda").train(training)
     x = torch.randn(1, 1024, 512, device="cuda", requires_grad=training)
     for _ in range(20):
         output, _ = module(x, is_causal=True)

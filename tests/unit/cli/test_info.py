@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +7,23 @@ from typing import Any
 import pytest
 
 from adaattn.cli import info
+from adaattn.spec import Cell, TimingTable
+
+CELL = Cell(
+    problem_class="fp32",
+    heads=1,
+    group_size=1,
+    len_q=8,
+    len_k=8,
+    head_dim=8,
+    visible=8.0,
+    times={},
+)
+TABLE = TimingTable(
+    source="table of Test CPU",
+    date="2026-11-01",
+    cells={"fp32": (CELL, CELL), "fp32 causal": (CELL,)},
+)
 
 
 def test_every_section_is_printed(invoke: Callable[..., Any]) -> None:
@@ -51,14 +69,18 @@ def test_an_error_without_words_is_named_by_its_type() -> None:
     assert info._sentence(ValueError("a\nb")) == "ValueError: a"
 
 
-def test_measuring_is_done_when_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_device_without_measured_times_is_told_how_to_get_them(
+    invoke: Callable[..., Any],
 ) -> None:
-    import adaattn.hardware
+    (line,) = [line for line in invoke("info").stdout.splitlines() if "measured times" in line]
+    assert line.endswith("none: adaattn tune measures one")
 
-    measured: list[str] = []
-    monkeypatch.setattr(adaattn.hardware, "measure_rates", measured.append)
-    info.collect(measures=False)
-    assert measured == []
-    info.collect(measures=True)
-    assert measured[0] == "cpu"
+
+def test_the_table_of_measured_times_of_a_device_is_named(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["adaattn.hardware.probe"], "timings_of", lambda facts: TABLE)
+    found = json.loads(invoke("info", "--json").stdout)["devices"]["cpu"]["measured times"]
+    assert found == {"source": "table of Test CPU", "date": "2026-11-01", "cells": 3}
+    printed = invoke("info").stdout
+    assert re.search(r"measured times:\n +source +table of Test CPU\n +date +2026-11-01\n", printed)

@@ -17,18 +17,7 @@ from adaattn.evaluation.perplexity import EvaluationRequest, evaluate
 from adaattn.evaluation.results import EvaluationResult
 from adaattn.spec import Method, Policy, Precision
 
-pytestmark = pytest.mark.usefixtures("saved_rates")
-
 WINDOW, STRIDE, TOKENS = 64, 32, 150
-
-
-@pytest.fixture(scope="module")
-def saved_rates() -> None:
-    """Decisions here must not depend on how busy the machine is."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(perplexity, "load_rates", lambda device: object())
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")

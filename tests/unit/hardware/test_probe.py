@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from adaattn.errors import DeviceError
-from adaattn.hardware import clear_cache, probe, saved_rates
-from adaattn.hardware.probe import describe
-from adaattn.spec import Precision, Rates
+from adaattn.hardware import clear_cache, probe
+from adaattn.spec import Precision
 
 # The package exports a function of the module's name.
 probe_module = importlib.import_module("adaattn.hardware.probe")
@@ -241,25 +240,6 @@ def test_the_last_level_cache_is_the_largest(
     monkeypatch.setattr(probe_module, "_CPU_CACHES", tmp_path)
 
     assert probe("cpu").l2_bytes == 32 << 20
-
-
-@pytest.mark.parametrize(("ratio", "is_native"), [(1.4, False), (1.6, True)])
-def test_a_format_measured_faster_than_fp32_is_native_without_a_flag(
-    fake_cpu: Callable[..., None], ratio: float, is_native: bool
-) -> None:
-    fake_cpu()
-    measured = Rates(
-        flops=((FP32, 1e11), (FP16, ratio * 1e11)),
-        bandwidth=1e10,
-        launch_s=1e-6,
-        source="measured",
-    )
-    assert saved_rates.write(describe("cpu"), measured)
-
-    facts = probe("cpu")
-
-    assert facts.rates == measured
-    assert (FP16 in facts.instructions) == is_native
 
 
 def test_facts_follow_the_number_of_threads() -> None:
