@@ -2,8 +2,8 @@
 
 Exact attention is traced through to PyTorch's function, or to the definition where that has no
 words for it. No executor is chosen by its times: a graph is made once for many lengths. A given
-plan is followed, and not audited. Under an error budget a graph is exact, since nothing can be
-measured in it; `plan_attention` outside of it gives a plan that approximates.
+plan is followed, and not audited. Under an error budget one operator makes the eager call when it
+runs (`adaattn.call.operator`); a graph that trains, or wants more than the output, is exact.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome
 from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Choices
+from adaattn.call.operator import decided_at_run_time, policy_token
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import run_plan
 from adaattn.errors import UnsupportedError
@@ -40,14 +41,16 @@ def traced(
         key: [..., Hkv, Sk, D].
         value: [..., Hkv, Sk, Dv].
         arguments: what is to be computed.
-        choice: a plan is followed, a backend too; a policy makes no difference.
+        choice: a plan is followed, a backend too.
     """
-    _, plan, _, backend, _, return_aux = choice
+    policy, plan, _, backend, layer, return_aux = choice
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
         outcome = run_plan(call, plan)
     else:
-        outcome = Outcome(result=_exact(call, backend), decision=None)
+        token = policy_token(policy) if _may_lose(call, backend) else ""
+        result = _lossy(call, token, layer) if token else _exact(call, backend)
+        outcome = Outcome(result=result, decision=None)
     output = call.restore(outcome.result.output)
     if not return_aux:
         return output
@@ -61,6 +64,35 @@ def traced(
         weights=None if result.weights is None else call.restore(result.weights),
         error_estimate=call.restore(errors) if plan is None or plan.is_exact else None,
     )
+
+
+def _may_lose(call: Call, backend: str) -> bool:
+    """Return whether one operator could make the eager call: it has an output and no gradient."""
+    problem = call.problem
+    plain = not (problem.requires_grad or problem.dropout_p or problem.aux or problem.num_sequences)
+    return backend == "auto" and plain
+
+
+def _lossy(call: Call, token: str, layer: int) -> Result:
+    """Return what the eager call returns, by an operator that decides when it runs."""
+    problem, tensors = call.problem, call.tensors
+    output = decided_at_run_time(
+        tensors.query,
+        tensors.key,
+        tensors.value,
+        tensors.mask,
+        tensors.sinks,
+        tensors.alibi_slopes,
+        problem.scale,
+        problem.softcap,
+        problem.is_causal,
+        problem.align is Align.BOTTOM_RIGHT,
+        list(problem.window),
+        problem.dilation,
+        token,
+        layer,
+    )
+    return Result(output=output)
 
 
 def _exact(call: Call, backend: str) -> Result:
