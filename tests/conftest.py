@@ -38,5 +38,5 @@ def clock_agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     Tests of the probation itself carry the mark ``probation``.
     """
     if request.node.get_closest_marker("probation") is None:
-        monkeypatch.setattr(Ledger, "may_spend", lambda *_, **__: True)
+        monkeypatch.setattr(Ledger, "_may_spend", lambda *_: True)
         monkeypatch.setattr(Ledger, "record", lambda *_: None)

@@ -25,7 +25,7 @@ Run = Callable[..., str]
 OFF_PROBATION = """
 import runpy, sys
 from adaattn.call.ledger import Ledger
-Ledger.may_spend = lambda *_, **__: True
+Ledger._may_spend = lambda *_: True
 Ledger.record = lambda *_: None
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -57,6 +57,9 @@ _Piece = tuple[torch.Tensor, ...]
 _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
+_SMALL_BYTES: Final = 1 << 16
+"""Slopes of which a bias is kept, and which it keeps alive, are no larger."""
+
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
 
@@ -114,6 +117,7 @@ def _tile(tensors: Tensors, rows: range, cols: range) -> Tensors:
         key=tensors.key[:, :, cols.start : cols.stop],
         value=tensors.value[:, :, cols.start : cols.stop],
         mask=_mask_tile(tensors.mask, rows, cols),
+        mask_given=None,
     )
 
 
@@ -241,18 +245,22 @@ def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -
 
     if not may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
         return make()
+    if not slopes.is_cuda:
+        more: tuple[object, ...] = ("alibi", slopes.shape, *slopes.flatten().tolist())
+        return kept_tile(more, problem, rows, cols, query, query.dtype, make)
+    # A write through ``.data``, which PyTorch does not count, is not noticed on a GPU.
     own = slopes._base if slopes._base is not None else slopes
-    if own.is_inference():
+    if own.is_inference() or own.untyped_storage().nbytes() > _SMALL_BYTES:
         return make()
-    place = (own._version, slopes.shape, slopes.stride(), slopes.storage_offset())
-    return kept_tile(("alibi", id(own), place), problem, rows, cols, query, query.dtype, make, own)
+    place = (own._version, own.data_ptr(), slopes.shape, slopes.stride(), slopes.storage_offset())
+    return kept_tile(("alibi", id(own), *place), problem, rows, cols, query, query.dtype, make, own)
 
 
 def _blind(tile: Tensors) -> _Piece:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
     tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
     zero = torch.stack(tied).sum().to(tile.query.dtype)
-    return (zero.expand(*tile.query.shape[:-1], tile.value.shape[-1]),)
+    return (zero.expand(*tile.query.shape[:-1], tile.value.shape[-1]).contiguous(),)
 
 
 def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:

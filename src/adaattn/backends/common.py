@@ -69,6 +69,7 @@ def sequences(
             key=tensors.key[:, :, cols],
             value=tensors.value[:, :, cols],
             mask=None if tensors.mask is None else _mask_tile(tensors.mask, rows, cols),
+            mask_given=None,
             bounds_q=(),
             bounds_k=(),
         )

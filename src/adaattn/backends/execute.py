@@ -74,6 +74,7 @@ def slice_heads(
         key=tensors.key.index_select(1, cols),
         value=tensors.value.index_select(1, cols),
         mask=mask,
+        mask_given=None,
         sinks=None if tensors.sinks is None else tensors.sinks.index_select(0, rows),
         alibi_slopes=(
             None if tensors.alibi_slopes is None else tensors.alibi_slopes.index_select(-1, rows)

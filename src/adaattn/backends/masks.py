@@ -32,13 +32,14 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
         return mask
     if given is None or not _may_keep(given):
         return _bias(mask, dtype)
-    known: tuple[int, torch.Tensor] = _KNOWN.get(given) or (-1, mask)
-    version, made = known
-    if version == given._version and made.dtype == dtype:
-        return made
+    stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
+    place = (given._version, given.data_ptr(), stream, mask.shape, dtype)
+    known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, mask)
+    if known[0] == place:
+        return known[1]
     with torch.inference_mode(False):
         made = _bias(mask, dtype)
-    _KNOWN[given] = (given._version, made)
+    _KNOWN[given] = (place, made)
     return made
 
 

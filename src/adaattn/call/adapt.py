@@ -7,6 +7,7 @@ an audit finds over its budget is exact from then on.
 """
 
 import logging
+import time
 import zlib
 from dataclasses import dataclass, replace
 from typing import Final
@@ -61,6 +62,8 @@ hardware.on_clear(PROCESS.reset)
 NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
 """How the note of such a call begins."""
 
+_CAPTURING: Final = "a CUDA graph is being captured, in which nothing can be measured"
+
 _AUDIT_EVERY: Final = 16
 """Approximate calls from one audit to the next where the host may not wait for its verdict."""
 
@@ -89,7 +92,7 @@ class Choice:
     @property
     def is_forced(self) -> bool:
         """Whether only approximations were asked for: they are on no probation."""
-        return all(item.method is not Method.EXACT for item in self.allowed)
+        return self.exact is None or all(i.method is not Method.EXACT for i in self.allowed)
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
@@ -118,8 +121,12 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if is_recomputing():
         return _again(call, choice, history)
     policy, problem, device = choice.policy, call.problem, call.tensors.query.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if choice.exact is None:
+            raise UnsupportedError(f"backend {choice.backend!r}", [_CAPTURING])
+        return run_decision(call, choice.exact, policy, choice.backend)
     facts = hardware.probe(device)
-    ledger = ledger_of(problem, policy, choice.backend)
+    ledger = ledger_of(problem, policy, choice.backend, device)
     entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
     entry.calls += 1
     ledger.collect()
@@ -131,17 +138,21 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     with_rest = entry.stats is not None and entry.age >= history.measure_every
     if wanted and (entry.stats is None or with_rest) and not entry.arriving:
         cost_ms = measuring_cost_ms(problem, facts, policy, wanted)
-        if choice.is_forced or ledger.may_spend(cost_ms, tries=1):
-            with ledger.timing(device, "measuring"):
+        if choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted)):
+            with ledger.timing(device, "measuring", frozenset(wanted)):
                 stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
             if stats is not None:
                 entry.learn(stats, history.momentum)
     entry.age += 1
     exact_for_once = not choice.is_forced and ledger.wants_exact()
     decision = choice.exact
-    if entry.stats is not None and not (exact_for_once and decision is not None):
+    start = time.perf_counter()
+    if decision is None or (entry.stats is not None and wanted and not exact_for_once):
         decision = _decided(call, choice, entry, facts, ledger)
-    assert decision is not None
+        ways = _lossy_ways(decision, problem.precision)
+        if ways and not choice.is_forced and not ledger.may_try(ways):
+            assert choice.exact is not None
+            decision = choice.exact
     if note:
         decision = replace(decision, notes=(*decision.notes, note))
     if not is_lossy(decision.plan, problem):
@@ -149,7 +160,8 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
             outcome = run_decision(call, decision, policy, choice.backend)
         entry.ways = _ways(outcome, problem.num_heads, problem.precision)
         return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
-    with ledger.timing(device, "approximate", _lossy_ways(decision, problem.precision)):
+    ways, chose_ms = _lossy_ways(decision, problem.precision), 1e3 * (time.perf_counter() - start)
+    with ledger.timing(device, "approximate", ways, chose_ms):
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
         outcome = _checked(call, outcome, choice, entry, sums)
@@ -157,7 +169,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
-        history.keep(_mark(call, sums), outcome.decision)
+        history.keep(_mark(call, sums, choice.layer), outcome.decision)
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
 
 
@@ -170,7 +182,7 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
     """
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
-    ledger = ledger_of(problem, choice.policy, choice.backend)
+    ledger = ledger_of(problem, choice.policy, choice.backend, call.tensors.query.device)
     entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
     if entry.stats is None:
         wanted = worth_measuring(
@@ -189,7 +201,7 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
 def _again(call: Call, choice: Choice, history: History) -> Outcome:
     """Return the outcome of a recomputed forward pass: what it was the first time."""
     sums = _sums(call) if call.problem.may_wait else []
-    decision = history.recalled(_mark(call, sums)) or choice.exact
+    decision = history.recalled(_mark(call, sums, choice.layer)) or choice.exact
     if decision is None:
         decision = decide_approximately(call, choice, history)
     outcome = run_decision(call, decision, choice.policy, choice.backend)
@@ -240,9 +252,12 @@ def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorSta
 def _decided(
     call: Call, choice: Choice, entry: Entry, facts: HardwareFacts, ledger: Ledger
 ) -> Decision:
-    """Return the decision by measured numbers."""
+    """Return the decision by measured numbers; the last one, where nothing has changed."""
+    made_from = (id(entry.stats), entry.stats, entry.ways, ledger.dropped)
+    if entry.decided is not None and entry.decided[0] == made_from:
+        return entry.decided[1]
     try:
-        return decide(
+        decision = decide(
             call.problem,
             entry.stats,
             facts,
@@ -257,6 +272,8 @@ def _decided(
         if choice.backend == "auto":
             raise
         raise UnsupportedError(f"backend {choice.backend!r}", error.trace) from error
+    entry.decided = (made_from, decision)
+    return decision
 
 
 def _checked(
@@ -288,7 +305,7 @@ def _take_in(entry: Entry, choice: Choice, num_heads: int, momentum: float) -> N
         over = tuple(h for h, error in enumerate(found) if not error <= budgets[h])
         if over:
             _LOGGER.info("audit: heads %s are over their budget, and exact from now on", over)
-            entry.bar(over)
+            entry.bar(over, for_good=True)
 
 
 def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:
@@ -326,6 +343,6 @@ def _sums(call: Call) -> list[float]:
     return found
 
 
-def _mark(call: Call, sums: list[float]) -> tuple[object, ...]:
+def _mark(call: Call, sums: list[float], layer: int) -> tuple[object, ...]:
     """Return what a recomputed call knows its forward pass by: its problem and its numbers."""
-    return (replace(call.problem, requires_grad=False), *sums)
+    return (replace(call.problem, requires_grad=False), layer, *sums)

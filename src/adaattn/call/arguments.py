@@ -78,14 +78,14 @@ def checked_numbers(
             expected_got("dilation", "an integer of at least 1", arguments.dilation)
         )
     softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not (_is_finite(softcap) and softcap >= 0):
         raise ArgumentError(
             expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
         )
     scale = 1 / head_dim**0.5
     if arguments.scale is not None:
         scale = _number("scale", arguments.scale)
-        if not math.isfinite(scale):
+        if not _is_finite(scale):
             raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
     dropout_p = _number("dropout_p", arguments.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
@@ -97,8 +97,15 @@ def checked_numbers(
     return (window[0], window[1]), arguments.dilation, softcap, scale, dropout_p
 
 
+def _is_finite(value: float) -> bool:
+    """Return whether a number is finite; a symbolic one in a graph is taken to be."""
+    return torch.compiler.is_compiling() or math.isfinite(value)
+
+
 def _number(name: str, value: Any) -> float:
     """Return a number as a Python float."""
+    if torch.compiler.is_compiling():
+        return value  # type: ignore[no-any-return]  # perhaps a symbolic one
     try:
         return float(value)
     except (TypeError, ValueError) as error:

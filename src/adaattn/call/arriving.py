@@ -29,7 +29,7 @@ class Arriving:
         host = torch.empty(rows.shape, dtype=torch.float64, pin_memory=True)
         host.copy_(rows.detach().double(), non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(rows.device))
         return cls(host=host, event=event, read=read)
 
     def is_here(self) -> bool:

@@ -138,7 +138,8 @@ def _given(
 ) -> Bound:
     """Return the bound call that follows a plan which the caller made."""
     check_plan(call, plan)
-    if len(plan.groups) > 1 or is_lossy(plan, call.problem):
+    own = plan.groups[0].precision is call.problem.precision
+    if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
         return _general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
     decision = Decision(plan=plan, notes=(GIVEN,))
     policy = PRESETS["quality"]
@@ -160,6 +161,15 @@ def _general(
 ) -> Bound:
     """Return a bound call that describes its tensors each time, and runs what it is told."""
     flags = requested_flags(return_aux)
+    # The tensors of the first call would live as long as what is bound.
+    arguments = replace(
+        arguments,
+        attn_mask=None,
+        sinks=None,
+        alibi_slopes=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+    )
 
     def bound(
         query: torch.Tensor,
@@ -211,7 +221,6 @@ class _Exact:
         self._general = _general(arguments, return_aux, layer, self._run)
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
-        self._no_errors: Tensor = None
         self._direct: Bound | None = None
         if self._is_short and self._left < 0:
             self._direct = _direct(call.problem, decision)
@@ -243,10 +252,12 @@ class _Exact:
         watched = has_sinks()
         if self._direct is None or (watched and wants_timing()):
             return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+        output: Any = None
         try:
             output = self._direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
         except (torch.OutOfMemoryError, ExecutorError):
             self._direct = None
+        if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
             return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
         if watched:
             emit(self._told(tag, key.shape[2]))
@@ -255,16 +266,13 @@ class _Exact:
     def _with_aux(self, found: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
         """Return the output with what was asked for beside it."""
         result = found if isinstance(found, Result) else Result(output=found)
-        if self._no_errors is None:
-            shape = result.output.shape[:2]
-            self._no_errors = torch.zeros(shape, device=result.output.device)
         return result.output, AuxOutput(
             decision=self._decision,
             lse=result.lse,
             row_max=result.row_max,
             entropy=result.entropy,
             weights=result.weights,
-            error_estimate=self._no_errors,
+            error_estimate=torch.zeros(result.output.shape[:2], device=result.output.device),
         )
 
     def _run(self, call: Call) -> Outcome:

@@ -90,6 +90,10 @@ def build_call(
     mask, is_causal, align = _causal_bias(arguments, query, key)
     query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
     mask = canonical_mask(mask, query, batch_shape, key.shape[2])
+    given_mask = mask
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        # Kernels take the query's dtype; what is wider than 16 bits stays so, at least in fp32.
+        mask = mask.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
     window, dilation, softcap, scale, dropout_p = checked_numbers(arguments, query.shape[3])
@@ -99,7 +103,7 @@ def build_call(
         key=key,
         value=value,
         mask=mask,
-        mask_given=arguments.attn_mask,
+        mask_given=arguments.attn_mask if mask is given_mask else None,
         sinks=sinks,
         alibi_slopes=slopes,
         cu_seqlens_q=arguments.cu_seqlens_q,
@@ -124,7 +128,8 @@ def build_call(
         tensors=tensors,
         problem=simplify(problem),
         batch_shape=batch_shape,
-        is_as_given=query is given[0] and key is given[1] and value is given[2],
+        is_as_given=mask is given_mask
+        and (query is given[0] and key is given[1] and value is given[2]),
     )
 
 

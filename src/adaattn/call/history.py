@@ -29,6 +29,8 @@ class Entry:
         age: calls since the last measurement.
         calls: all calls; seeds the rows that are audited where no number of the call may.
         arriving: what was measured or audited on a GPU and has not arrived yet.
+        barred: heads that a late audit found over their budget: exact from then on.
+        decided: the last decision by measured numbers, with what it was made from.
     """
 
     stats: TensorStats | None = None
@@ -36,14 +38,19 @@ class Entry:
     age: int = 0
     calls: int = 0
     arriving: deque[Any] = field(default_factory=deque)
+    barred: frozenset[int] = frozenset()
+    decided: tuple[object, Decision] | None = None
 
     def learn(self, stats: TensorStats, momentum: float) -> None:
         """Take in a measurement."""
         self.stats = stats if self.stats is None else running_stats(self.stats, stats, momentum)
         self.age = 0
+        self.bar(tuple(self.barred))
 
-    def bar(self, heads: tuple[int, ...]) -> None:
-        """Keep approximations off some heads until they are measured anew."""
+    def bar(self, heads: tuple[int, ...], *, for_good: bool = False) -> None:
+        """Keep approximations off some heads until they are measured anew, or for good."""
+        if for_good:
+            self.barred |= frozenset(heads)
         if self.stats is not None and heads:
             self.stats = _barred(self.stats, heads)
 
@@ -100,13 +107,10 @@ class History:
     def entry(self, problem: AttentionProblem, layer: int, policy: Policy, backend: str) -> Entry:
         """Return what is known of a problem in a layer, to be read and written."""
         key = (problem, layer, policy, backend)
-        known = self._entries.get(key)
-        if known is None:
-            known = self._entries[key] = Entry()
-            if len(self._entries) > _PROBLEMS:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
+        known = self._entries.pop(key, None) or Entry()
+        self._entries[key] = known
+        while len(self._entries) > _PROBLEMS:
+            self._entries.popitem(last=False)
         return known
 
     def keep(self, mark: object, decision: Decision) -> None:

@@ -66,15 +66,22 @@ def key_of(
         if policy not in PRESETS:
             return None  # a file, which may change
         named = policy
-    else:
+    elif isinstance(policy, Policy):
         named = id(policy)
-    scale, softcap, dropout_p, *_ = settings
-    if not (type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN):
+    else:
+        return None
+    scale, softcap, dropout_p, is_causal, grouped, *_ = settings
+    plain = type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN
+    if not (plain and type(is_causal) is bool and type(grouped) is bool):
         return None  # a tensor's value may change unseen
     if query.shape[-2] <= DECODE_ROWS < key.shape[-2] and companions[3] is None:
-        keys, values = _growing(key), _growing(value)
-        mask = companions[0]
-        seen = None if mask is None else (*_growing(mask), *_facts(mask)[2:])
+        length, mask = key.shape[-2], companions[0]
+        keys, values = _growing(key), (*_growing(value), value.shape[-2] - length)
+        # What a problem is simplified to depends on whether a window reaches all keys.
+        keys = (*keys, window[0] >= length, window[1] >= length)
+        seen = None
+        if mask is not None:
+            seen = (*_growing(mask), mask.shape[-1] in (1, length), *_facts(mask)[2:])
     else:
         keys, values = (key.shape, key.stride()), (value.shape, value.stride())
         seen = None if companions[0] is None else _facts(companions[0])

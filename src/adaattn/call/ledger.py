@@ -8,6 +8,7 @@ wall clock. On a GPU they are events, read when they have arrived and never wait
 
 import math
 import statistics
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -25,16 +26,18 @@ SHARE: Final = 0.02
 """Share of the time of exact calls that trying and measuring may cost."""
 
 _KEPT: Final = 9
-"""Calls whose median counts."""
+_KEPT_EXACT: Final = 3
+"""Calls whose median counts; of exact ones only the newest, since few come once a way is taken."""
 
 _CLEARLY: Final = 1.25
 """A first try that takes this much longer than exact attention is the last."""
 
-_FRESH_EVERY: Final = 64
+_FRESH_EVERY: Final = 32
 """Calls after which exact attention is timed again, so that both are compared as of now."""
 
 _LEDGERS: Final[OrderedDict[tuple[object, ...], "Ledger"]] = OrderedDict()
 _KEPT_LEDGERS: Final = 256
+_LOCK: Final = threading.Lock()
 
 hardware.on_clear(_LEDGERS.clear)
 
@@ -61,9 +64,9 @@ class Ledger:
     def __init__(self) -> None:
         self.dropped: Ways = frozenset()
         self.saved_ms = 0.0
-        self._exact: deque[float] = deque(maxlen=_KEPT)
+        self._exact: deque[float] = deque(maxlen=_KEPT_EXACT)
         self._by_ways: dict[Ways, deque[float]] = {}
-        self._measuring: deque[float] = deque(maxlen=_KEPT)
+        self._measuring: dict[Ways, deque[float]] = {}
         self._exact_total_ms = 0.0
         self._spent_ms = 0.0
         self._calls = 0
@@ -75,18 +78,26 @@ class Ledger:
         """Median time of an exact call; infinite before the first was timed."""
         return statistics.median(self._exact) if self._exact else math.inf
 
-    def may_spend(self, estimated_ms: float, *, tries: int) -> bool:
-        """Return whether exact calls have paid for a measurement and some tries.
+    def may_measure(self, estimated_ms: float, ways: Ways) -> bool:
+        """Return whether exact calls have paid for a measurement and a try after it.
 
         Args:
-            estimated_ms: of the measurement; what earlier ones took counts more.
-            tries: calls that may take twice as long as exact ones.
+            estimated_ms: of the measurement; what earlier ones of the same ways took counts more.
+            ways: what is to be measured.
         """
+        known = self._measuring.get(ways)
+        return self._may_spend(statistics.median(known) if known else estimated_ms)
+
+    def may_try(self, ways: Ways) -> bool:
+        """Return whether these ways were tried before, or exact calls have paid for a try."""
+        return bool(self._by_ways.get(ways)) or self._may_spend(0.0)
+
+    def _may_spend(self, more_ms: float) -> bool:
+        """Return whether there is room for some time and a call twice as long as an exact one."""
         if not self._exact:
             return False
-        known = statistics.median(self._measuring) if self._measuring else estimated_ms
-        wanted = known + tries * self.exact_ms
-        return self._spent_ms + wanted <= SHARE * self._exact_total_ms
+        wanted = self._spent_ms + more_ms + self.exact_ms
+        return wanted <= SHARE * self._exact_total_ms
 
     def wants_exact(self) -> bool:
         """Return whether this call should be exact, to compare with."""
@@ -94,18 +105,26 @@ class Ledger:
         return self._calls % _FRESH_EVERY == 0
 
     @contextmanager
-    def timing(self, device: torch.device, kind: str, ways: Ways = frozenset()) -> Iterator[None]:
+    def timing(
+        self,
+        device: torch.device,
+        kind: str,
+        ways: Ways = frozenset(),
+        chose_ms: float = 0.0,
+    ) -> Iterator[None]:
         """Time the block.
 
         Args:
             device: where its work runs.
             kind: ``"exact"``, ``"approximate"`` or ``"measuring"``.
-            ways: of an approximate call, the ways that lose something.
+            ways: of an approximate call, the ways that lose something; of a measurement, what
+                it is of.
+            chose_ms: host time of choosing before the block; on a GPU work hides it.
         """
         if device.type != "cuda":
             start = time.perf_counter()
             yield
-            self.record(1e3 * (time.perf_counter() - start), kind, ways)
+            self.record(chose_ms + 1e3 * (time.perf_counter() - start), kind, ways)
             return
         if (kind, ways) not in self._warmed:
             # Events span what the host does between them: libraries plan kernels at first calls.
@@ -113,9 +132,10 @@ class Ledger:
             yield
             return
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_event.record()
+        stream = torch.cuda.current_stream(device)
+        start_event.record(stream)
         yield
-        end_event.record()
+        end_event.record(stream)
         self._running.append(_Running(start_event, end_event, ways, kind))
 
     def collect(self) -> None:
@@ -131,7 +151,7 @@ class Ledger:
             self._exact_total_ms += taken_ms
             return
         if kind == "measuring":
-            self._measuring.append(taken_ms)
+            self._measuring.setdefault(ways, deque(maxlen=_KEPT)).append(taken_ms)
             self._spend(taken_ms)
             return
         if not self._exact:
@@ -145,7 +165,7 @@ class Ledger:
             self.saved_ms += exact - taken_ms
             self._exact_total_ms += taken_ms
         clearly = len(times) == 1 and taken_ms > _CLEARLY * exact
-        if clearly or (len(times) > 1 and statistics.median(times) >= exact):
+        if clearly or (len(times) > 1 and _usual(times) >= exact):
             self.dropped |= ways
             times.clear()
 
@@ -160,14 +180,20 @@ class Ledger:
         self.saved_ms -= taken_ms
 
 
-def ledger_of(problem: AttentionProblem, policy: Policy, backend: str) -> Ledger:
+def _usual(times: deque[float]) -> float:
+    """Return what calls usually take: the median, or the mean without the slowest if larger."""
+    rest = sorted(times)[: len(times) - (len(times) > 2)]
+    return max(statistics.median(times), statistics.mean(rest))
+
+
+def ledger_of(
+    problem: AttentionProblem, policy: Policy, backend: str, device: torch.device
+) -> Ledger:
     """Return the ledger of a problem; the least recently used of 256 is forgotten."""
-    key = (problem, policy, backend)
-    known = _LEDGERS.get(key)
-    if known is None:
-        known = _LEDGERS[key] = Ledger()
+    key = (problem, policy, backend, device)
+    with _LOCK:
+        known = _LEDGERS.pop(key, None) or Ledger()
+        _LEDGERS[key] = known
         while len(_LEDGERS) > _KEPT_LEDGERS:
             _LEDGERS.popitem(last=False)
-    else:
-        _LEDGERS.move_to_end(key)
     return known

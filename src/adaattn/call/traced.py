@@ -20,9 +20,9 @@ from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Choices
 from adaattn.call.operator import decided_at_run_time, policy_token
 from adaattn.call.outputs import AuxOutput, requested_flags
-from adaattn.call.run import run_plan
+from adaattn.call.run import check_plan, run_plan
 from adaattn.errors import UnsupportedError
-from adaattn.spec import Align, HeadGroup, MaskKind, Method
+from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan
 
 __all__ = ["traced"]
 
@@ -110,12 +110,18 @@ def _exact(call: Call, backend: str) -> Result:
                 found = ["a graph measures nothing; pass the plan that plan_attention gives"]
                 raise UnsupportedError(f"backend {backend!r}", found)
             own = HeadGroup(capability=backend, precision=problem.precision)
+            check_plan(call, Plan(groups=(own,), num_heads=problem.num_heads))
             return run_group(tensors, problem, own)
-        if problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux:
+        written_out = problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux
+        if backend == "flash" and (written_out or problem.num_sequences or problem.dilation > 1):
+            found = ["a graph has SDPA's kernels alone, which lack what this call asks for"]
+            raise UnsupportedError("backend 'flash'", found)
+        if written_out:
             return attention(tensors, problem)
         corner = problem.align is Align.BOTTOM_RIGHT or problem.mask is not MaskKind.NONE
         by_mask = problem.window != (-1, -1) or problem.dilation > 1 or problem.num_sequences > 0
-        by_mask = by_mask or (problem.is_causal and corner)
+        # SDPA's causal order is NaN for a scale of 0 or less.
+        by_mask = by_mask or (problem.is_causal and (corner or problem.scale <= 0))
         mask = tensors.mask
         if by_mask:
             seen = visible_keys(tensors, problem)

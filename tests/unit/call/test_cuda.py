@@ -91,7 +91,7 @@ def test_a_format_that_does_not_pay_is_dropped() -> None:
         adaattn.scaled_dot_product_attention(*tensors, policy=policy)
         torch.cuda.synchronize()
         (key,) = [key for key in PROCESS._entries if key[2] is policy]
-        ledger = ledger_of(key[0], policy, "auto")
+        ledger = ledger_of(key[0], policy, "auto", tensors[0].device)
         for ways, times in ledger._by_ways.items():
             if times:
                 ledger.record(10 * ledger.exact_ms, "approximate", ways)

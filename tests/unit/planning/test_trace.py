@@ -50,7 +50,10 @@ def test_the_exact_path_taken_for_all_heads() -> None:
     taken, slow, refused = trace_of([EXACT, SLOW, REFUSED], [EXACT] * NUM_HEADS, EXACT, WHY)
     assert (taken.accepted, slow.accepted, refused.accepted) == (True, False, False)
     assert taken.reason == "taken for all heads: 8 ms (estimated), what PyTorch would run"
-    assert slow.reason == "nobody measured that it is faster here: 20 ms (estimated), fused/fp32 8 ms (estimated)"
+    assert (
+        slow.reason
+        == "nobody measured that it is faster here: 20 ms (estimated), fused/fp32 8 ms (estimated)"
+    )
     assert refused.reason == "it runs on cuda, the tensors are on cpu"
     assert taken.heads == () and taken.cost == EXACT.cost and taken.error_estimate is None
     assert refused.cost is None
@@ -59,9 +62,7 @@ def test_the_exact_path_taken_for_all_heads() -> None:
 def test_an_exact_path_that_is_not_quite_the_fastest_does_not_claim_to_be() -> None:
     faster = _candidate("faster", 7.5)
     taken, other = _reasons([EXACT, faster], [EXACT] * NUM_HEADS, EXACT)
-    assert taken == (
-        "taken for all heads: 8 ms (estimated), what PyTorch would run"
-    )
+    assert taken == ("taken for all heads: 8 ms (estimated), what PyTorch would run")
     assert other.startswith("nobody measured that it is faster here: 7.5 ms (estimated)")
 
 
@@ -80,10 +81,13 @@ def test_heads_shared_out_are_named_in_spans_and_only_their_time_and_error_count
     low, exact = trace_of([LOW, EXACT], chosen, EXACT, WHY)
     assert low.heads == (0, 2, 3) and exact.heads == (1,)
     assert low.reason == (
-        "taken for heads 0, 2-3: 3 ms for its heads (estimated), estimated error 0.03 of 0.05 allowed; "
+        "taken for heads 0, 2-3: 3 ms for its heads (estimated), "
+        "estimated error 0.03 of 0.05 allowed; "
         "fused/fp32 would take 8 ms for all"
     )
-    assert exact.reason == "taken for head 1: 2 ms for its heads (estimated), what PyTorch would run"
+    assert (
+        exact.reason == "taken for head 1: 2 ms for its heads (estimated), what PyTorch would run"
+    )
 
 
 def test_kept_blocks_are_averaged_over_the_heads_served() -> None:
@@ -95,7 +99,9 @@ def test_kept_blocks_are_averaged_over_the_heads_served() -> None:
         head_costs_ms=(0.5, 0.7, 3.0, 3.0),
     )
     low, exact = _reasons([sparse, EXACT], [sparse, sparse, EXACT, EXACT], EXACT)
-    assert low.startswith("taken for heads 0-1: 1.2 ms for its heads (estimated), estimated error 0.01 of 0.05")
+    assert low.startswith(
+        "taken for heads 0-1: 1.2 ms for its heads (estimated), estimated error 0.01 of 0.05"
+    )
     assert ", 30% of blocks kept; fused/fp32 would take 8 ms for all" in low
     assert exact.startswith("taken for heads 2-3: 4 ms for its heads")
 
