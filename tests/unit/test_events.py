@@ -13,7 +13,7 @@ import torch
 import adaattn
 from adaattn import _events
 from adaattn._events import AttentionEvent, emit, has_sinks, record_events, wants_timing
-from adaattn.call import bind, run
+from adaattn.call import bound, run
 from adaattn.spec import Decision, HeadGroup, Plan, TensorStats
 from adaattn.testing import fake_facts, make_problem
 
@@ -212,9 +212,9 @@ def test_without_a_sink_a_call_tells_nothing_and_reads_no_clock(
         raise AssertionError("it was used though nobody listens")
 
     for module, name in (
-        (bind, "emit"),
-        (bind, "AttentionEvent"),
-        (bind, "now_ms"),
+        (bound, "emit"),
+        (bound, "AttentionEvent"),
+        (bound, "now_ms"),
         (run, "emit"),
         (run, "AttentionEvent"),
     ):

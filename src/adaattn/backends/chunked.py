@@ -66,6 +66,8 @@ _BLOCK: Final = 512
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention computed ``group.chunk_rows`` query rows at a time (0 is all rows)."""
+    if not problem.num_sequences:
+        return _one_sequence(tensors, problem, group.chunk_rows)
     parts = [
         _one_sequence(part, part_problem, group.chunk_rows)
         for part, part_problem in sequences(tensors, problem)

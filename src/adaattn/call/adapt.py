@@ -9,15 +9,15 @@ an audit finds over its budget is exact from then on.
 import logging
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from adaattn import hardware
-from adaattn.backends import capabilities_asked_for
 from adaattn.call.arriving import Arriving
 from adaattn.call.audit import Outcome, audited, is_lossy
+from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History, is_recomputing
 from adaattn.call.ledger import Ledger, ledger_of
@@ -32,11 +32,9 @@ from adaattn.planning import (
     worth_measuring,
 )
 from adaattn.spec import (
-    Capability,
     Decision,
     HardwareFacts,
     Method,
-    Policy,
     Precision,
     TensorStats,
     Way,
@@ -45,7 +43,6 @@ from adaattn.spec import (
 __all__ = [
     "NOT_FINITE",
     "PROCESS",
-    "Choice",
     "adapted",
     "decide_approximately",
     "is_settled",
@@ -62,37 +59,13 @@ hardware.on_clear(PROCESS.reset)
 NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
 """How the note of such a call begins."""
 
+_EXACT_CALLS: Final = 16
+"""Calls that run without a look, at most: times and numbers that have arrived wait so long."""
+
 _CAPTURING: Final = "a CUDA graph is being captured, in which nothing can be measured"
 
 _AUDIT_EVERY: Final = 16
 """Approximate calls from one audit to the next where the host may not wait for its verdict."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What a call may lose, and who asks.
-
-    Args:
-        policy: what may be lost.
-        backend: ``"auto"``, or what was asked for.
-        layer: which layer's budgets, and whose history; -1 is none.
-        exact: the decision that loses nothing.
-    """
-
-    policy: Policy
-    backend: str
-    layer: int
-    exact: Decision | None
-
-    @property
-    def allowed(self) -> tuple[Capability, ...]:
-        """The executors that were asked for."""
-        return capabilities_asked_for(self.backend)
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether only approximations were asked for: they are on no probation."""
-        return self.exact is None or all(i.method is not Method.EXACT for i in self.allowed)
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
@@ -125,15 +98,16 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         if choice.exact is None:
             raise UnsupportedError(f"backend {choice.backend!r}", [_CAPTURING])
         return run_decision(call, choice.exact, policy, choice.backend)
-    facts = hardware.probe(device)
-    ledger = ledger_of(problem, policy, choice.backend, device)
-    entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
+    place = place_of(call, choice, history)
+    facts, ledger, entry = place.facts, place.ledger, place.entry
     entry.calls += 1
     ledger.collect()
     _take_in(entry, choice, problem.num_heads, history.momentum)
-    wanted = worth_measuring(
-        problem, facts, policy, choice.allowed, forced=choice.is_forced, dropped=ledger.dropped
-    )
+    wanted = place.wanted.get(ledger.dropped)
+    if wanted is None:
+        wanted = place.wanted[ledger.dropped] = worth_measuring(
+            problem, facts, policy, choice.allowed, forced=choice.is_forced, dropped=ledger.dropped
+        )
     stats, note = None, ""
     with_rest = entry.stats is not None and entry.age >= history.measure_every
     if wanted and (entry.stats is None or with_rest) and not entry.arriving:
@@ -159,7 +133,11 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
         entry.ways = _ways(outcome, problem.num_heads, problem.precision)
-        return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
+        left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
+        entry.age += left
+        ledger.count_exact(left)
+        saved_ms = ledger.take_saved()
+        return replace(outcome, stats=stats, saved_ms=saved_ms, exact_calls_next=left)
     ways, chose_ms = _lossy_ways(decision, problem.precision), 1e3 * (time.perf_counter() - start)
     with ledger.timing(device, "approximate", ways, chose_ms):
         sums = _sums(call) if problem.may_wait else []
@@ -171,6 +149,18 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         assert outcome.decision is not None
         history.keep(_mark(call, sums, choice.layer), outcome.decision)
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
+
+
+def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorStats | None) -> int:
+    """Return how many calls may run exactly now that one had to: nothing could be decided else."""
+    ledger, entry = place.ledger, place.entry
+    if choice.is_forced or entry.arriving or stats is not None:
+        return 0
+    wanted = place.wanted.get(ledger.dropped, ())
+    if not wanted or entry.stats is not None:
+        return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, wanted)
+    return min(ledger.calls_to_wait(cost_ms, frozenset(wanted)), _EXACT_CALLS)
 
 
 def decide_approximately(call: Call, choice: Choice, history: History) -> Decision:

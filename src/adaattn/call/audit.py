@@ -37,6 +37,7 @@ class Outcome:
         stats: numbers measured on this very call; None if there are none.
         saved_ms: time that approximations were measured to have saved since the last such call,
             less what trying and measuring cost.
+        exact_calls_next: calls like this one that may run exactly without a look at anything.
     """
 
     result: Result
@@ -47,6 +48,7 @@ class Outcome:
     repaired_heads: tuple[int, ...] = ()
     stats: TensorStats | None = None
     saved_ms: float = 0.0
+    exact_calls_next: int = 0
 
 
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:

@@ -13,30 +13,24 @@ from typing import Any, Final
 import torch
 
 from adaattn import hardware
-from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
-from adaattn.backends import Result, Tensors, load
-from adaattn.backends.common import sdpa
-from adaattn.backends.sdpa import goes_through_sdpa
-from adaattn.call.adapt import PROCESS, Choice, adapted, is_settled, is_transformed
+from adaattn.call.adapt import PROCESS, adapted, is_settled, is_transformed
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome, is_lossy
+from adaattn.call.bound import Bound, Exact, general
+from adaattn.call.choice import Choice
 from adaattn.call.choose import decide_exactly
-from adaattn.call.describe import Call, build_call, without_autocast
-from adaattn.call.history import History
-from adaattn.call.key import Choices, Tensor
-from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
-from adaattn.call.run import GIVEN, check_plan, now_ms, run_decision, run_plan, tell
-from adaattn.errors import ArgumentError, ExecutorError, UnsupportedError, expected_got
+from adaattn.call.describe import Call, build_call
+from adaattn.call.history import History, is_recomputing
+from adaattn.call.key import Choices
+from adaattn.call.outputs import AuxRequest, requested_flags
+from adaattn.call.run import GIVEN, check_plan, run_plan
+from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.policies import PRESETS, resolve_policy
-from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Plan, Policy
+from adaattn.spec import Decision, Plan, Policy
 
 __all__ = ["Bound", "bind", "bound_calls", "find"]
 
-Bound = Callable[..., Any]
-"""Takes q, k, v, mask, sinks, slopes, both cu_seqlens and the tag; returns the call's result."""
-
 _KEPT: Final = 4096
-_KEPT_TAGS: Final = 256
 _TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
 _BOUND: Final[dict[object, tuple[Bound, object]]] = {}
@@ -121,12 +115,46 @@ def _chosen(
         exact = replace(exact, notes=(*exact.notes, _TRANSFORMED))
     elif not is_settled(call, choice) or exact is None:
         kept = PROCESS if history is None else history
+        return _Adapting(call, arguments, choice, kept, return_aux)
+    return Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
 
-        def run(made: Call) -> Outcome:
-            return adapted(_waiting_as_told(made, policy), choice, kept)
 
-        return _general(arguments, return_aux, layer, run)
-    return _Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
+class _Adapting:
+    """A bound call that may lose something; exact while there is nothing to decide."""
+
+    def __init__(
+        self,
+        call: Call,
+        arguments: Arguments,
+        choice: Choice,
+        history: History,
+        return_aux: AuxRequest | bool | None,
+    ) -> None:
+        self._choice = choice
+        self._history = history
+        self._decided = choice.exact
+        self._left = 0
+        self._exactly: Callable[[Decision], Bound] = lambda decision: Exact(
+            call, arguments, decision, choice.policy, choice.backend, choice.layer, return_aux
+        ).bound()
+        self._full = general(arguments, return_aux, choice.layer, self._run, call)
+        self._quick = self._full if choice.exact is None else self._exactly(choice.exact)
+
+    def __call__(self, *given: Any) -> Any:
+        """Return the call's result; takes what every bound call takes."""
+        if self._left <= 0 or is_recomputing():
+            return self._full(*given)
+        self._left -= 1
+        return self._quick(*given)
+
+    def _run(self, call: Call) -> Outcome:
+        """Return the outcome of one call, and see how many may run without a look after it."""
+        outcome = adapted(_waiting_as_told(call, self._choice.policy), self._choice, self._history)
+        self._left = outcome.exact_calls_next
+        if self._left and outcome.decision is not None and outcome.decision is not self._decided:
+            self._decided = outcome.decision
+            self._quick = self._exactly(outcome.decision)
+        return outcome
 
 
 def _given(
@@ -140,10 +168,10 @@ def _given(
     check_plan(call, plan)
     own = plan.groups[0].precision is call.problem.precision
     if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
-        return _general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
+        return general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
     decision = Decision(plan=plan, notes=(GIVEN,))
     policy = PRESETS["quality"]
-    return _Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()
+    return Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()
 
 
 def _waiting_as_told(call: Call, policy: Policy) -> Call:
@@ -151,251 +179,3 @@ def _waiting_as_told(call: Call, policy: Policy) -> Call:
     if policy.check != "always" or call.problem.may_wait:
         return call
     return replace(call, problem=replace(call.problem, may_wait=True))
-
-
-def _general(
-    arguments: Arguments,
-    return_aux: AuxRequest | bool | None,
-    layer: int,
-    run: Callable[[Call], Outcome],
-) -> Bound:
-    """Return a bound call that describes its tensors each time, and runs what it is told."""
-    flags = requested_flags(return_aux)
-    # The tensors of the first call would live as long as what is bound.
-    arguments = replace(
-        arguments,
-        attn_mask=None,
-        sinks=None,
-        alibi_slopes=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-    )
-
-    def bound(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        tag: str,
-    ) -> Any:
-        given = replace(
-            arguments,
-            attn_mask=mask,
-            sinks=sinks,
-            alibi_slopes=slopes,
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-        )
-        call = build_call(query, key, value, given, flags)
-        timed = wants_timing()
-        start = now_ms(query.device) if timed else 0.0
-        with without_autocast(call.problem.device_type):
-            outcome = run(call)
-        tell(call, outcome, tag, layer, now_ms(query.device) - start if timed else None)
-        return _result(call, outcome, return_aux)
-
-    return bound
-
-
-class _Exact:
-    """A bound exact call: one decision for all calls of its kind."""
-
-    def __init__(
-        self,
-        call: Call,
-        arguments: Arguments,
-        decision: Decision,
-        policy: Policy,
-        backend: str,
-        layer: int,
-        return_aux: AuxRequest | bool | None,
-    ) -> None:
-        self._decision = decision
-        self._policy = policy
-        self._backend = backend
-        self._left = decision.calls_before if decision.later is not None else -1
-        self._general = _general(arguments, return_aux, layer, self._run)
-        self._is_short = _is_as_given(call, arguments)
-        self._return_aux = bool(return_aux)
-        self._direct: Bound | None = None
-        if self._is_short and self._left < 0:
-            self._direct = _direct(call.problem, decision)
-        self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
-        self._event = AttentionEvent(
-            problem=call.problem,
-            decision=decision,
-            workspace_bytes=decision.workspace_bytes,
-            layer=layer,
-        )
-
-    def bound(self) -> Bound:
-        """Return the shortest function that does what the decision says."""
-        return self._quick if self._is_short else self._general
-
-    def _quick(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        tag: str,
-    ) -> Any:
-        """Return the result for canonical tensors; the general way where that has failed."""
-        watched = has_sinks()
-        if self._direct is None or (watched and wants_timing()):
-            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
-        output: Any = None
-        try:
-            output = self._direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
-        except (torch.OutOfMemoryError, ExecutorError):
-            self._direct = None
-        if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
-            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
-        if watched:
-            emit(self._told(tag, key.shape[2]))
-        return self._with_aux(output) if self._return_aux else output
-
-    def _with_aux(self, found: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
-        """Return the output with what was asked for beside it."""
-        result = found if isinstance(found, Result) else Result(output=found)
-        return result.output, AuxOutput(
-            decision=self._decision,
-            lse=result.lse,
-            row_max=result.row_max,
-            entropy=result.entropy,
-            weights=result.weights,
-            error_estimate=torch.zeros(result.output.shape[:2], device=result.output.device),
-        )
-
-    def _run(self, call: Call) -> Outcome:
-        """Return the outcome of the decision; the one after it, once enough calls paid for it."""
-        if self._left == 0:
-            later = self._decision.later
-            assert later is not None
-            self._decision = replace(self._decision, plan=later, later=None)
-            self._event = replace(self._event, decision=self._decision)
-            self._by_tag.clear()
-            if self._is_short:
-                self._direct = _direct(call.problem, self._decision)
-        self._left -= self._left >= 0
-        outcome = run_decision(call, self._decision, self._policy, self._backend)
-        if outcome.fallbacks:
-            assert outcome.decision is not None
-            self._decision = outcome.decision  # what had no room once is not tried at each call
-        return outcome
-
-    def _told(self, tag: str, len_k: int) -> AttentionEvent:
-        """Return the event of a tag: the same each time, so that repetitions tell themselves."""
-        known = self._by_tag.get((tag, len_k))
-        if known is None:
-            if len(self._by_tag) >= _KEPT_TAGS:
-                self._by_tag.clear()
-            problem = replace(self._event.problem, len_k=len_k)
-            known = replace(self._event, problem=problem, tag=tag)
-            self._by_tag[tag, len_k] = known
-        return known
-
-
-def _is_as_given(call: Call, arguments: Arguments) -> bool:
-    """Return whether the tensors of a call need no step to be canonical, or one that is known."""
-    mask, tensors = arguments.attn_mask, call.tensors
-    same_mask = mask is None or (tensors.mask is not None and mask.dim() <= 4)
-    return (
-        len(call.batch_shape) == 2
-        and same_mask
-        and (tensors.mask is None) == (mask is None)
-        and call.is_as_given
-        and not torch.is_autocast_enabled(call.problem.device_type)
-        and not (call.problem.num_sequences and call.problem.device_type == "cpu")
-    )
-
-
-def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
-    """Return a function of the caller's tensors that runs one executor."""
-    group = decision.plan.groups[0]
-    dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
-    grouped = problem.group_size > 1
-    # cuDNN is handed a boolean mask as numbers.
-    plain = problem.mask is not MaskKind.BOOLEAN or problem.sdpa_default != "sdpa.cudnn"
-    if goes_through_sdpa(problem, group) and plain:
-
-        def through_sdpa(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: Tensor,
-            *others: Tensor,
-        ) -> torch.Tensor:
-            return sdpa(
-                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
-            )
-
-        return through_sdpa
-    executor = load(group.capability)
-    whole = problem.aux is not Aux.NONE
-
-    def through_executor(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-    ) -> torch.Tensor | Result:
-        seen = mask
-        if mask is not None and mask.dim() < 4:
-            seen = mask[(None,) * (4 - mask.dim())]
-        tensors = Tensors(
-            query=query,
-            key=key,
-            value=value,
-            mask=seen,
-            mask_given=mask,
-            sinks=sinks,
-            alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-        )
-        own = problem
-        if key.shape[2] != problem.len_k:  # a growing cache
-            shape = () if seen is None else tuple(seen.shape)
-            own = replace(problem, len_k=key.shape[2], mask_shape=shape)
-        result = executor(tensors, own, group)
-        return result if whole else result.output
-
-    return through_executor
-
-
-def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) -> Any:
-    """Return what the caller gets."""
-    output = call.restore(outcome.result.output)
-    if not return_aux:
-        return output
-    result, problem = outcome.result, call.problem
-
-    def restore(tensor: Tensor) -> Tensor:
-        return None if tensor is None else call.restore(tensor)
-
-    errors = outcome.head_errors
-    decision = outcome.decision
-    lossy = decision is not None and is_lossy(decision.plan, problem)
-    if errors is None and not lossy:
-        errors = torch.zeros(problem.batch, problem.num_heads, device=output.device)
-    return output, AuxOutput(
-        decision=decision,
-        lse=restore(result.lse if Aux.LSE in problem.aux else None),
-        row_max=restore(result.row_max),
-        entropy=restore(result.entropy),
-        weights=restore(result.weights),
-        error_estimate=None if errors is None else call.restore(errors.float()),
-    )

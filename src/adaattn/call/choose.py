@@ -5,7 +5,8 @@ from functools import lru_cache
 
 from adaattn import hardware
 from adaattn.backends import capabilities_asked_for
-from adaattn.call.adapt import PROCESS, Choice, decide_approximately, is_settled, is_transformed
+from adaattn.call.adapt import PROCESS, decide_approximately, is_settled, is_transformed
+from adaattn.call.choice import Choice
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS

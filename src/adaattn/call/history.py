@@ -73,6 +73,7 @@ class History:
         ArgumentTypeError: ``momentum`` is no number.
 
     Attributes:
+        resets: how often it has forgotten everything.
         may_be_recomputed: gradients are not followed in this call, and may be wanted of a
             recomputation, as in the forward pass of a reentrant checkpoint.
     """
@@ -93,6 +94,7 @@ class History:
 
     def reset(self) -> None:
         """Forget everything."""
+        self.resets = getattr(self, "resets", 0) + 1
         self._entries: OrderedDict[tuple[object, ...], Entry] = OrderedDict()
         self._forwards: deque[tuple[object, Decision]] = deque(maxlen=_FORWARDS)
 

@@ -74,14 +74,11 @@ def key_of(
     plain = type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN
     if not (plain and type(is_causal) is bool and type(grouped) is bool):
         return None  # a tensor's value may change unseen
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    seen: tuple[Any, ...] | None
     if query.shape[-2] <= DECODE_ROWS < key.shape[-2] and companions[3] is None:
-        length, mask = key.shape[-2], companions[0]
-        keys, values = _growing(key), (*_growing(value), value.shape[-2] - length)
-        # What a problem is simplified to depends on whether a window reaches all keys.
-        keys = (*keys, window[0] >= length, window[1] >= length)
-        seen = None
-        if mask is not None:
-            seen = (*_growing(mask), mask.shape[-1] in (1, length), *_facts(mask)[2:])
+        keys, values, seen = _growing(key, value, companions[0], window)
     else:
         keys, values = (key.shape, key.stride()), (value.shape, value.stride())
         seen = None if companions[0] is None else _facts(companions[0])
@@ -116,6 +113,23 @@ def key_of(
     )
 
 
+def _growing(
+    key: torch.Tensor, value: torch.Tensor, mask: Tensor, window: Sequence[int]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None]:
+    """Return what a choice depends on of keys, values and mask of decoding over a growing cache."""
+    length = key.shape[-2]
+    grown = (length - 1).bit_length()
+    # What a problem is simplified to depends on whether a window reaches all keys.
+    reached = (window[0] >= length, window[1] >= length)
+    keys = (key.shape[:-2], key.shape[-1], grown, key.stride()[-2:], reached)
+    values = (value.shape[:-2], value.shape[-1], value.shape[-2] - length, value.stride()[-2:])
+    if mask is None:
+        return keys, values, None
+    whole = mask.shape[-1] in (1, length)
+    seen = (mask.shape[:-1], whole, mask.shape[-1] == 1, mask.stride(-1), *_kind(mask))
+    return keys, values, seen
+
+
 def _autocasts(query: torch.Tensor) -> bool:
     """Return whether autocast would cast a tensor."""
     return _any_autocast() and torch.is_autocast_enabled(query.device.type)
@@ -123,22 +137,9 @@ def _autocasts(query: torch.Tensor) -> bool:
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:
     """Return what a choice depends on of an optional tensor."""
-    if tensor is None:
-        return ()
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        type(tensor),
-    )
+    return () if tensor is None else (tensor.shape, tensor.stride(), *_kind(tensor))
 
 
-def _growing(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return the shape of keys that grow by a token a call, as it is bound."""
-    shape = tensor.shape
-    place = -1 if tensor.dtype == torch.bool or shape[-2] <= DECODE_ROWS else -2
-    length = max(shape[place] - 1, 0).bit_length() if shape[place] > 1 else -1
-    rest = tuple(shape[:place]), tuple(shape[place:][1:])
-    return (*rest, length, tensor.stride(-1), tensor.stride(-2) if place == -2 else 0)
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what a choice depends on of a tensor beside its layout."""
+    return tensor.dtype, tensor.device, tensor.requires_grad, type(tensor)

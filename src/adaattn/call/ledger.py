@@ -92,6 +92,20 @@ class Ledger:
         """Return whether these ways were tried before, or exact calls have paid for a try."""
         return bool(self._by_ways.get(ways)) or self._may_spend(0.0)
 
+    def calls_to_wait(self, estimated_ms: float, ways: Ways) -> int:
+        """Return how many more exact calls will have paid for a measurement; see `may_measure`."""
+        if not self._exact:
+            return 0
+        known = self._measuring.get(ways)
+        more_ms = statistics.median(known) if known else estimated_ms
+        needed_ms = (self._spent_ms + more_ms + self.exact_ms) / SHARE - self._exact_total_ms
+        return max(math.ceil(needed_ms / self.exact_ms), 0)
+
+    def count_exact(self, calls: int) -> None:
+        """Count exact calls that nobody times as the timed ones."""
+        if self._exact:
+            self._exact_total_ms += calls * self.exact_ms
+
     def _may_spend(self, more_ms: float) -> bool:
         """Return whether there is room for some time and a call twice as long as an exact one."""
         if not self._exact:

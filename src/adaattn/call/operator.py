@@ -20,7 +20,6 @@ _POLICIES: Final[dict[str, Policy]] = dict(PRESETS)
 """Policies of graphs by token: an operator takes no objects."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def policy_token(policy: Policy | str | None) -> str:
     """Return a name for a policy that an operator can take; "" where nothing may be lost.
 
@@ -32,6 +31,10 @@ def policy_token(policy: Policy | str | None) -> str:
     token = chosen.name if PRESETS.get(chosen.name) is chosen else f"{chosen.name}-{id(chosen)}"
     _POLICIES[token] = chosen
     return token
+
+
+# What torch.compiler.assume_constant_result sets; that imports all of the compiler.
+policy_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch.library.custom_op("adaattn::attention", mutates_args=())

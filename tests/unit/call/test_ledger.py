@@ -196,7 +196,14 @@ class TestCalls:
             steps.append((kind, planted[kind]))
             ledger.record(planted[kind], kind, ways)
 
+        counted = Ledger.count_exact
+
+        def count_exact(ledger: Ledger, calls: int) -> None:
+            steps.extend([("untimed", EXACT_MS)] * calls)
+            counted(ledger, calls)
+
         monkeypatch.setattr(Ledger, "timing", timing)
+        monkeypatch.setattr(Ledger, "count_exact", count_exact)
         return steps
 
     @staticmethod
@@ -224,7 +231,9 @@ class TestCalls:
             total += taken_ms
             calls += kind != "measuring"
             worst = max(worst, total - calls * EXACT_MS)
-        assert calls == 150
+        calls_left = calls - 150  # the last of those that run without a look are yet to come
+        assert 0 <= calls_left < 16
+        total -= calls_left * EXACT_MS
         assert 0 < worst <= SHARE * alone
         last = events[-1].decision.trace
         assert any("took longer than exact attention" in entry.reason for entry in last)
@@ -241,7 +250,7 @@ class TestCalls:
         kinds = [kind for kind, _ in steps]
         taken = kinds.count("approximate")
         assert kinds.count("measuring") == 1
-        assert kinds.count("exact") + taken == 150 and taken > 60
+        assert kinds.count("exact") + kinds.count("untimed") + taken == 150 and taken > 60
         statistics = runner.statistics.to_dict()
         assert statistics["approximate_calls"] == taken
         assert statistics["time_saved_ms"] == pytest.approx(

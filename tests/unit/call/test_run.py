@@ -22,7 +22,7 @@ from adaattn import (
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Executor, Result
-from adaattn.call import bind
+from adaattn.call import bound
 from adaattn.call.run import FALLBACKS
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts
@@ -74,7 +74,7 @@ def break_executor(
         raise error
 
     if name == "sdpa.flash":
-        monkeypatch.setattr(bind, "sdpa", broken)
+        monkeypatch.setattr(bound, "sdpa", broken)
     monkeypatch.setitem(registry._EXECUTORS, name, broken)
     return tried
 

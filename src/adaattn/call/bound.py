@@ -1,0 +1,311 @@
+"""Functions of a call's tensors: what binding makes, and what calls of a kind run again.
+
+`general` describes its tensors unless they are like the first call's, runs what it is told and
+says so to the sinks. `Exact` does the same for one decision that loses nothing, by the shortest
+way that there is.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
+from adaattn.backends import Result, Tensors, load
+from adaattn.backends.common import sdpa
+from adaattn.backends.sdpa import goes_through_sdpa
+from adaattn.call.arguments import Arguments
+from adaattn.call.audit import Outcome, is_lossy
+from adaattn.call.describe import Call, build_call, without_autocast
+from adaattn.call.key import Tensor
+from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
+from adaattn.call.run import now_ms, run_decision, tell
+from adaattn.errors import ExecutorError
+from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Policy
+
+__all__ = ["Bound", "Exact", "general"]
+
+Bound = Callable[..., Any]
+"""Takes q, k, v, mask, sinks, slopes, both cu_seqlens and the tag; returns the call's result."""
+
+_KEPT_TAGS: Final = 256
+
+
+def general(
+    arguments: Arguments,
+    return_aux: AuxRequest | bool | None,
+    layer: int,
+    run: Callable[[Call], Outcome],
+    like: Call | None = None,
+) -> Bound:
+    """Return a bound call that runs what it is told.
+
+    Args:
+        arguments: what is to be computed.
+        return_aux: outputs wanted beside the result.
+        layer: index of the caller's layer.
+        run: runs a described call.
+        like: the first call; where its tensors needed no step to be canonical the others are
+            described as it was. None describes each.
+    """
+    problem = like.problem if like is not None and _is_as_given(like, arguments) else None
+    flags = requested_flags(return_aux)
+    # The tensors of the first call would live as long as what is bound.
+    arguments = replace(
+        arguments,
+        attn_mask=None,
+        sinks=None,
+        alibi_slopes=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+    )
+
+    def bound(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        tag: str,
+    ) -> Any:
+        if problem is not None:
+            call = _like(problem, query, key, value, mask, sinks, slopes, starts_q, starts_k)
+        else:
+            given = replace(
+                arguments,
+                attn_mask=mask,
+                sinks=sinks,
+                alibi_slopes=slopes,
+                cu_seqlens_q=starts_q,
+                cu_seqlens_k=starts_k,
+            )
+            call = build_call(query, key, value, given, flags)
+        timed = wants_timing()
+        start = now_ms(query.device) if timed else 0.0
+        with without_autocast(call.problem.device_type):
+            outcome = run(call)
+        tell(call, outcome, tag, layer, now_ms(query.device) - start if timed else None)
+        return _result(call, outcome, return_aux)
+
+    return bound
+
+
+class Exact:
+    """A bound exact call: one decision for all calls of its kind."""
+
+    def __init__(
+        self,
+        call: Call,
+        arguments: Arguments,
+        decision: Decision,
+        policy: Policy,
+        backend: str,
+        layer: int,
+        return_aux: AuxRequest | bool | None,
+    ) -> None:
+        self._decision = decision
+        self._policy = policy
+        self._backend = backend
+        self._left = decision.calls_before if decision.later is not None else -1
+        self._general = general(arguments, return_aux, layer, self._run)
+        self._is_short = _is_as_given(call, arguments)
+        self._return_aux = bool(return_aux)
+        self._direct: Bound | None = None
+        if self._is_short and self._left < 0:
+            self._direct = _direct(call.problem, decision)
+        self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
+        self._event = AttentionEvent(
+            problem=call.problem,
+            decision=decision,
+            workspace_bytes=decision.workspace_bytes,
+            layer=layer,
+        )
+
+    def bound(self) -> Bound:
+        """Return the shortest function that does what the decision says."""
+        return self._quick if self._is_short else self._general
+
+    def _quick(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        tag: str,
+    ) -> Any:
+        """Return the result for canonical tensors; the general way where that has failed."""
+        watched = has_sinks()
+        if self._direct is None or (watched and wants_timing()):
+            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+        output: Any = None
+        try:
+            output = self._direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
+        except (torch.OutOfMemoryError, ExecutorError):
+            self._direct = None
+        if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
+            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+        if watched:
+            emit(self._told(tag, key.shape[2]))
+        return self._with_aux(output) if self._return_aux else output
+
+    def _with_aux(self, found: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
+        """Return the output with what was asked for beside it."""
+        result = found if isinstance(found, Result) else Result(output=found)
+        return result.output, AuxOutput(
+            decision=self._decision,
+            lse=result.lse,
+            row_max=result.row_max,
+            entropy=result.entropy,
+            weights=result.weights,
+            error_estimate=torch.zeros(result.output.shape[:2], device=result.output.device),
+        )
+
+    def _run(self, call: Call) -> Outcome:
+        """Return the outcome of the decision; the one after it, once enough calls paid for it."""
+        if self._left == 0:
+            later = self._decision.later
+            assert later is not None
+            self._decision = replace(self._decision, plan=later, later=None)
+            self._event = replace(self._event, decision=self._decision)
+            self._by_tag.clear()
+            if self._is_short:
+                self._direct = _direct(call.problem, self._decision)
+        self._left -= self._left >= 0
+        outcome = run_decision(call, self._decision, self._policy, self._backend)
+        if outcome.fallbacks:
+            assert outcome.decision is not None
+            self._decision = outcome.decision  # what had no room once is not tried at each call
+        return outcome
+
+    def _told(self, tag: str, len_k: int) -> AttentionEvent:
+        """Return the event of a tag: the same each time, so that repetitions tell themselves."""
+        known = self._by_tag.get((tag, len_k))
+        if known is None:
+            if len(self._by_tag) >= _KEPT_TAGS:
+                self._by_tag.clear()
+            problem = replace(self._event.problem, len_k=len_k)
+            known = replace(self._event, problem=problem, tag=tag)
+            self._by_tag[tag, len_k] = known
+        return known
+
+
+def _is_as_given(call: Call, arguments: Arguments) -> bool:
+    """Return whether the tensors of a call need no step to be canonical, or one that is known."""
+    mask, tensors = arguments.attn_mask, call.tensors
+    same_mask = mask is None or (tensors.mask is not None and mask.dim() <= 4)
+    return (
+        len(call.batch_shape) == 2
+        and same_mask
+        and (tensors.mask is None) == (mask is None)
+        and call.is_as_given
+        and not torch.is_autocast_enabled(call.problem.device_type)
+        and not (call.problem.num_sequences and call.problem.device_type == "cpu")
+    )
+
+
+def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
+    """Return a function of the caller's tensors that runs one executor."""
+    group = decision.plan.groups[0]
+    dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
+    grouped = problem.group_size > 1
+    # cuDNN is handed a boolean mask as numbers.
+    plain = problem.mask is not MaskKind.BOOLEAN or problem.sdpa_default != "sdpa.cudnn"
+    if goes_through_sdpa(problem, group) and plain:
+
+        def through_sdpa(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: Tensor,
+            *others: Tensor,
+        ) -> torch.Tensor:
+            return sdpa(
+                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
+            )
+
+        return through_sdpa
+    executor = load(group.capability)
+    whole = problem.aux is not Aux.NONE
+
+    def through_executor(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+    ) -> torch.Tensor | Result:
+        call = _like(problem, query, key, value, mask, sinks, slopes, starts_q, starts_k)
+        result = executor(call.tensors, call.problem, group)
+        return result if whole else result.output
+
+    return through_executor
+
+
+def _like(
+    problem: AttentionProblem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Tensor,
+    sinks: Tensor,
+    slopes: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+) -> Call:
+    """Return the call of canonical tensors that have a problem described before."""
+    seen = mask
+    if mask is not None and mask.dim() < 4:
+        seen = mask[(None,) * (4 - mask.dim())]
+    tensors = Tensors(
+        query=query,
+        key=key,
+        value=value,
+        mask=seen,
+        mask_given=mask,
+        sinks=sinks,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+    )
+    if key.shape[2] != problem.len_k:  # a growing cache
+        shape = () if seen is None else tuple(seen.shape)
+        problem = replace(problem, len_k=key.shape[2], mask_shape=shape)
+    return Call(
+        tensors=tensors, problem=problem, batch_shape=tuple(query.shape[:2]), is_as_given=True
+    )
+
+
+def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) -> Any:
+    """Return what the caller gets."""
+    output = call.restore(outcome.result.output)
+    if not return_aux:
+        return output
+    result, problem = outcome.result, call.problem
+
+    def restore(tensor: Tensor) -> Tensor:
+        return None if tensor is None else call.restore(tensor)
+
+    errors = outcome.head_errors
+    decision = outcome.decision
+    lossy = decision is not None and is_lossy(decision.plan, problem)
+    if errors is None and not lossy:
+        errors = torch.zeros(problem.batch, problem.num_heads, device=output.device)
+    return output, AuxOutput(
+        decision=decision,
+        lse=restore(result.lse if Aux.LSE in problem.aux else None),
+        row_max=restore(result.row_max),
+        entropy=restore(result.entropy),
+        weights=restore(result.weights),
+        error_estimate=None if errors is None else call.restore(errors.float()),
+    )
