@@ -59,6 +59,8 @@ hardware.on_clear(PROCESS.reset)
 NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
 """How the note of such a call begins."""
 
+_FOR_ONCE: Final = "exact for once, to compare the times of approximations with"
+
 _EXACT_CALLS: Final = 16
 """Calls that run without a look, at most: times and numbers that have arrived wait so long."""
 
@@ -121,7 +123,9 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     exact_for_once = not choice.is_forced and ledger.wants_exact()
     decision = choice.exact
     start = time.perf_counter()
-    if decision is None or (entry.stats is not None and wanted and not exact_for_once):
+    if decision is not None and exact_for_once and entry.stats is not None and wanted:
+        note = note or _FOR_ONCE
+    elif decision is None or (entry.stats is not None and wanted):
         decision = _decided(call, choice, entry, facts, ledger)
         ways = _lossy_ways(decision, problem.precision)
         if ways and not choice.is_forced and not ledger.may_try(ways):

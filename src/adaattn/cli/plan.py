@@ -65,8 +65,6 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
         return
     rates = hardware.rates.source
     print(f"{hardware.name or hardware.device_type} (rates: {rates})")
-    if decision.cost is not None:
-        print(f"estimated {decision.cost.time_ms:.3g} ms, ", end="")
     print(f"workspace {decision.workspace_bytes / 1e6:.3g} MB")
     print(decision)
     if decision.plan.error_budget > 0 and problem.len_k:
