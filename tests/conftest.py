@@ -1,11 +1,12 @@
 """What every test starts from: one thread, a known random state, nothing measured or learnt."""
 
 import importlib
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from adaattn import hardware
+from adaattn import AttentionEvent, hardware, record_events
 from adaattn.call.ledger import Ledger
 
 # The package's attribute of that name is the function.
@@ -40,3 +41,11 @@ def clock_agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.node.get_closest_marker("probation") is None:
         monkeypatch.setattr(Ledger, "_may_spend", lambda *_: True)
         monkeypatch.setattr(Ledger, "record", lambda *_: None)
+
+
+@pytest.fixture
+def events() -> Iterator[list[AttentionEvent]]:
+    """Record the events of one test."""
+    found: list[AttentionEvent] = []
+    with record_events(found.append):
+        yield found

@@ -1,7 +1,7 @@
 """Faults of earlier versions, one test each: what went wrong is told in the docstring."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,7 +20,6 @@ from adaattn import (
     Policy,
     Precision,
     plan_attention,
-    record_events,
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
@@ -43,14 +42,6 @@ def invented_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan for one invented machine, on which low rank pays."""
     facts = fake_facts("cpu")
     monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
-
-
-@pytest.fixture
-def events() -> Iterator[list[AttentionEvent]]:
-    """Record the events of one test."""
-    found: list[AttentionEvent] = []
-    with record_events(found.append):
-        yield found
 
 
 def draw(length: int = 32, heads: int = 4, dim: int = 16) -> list[torch.Tensor]:

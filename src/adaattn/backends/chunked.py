@@ -24,13 +24,16 @@ from adaattn.backends.common import (
     hides_nothing,
     host_bounds,
     key_range,
+    mask_part,
+    part_of,
     sequences,
     softmax_rows,
     tile_mask,
     tile_scores,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.tiles import kept_tile, may_keep, seen_tile
+from adaattn.backends.masks import may_keep
+from adaattn.backends.tiles import kept_tile, seen_tile
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
@@ -90,7 +93,7 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     step = min(chunk_rows or length, length)
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
-        columns = list(chunk(_tile(tensors, rows, cols), problem, rows, cols))
+        columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols))
         return _result(columns, problem.aux)
     spans = [range(start, min(start + step, length)) for start in range(0, length, step)]
     if torch.is_grad_enabled() and problem.requires_grad:
@@ -109,29 +112,6 @@ def _keys(problem: AttentionProblem, rows: range) -> range:
     return range(begin, end) if begin < end else range(0)
 
 
-def _tile(tensors: Tensors, rows: range, cols: range) -> Tensors:
-    """Return the tensors of some rows and keys, as views."""
-    if len(rows) == tensors.query.shape[2] and len(cols) == tensors.key.shape[2]:
-        return tensors
-    return replace(
-        tensors,
-        query=tensors.query[:, :, rows.start : rows.stop],
-        key=tensors.key[:, :, cols.start : cols.stop],
-        value=tensors.value[:, :, cols.start : cols.stop],
-        mask=_mask_tile(tensors.mask, rows, cols),
-        mask_given=None,
-    )
-
-
-def _mask_tile(mask: torch.Tensor | None, rows: range, cols: range) -> torch.Tensor | None:
-    """Return the part of a broadcastable mask that concerns some rows and keys, as a view."""
-    if mask is None:
-        return None
-    if mask.shape[-1] != 1:
-        mask = mask[..., cols.start : cols.stop]
-    return mask if mask.shape[-2] == 1 else mask[:, :, rows.start : rows.stop]
-
-
 def _written(
     chunk: _Chunk, tensors: Tensors, problem: AttentionProblem, spans: list[range]
 ) -> list[torch.Tensor]:
@@ -143,7 +123,7 @@ def _written(
     columns: list[torch.Tensor] = []
     for rows in spans:
         cols = _keys(problem, rows)
-        piece = chunk(_tile(tensors, rows, cols), problem, rows, cols)
+        piece = chunk(part_of(tensors, rows, cols), problem, rows, cols)
         if not columns:
             columns = [
                 item.new_empty((*item.shape[:2], problem.len_q, *item.shape[3:])) for item in piece
@@ -182,7 +162,7 @@ def _differentiable(
             query=query,
             key=_joined(keys, cols).to(query.dtype),
             value=_joined(values, cols).to(query.dtype),
-            mask=_mask_tile(mask, rows, cols),
+            mask=mask_part(mask, rows, cols),
         )
         return chunk(tile, problem, rows, cols)
 

@@ -24,6 +24,8 @@ __all__ = [
     "hides_nothing",
     "host_bounds",
     "key_range",
+    "mask_part",
+    "part_of",
     "sdpa",
     "sequences",
     "softmax_rows",
@@ -61,27 +63,35 @@ def sequences(
         return
     bounds_q, bounds_k = host_bounds(tensors)
     for n in range(problem.num_sequences):
-        rows = slice(bounds_q[n], bounds_q[n + 1])
-        cols = slice(bounds_k[n], bounds_k[n + 1])
-        part = replace(
-            tensors,
-            query=tensors.query[:, :, rows],
-            key=tensors.key[:, :, cols],
-            value=tensors.value[:, :, cols],
-            mask=None if tensors.mask is None else _mask_tile(tensors.mask, rows, cols),
-            mask_given=None,
-            bounds_q=(),
-            bounds_k=(),
-        )
+        rows = range(bounds_q[n], bounds_q[n + 1])
+        cols = range(bounds_k[n], bounds_k[n + 1])
         yield (
-            part,
-            replace(
-                problem,
-                num_sequences=0,
-                len_q=rows.stop - rows.start,
-                len_k=cols.stop - cols.start,
-            ),
+            replace(part_of(tensors, rows, cols), bounds_q=(), bounds_k=()),
+            replace(problem, num_sequences=0, len_q=len(rows), len_k=len(cols)),
         )
+
+
+def part_of(tensors: Tensors, rows: range, cols: range) -> Tensors:
+    """Return the tensors of some rows and keys, as views."""
+    if len(rows) == tensors.query.shape[2] and len(cols) == tensors.key.shape[2]:
+        return tensors
+    return replace(
+        tensors,
+        query=tensors.query[:, :, rows.start : rows.stop],
+        key=tensors.key[:, :, cols.start : cols.stop],
+        value=tensors.value[:, :, cols.start : cols.stop],
+        mask=mask_part(tensors.mask, rows, cols),
+        mask_given=None,
+    )
+
+
+def mask_part(mask: torch.Tensor | None, rows: range, cols: range) -> torch.Tensor | None:
+    """Return the part of a broadcastable mask that concerns some rows and keys, as a view."""
+    if mask is None:
+        return None
+    if mask.shape[-1] != 1:
+        mask = mask[..., cols.start : cols.stop]
+    return mask if mask.shape[-2] == 1 else mask[:, :, rows.start : rows.stop]
 
 
 def host_bounds(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -291,10 +301,3 @@ def _mask_rows(mask: torch.Tensor, rows: torch.Tensor, cols: range) -> torch.Ten
     if mask.shape[-1] != 1:
         mask = mask[..., cols.start : cols.stop]
     return mask if mask.shape[-2] == 1 else mask.index_select(2, rows)
-
-
-def _mask_tile(mask: torch.Tensor, rows: slice, cols: slice) -> torch.Tensor:
-    """Return a rectangular part of a broadcastable mask."""
-    if mask.shape[-1] != 1:
-        mask = mask[..., cols]
-    return mask if mask.shape[-2] == 1 else mask[:, :, rows]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["additive_mask", "kept_bias"]
+__all__ = ["additive_mask", "kept_bias", "may_keep"]
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -30,7 +30,7 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
     """
     if mask.dtype != torch.bool:
         return mask
-    if given is None or not _may_keep(given):
+    if given is None or given.is_inference() or not may_keep(given):
         return _bias(mask, dtype)
     stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
     place = (given._version, given.data_ptr(), stream, mask.shape, dtype)
@@ -56,10 +56,10 @@ def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.nn.functional.pad(made, (0, -columns % 8))[..., :columns]
 
 
-def _may_keep(given: torch.Tensor) -> bool:
-    """Return whether what is made of a mask may outlive this call."""
-    if torch.compiler.is_compiling() or given.is_inference() or type(given) is not torch.Tensor:
+def may_keep(tensor: torch.Tensor) -> bool:
+    """Return whether what is made now stays valid: no trace, transform or CUDA graph sees it."""
+    if torch.compiler.is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(given):
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return not (given.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -33,24 +33,6 @@ _MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
 _TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
 
 
-def _order(problem: AttentionProblem) -> int:
-    """Return 10: where a fused kernel of PyTorch can serve, its users look no further."""
-    del problem
-    return 10
-
-
-def _first(problem: AttentionProblem) -> int:
-    """Return 9: where cuDNN can serve, PyTorch takes it before its own kernels."""
-    del problem
-    return 9
-
-
-def _last_of_sdpa(problem: AttentionProblem) -> int:
-    """Return 60: scores written out are what PyTorch falls back on."""
-    del problem
-    return 60
-
-
 CAPABILITIES = (
     Capability(
         name="sdpa.flash",
@@ -60,7 +42,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.55,
-        order=_order,
+        order=lambda problem: 10,
     ),
     Capability(
         name="sdpa.flash2",
@@ -80,7 +62,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.45,
-        order=_order,
+        order=lambda problem: 10,
     ),
     Capability(
         name="sdpa.efficient",
@@ -101,7 +83,7 @@ CAPABILITIES = (
         expands_kv=True,
         is_fused=True,
         efficiency=0.3,
-        order=_order,
+        order=lambda problem: 10,
     ),
     Capability(
         name="sdpa.cudnn",
@@ -116,7 +98,8 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.8,
-        order=_first,
+        # Where cuDNN can serve, PyTorch takes it before its own kernels.
+        order=lambda problem: 9,
     ),
     Capability(
         name="sdpa.math",
@@ -134,7 +117,8 @@ CAPABILITIES = (
         expands_kv=True,
         efficiency=0.5,
         num_launches=8,
-        order=_last_of_sdpa,
+        # Scores written out are what PyTorch falls back on.
+        order=lambda problem: 60,
     ),
 )
 

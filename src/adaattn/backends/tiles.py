@@ -13,10 +13,10 @@ from typing import Final
 import torch
 
 from adaattn.backends.common import visible_tile
-from adaattn.backends.masks import additive_mask
+from adaattn.backends.masks import additive_mask, may_keep
 from adaattn.spec import AttentionProblem
 
-__all__ = ["kept_tile", "may_keep", "seen_tile"]
+__all__ = ["kept_tile", "seen_tile"]
 
 _KEPT_TILES: Final = 64
 _KEPT_BYTES: Final = 64 << 20
@@ -83,15 +83,6 @@ def kept_tile(
         while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t, _ in _TILES.values()) > _KEPT_BYTES:
             _TILES.popitem(last=False)
     return made
-
-
-def may_keep(query: torch.Tensor) -> bool:
-    """Return whether tensors made now stay valid: no tracing, transform or CUDA graph sees them."""
-    if torch.compiler.is_compiling() or type(query) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    return not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _made(

@@ -20,7 +20,6 @@ from adaattn.call.audit import Outcome, audited, is_lossy
 from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History, is_recomputing
-from adaattn.call.ledger import Ledger, ledger_of
 from adaattn.call.measure import audit, check_finite, measure, measure_later, sample_rows
 from adaattn.call.run import run_decision
 from adaattn.errors import NonFiniteError, PlanError, UnsupportedError
@@ -33,7 +32,6 @@ from adaattn.planning import (
 )
 from adaattn.spec import (
     Decision,
-    HardwareFacts,
     Method,
     Precision,
     TensorStats,
@@ -101,19 +99,15 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
             raise UnsupportedError(f"backend {choice.backend!r}", [_CAPTURING])
         return run_decision(call, choice.exact, policy, choice.backend)
     place = place_of(call, choice, history)
-    facts, ledger, entry = place.facts, place.ledger, place.entry
+    ledger, entry = place.ledger, place.entry
     entry.calls += 1
     ledger.collect()
     _take_in(entry, choice, problem.num_heads, history.momentum)
-    wanted = place.wanted.get(ledger.dropped)
-    if wanted is None:
-        wanted = place.wanted[ledger.dropped] = worth_measuring(
-            problem, facts, policy, choice.allowed, forced=choice.is_forced, dropped=ledger.dropped
-        )
+    wanted = _wanted(choice, place)
     stats, note = None, ""
     with_rest = entry.stats is not None and entry.age >= history.measure_every
     if wanted and (entry.stats is None or with_rest) and not entry.arriving:
-        cost_ms = measuring_cost_ms(problem, facts, policy, wanted)
+        cost_ms = measuring_cost_ms(problem, place.facts, policy, wanted)
         if choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted)):
             with ledger.timing(device, "measuring", frozenset(wanted)):
                 stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
@@ -126,7 +120,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if decision is not None and exact_for_once and entry.stats is not None and wanted:
         note = note or _FOR_ONCE
     elif decision is None or (entry.stats is not None and wanted):
-        decision = _decided(call, choice, entry, facts, ledger)
+        decision = _decided(choice, place, entry)
         ways = _lossy_ways(decision, problem.precision)
         if ways and not choice.is_forced and not ledger.may_try(ways):
             assert choice.exact is not None
@@ -160,7 +154,7 @@ def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorSta
     ledger, entry = place.ledger, place.entry
     if choice.is_forced or entry.arriving or stats is not None:
         return 0
-    wanted = place.wanted.get(ledger.dropped, ())
+    wanted = _wanted(choice, place)
     if not wanted or entry.stats is not None:
         return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
     cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, wanted)
@@ -174,22 +168,27 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
         NonFiniteError: q, k or v is not finite.
         PlanError, UnsupportedError: nothing can serve.
     """
-    problem = call.problem
-    facts = hardware.probe(call.tensors.query.device)
-    ledger = ledger_of(problem, choice.policy, choice.backend, call.tensors.query.device)
-    entry = history.entry(problem, choice.layer, choice.policy, choice.backend)
+    place = place_of(call, choice, history)
+    entry = place.entry
     if entry.stats is None:
-        wanted = worth_measuring(
-            problem,
-            facts,
+        entry = replace(entry, stats=_stats_now(call, choice, _wanted(choice, place)))
+    return _decided(choice, place, entry)
+
+
+def _wanted(choice: Choice, place: Place) -> tuple[Way, ...]:
+    """Return the approximations that could pay, without those that were dropped."""
+    dropped = place.ledger.dropped
+    known = place.wanted.get(dropped)
+    if known is None:
+        known = place.wanted[dropped] = worth_measuring(
+            place.problem,
+            place.facts,
             choice.policy,
             choice.allowed,
             forced=choice.is_forced,
-            dropped=ledger.dropped,
+            dropped=dropped,
         )
-        found = replace(entry, stats=_stats_now(call, choice, wanted))
-        return _decided(call, choice, found, facts, ledger)
-    return _decided(call, choice, entry, facts, ledger)
+    return known
 
 
 def _again(call: Call, choice: Choice, history: History) -> Outcome:
@@ -243,24 +242,23 @@ def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorSta
     return stats
 
 
-def _decided(
-    call: Call, choice: Choice, entry: Entry, facts: HardwareFacts, ledger: Ledger
-) -> Decision:
-    """Return the decision by measured numbers; the last one, where nothing has changed."""
-    made_from = (id(entry.stats), entry.stats, entry.ways, ledger.dropped)
+def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:
+    """Return the decision by an entry's numbers; the last one, where nothing has changed."""
+    dropped = place.ledger.dropped
+    made_from = (id(entry.stats), entry.stats, entry.ways, dropped)
     if entry.decided is not None and entry.decided[0] == made_from:
         return entry.decided[1]
     try:
         decision = decide(
-            call.problem,
+            place.problem,
             entry.stats,
-            facts,
+            place.facts,
             choice.policy,
             choice.allowed,
             layer=choice.layer,
             forced=choice.is_forced,
             ways=entry.ways,
-            dropped=ledger.dropped,
+            dropped=dropped,
         )
     except PlanError as error:
         if choice.backend == "auto":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -46,6 +46,10 @@ class Arguments:
             **dict(zip(SETTINGS, settings, strict=True)),
             window=window,
         )
+
+    def with_companions(self, companions: Sequence[torch.Tensor | None]) -> "Arguments":
+        """Return the same arguments with other tensors beside q, k and v."""
+        return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))  # type: ignore[arg-type]
 
 
 COMPANIONS: Final = ("attn_mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")

@@ -29,7 +29,7 @@ class Outcome:
 
     Args:
         result: the executor's outputs.
-        decision: plan and reasons; None when the plan was given.
+        decision: plan and reasons; None in a graph.
         head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
         worst_errors: the largest of each head over the batch, on the host; () likewise.
         fallbacks: each step down, as a sentence.
@@ -81,14 +81,14 @@ def audited(
     found = _found_over(call, outcome, budgets, policy.audit_rows, seed)
     if isinstance(found, Outcome):
         return found
-    errors, over, sentence = found
+    *_, sentence = found
     if backend != "auto" and not decision.plan.is_exact:
         raise UnsupportedError(
             f"backend {backend!r}",
             [sentence],
             "Raise the error budget, or pass backend='auto'.",
         )
-    return _repaired(call, outcome, errors, over, sentence, policy.memory_budget_bytes)
+    return _repaired(call, outcome, *found, policy.memory_budget_bytes)
 
 
 def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
@@ -108,8 +108,11 @@ def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
 
 def _found_over(
     call: Call, outcome: Outcome, budgets: tuple[float, ...], rows: int, seed: int
-) -> Outcome | tuple[torch.Tensor, tuple[int, ...], str]:
-    """Return the outcome with its errors, or (errors, heads over their budget, a sentence)."""
+) -> Outcome | tuple[torch.Tensor, list[float], tuple[int, ...], str]:
+    """Return the outcome with its errors, or what is over a budget.
+
+    That is (errors [B, Hq], the worst of each head, heads over their budget, a sentence).
+    """
     sample = sample_rows(call.tensors, call.problem, rows, seed=seed)
     errors = audit(outcome.result.output, sample)
     worst = errors.amax(0).tolist()
@@ -121,13 +124,14 @@ def _found_over(
         f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
         f"{min(budgets[head] for head in over):g} allowed"
     )
-    return errors, over, found
+    return errors, worst, over, found
 
 
 def _repaired(
     call: Call,
     outcome: Outcome,
     errors: torch.Tensor,
+    worst: list[float],
     over: tuple[int, ...],
     found: str,
     memory_budget_bytes: int | None,
@@ -146,7 +150,6 @@ def _repaired(
     )
     exact = run_group(part, problem, group)
     index = torch.tensor(over, device=result.output.device)
-    worst = errors.amax(0).tolist()
     return replace(
         outcome,
         result=combine(

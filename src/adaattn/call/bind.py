@@ -6,7 +6,6 @@ everything that the choice depends on; decoding over a growing cache is one kind
 of two of keys.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -134,11 +133,12 @@ class _Adapting:
         self._history = history
         self._decided = choice.exact
         self._left = 0
-        self._exactly: Callable[[Decision], Bound] = lambda decision: Exact(
-            call, arguments, decision, choice.policy, choice.backend, choice.layer, return_aux
-        ).bound()
-        self._full = general(arguments, return_aux, choice.layer, self._run, call)
-        self._quick = self._full if choice.exact is None else self._exactly(choice.exact)
+        policy, backend, layer, exact = choice.policy, choice.backend, choice.layer, choice.exact
+        self._full = self._quick = general(arguments, return_aux, layer, self._run, call)
+        self._exact: Exact | None = None
+        if exact is not None:
+            self._exact = Exact(call, arguments, exact, policy, backend, layer, return_aux)
+            self._quick = self._exact.bound()
 
     def __call__(self, *given: Any) -> Any:
         """Return the call's result; takes what every bound call takes."""
@@ -151,9 +151,10 @@ class _Adapting:
         """Return the outcome of one call, and see how many may run without a look after it."""
         outcome = adapted(_waiting_as_told(call, self._choice.policy), self._choice, self._history)
         self._left = outcome.exact_calls_next
-        if self._left and outcome.decision is not None and outcome.decision is not self._decided:
-            self._decided = outcome.decision
-            self._quick = self._exactly(outcome.decision)
+        decision = outcome.decision
+        if self._left and self._exact and decision is not None and decision is not self._decided:
+            self._decided = decision
+            self._exact.follow(decision)
         return outcome
 
 

@@ -15,7 +15,7 @@ from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
 from adaattn.backends import Result, Tensors, load
 from adaattn.backends.common import sdpa
 from adaattn.backends.sdpa import goes_through_sdpa
-from adaattn.call.arguments import Arguments
+from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Tensor
@@ -52,38 +52,14 @@ def general(
     problem = like.problem if like is not None and _is_as_given(like, arguments) else None
     flags = requested_flags(return_aux)
     # The tensors of the first call would live as long as what is bound.
-    arguments = replace(
-        arguments,
-        attn_mask=None,
-        sinks=None,
-        alibi_slopes=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-    )
+    arguments = arguments.with_companions((None,) * len(COMPANIONS))
 
-    def bound(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        tag: str,
-    ) -> Any:
+    def bound(*given: Any) -> Any:
+        query, key, value, *companions, tag = given
         if problem is not None:
-            call = _like(problem, query, key, value, mask, sinks, slopes, starts_q, starts_k)
+            call = _like(problem, *given)
         else:
-            given = replace(
-                arguments,
-                attn_mask=mask,
-                sinks=sinks,
-                alibi_slopes=slopes,
-                cu_seqlens_q=starts_q,
-                cu_seqlens_k=starts_k,
-            )
-            call = build_call(query, key, value, given, flags)
+            call = build_call(query, key, value, arguments.with_companions(companions), flags)
         timed = wants_timing()
         start = now_ms(query.device) if timed else 0.0
         with without_autocast(call.problem.device_type):
@@ -107,77 +83,59 @@ class Exact:
         layer: int,
         return_aux: AuxRequest | bool | None,
     ) -> None:
-        self._decision = decision
         self._policy = policy
         self._backend = backend
-        self._left = decision.calls_before if decision.later is not None else -1
         self._general = general(arguments, return_aux, layer, self._run)
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
-        self._direct: Bound | None = None
-        if self._is_short and self._left < 0:
-            self._direct = _direct(call.problem, decision)
         self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
         self._event = AttentionEvent(
-            problem=call.problem,
-            decision=decision,
-            workspace_bytes=decision.workspace_bytes,
-            layer=layer,
+            problem=call.problem, decision=decision, workspace_bytes=0, layer=layer
         )
+        self.follow(decision)
+
+    def follow(self, decision: Decision) -> None:
+        """Run a decision from now on."""
+        self._decision = decision
+        self._left = decision.calls_before if decision.later is not None else -1
+        self._event = replace(
+            self._event, decision=decision, workspace_bytes=decision.workspace_bytes
+        )
+        self._by_tag.clear()
+        self._direct: Bound | None = None
+        if self._is_short and self._left < 0:
+            self._direct = _direct(self._event.problem, decision)
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
         return self._quick if self._is_short else self._general
 
-    def _quick(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        tag: str,
-    ) -> Any:
+    def _quick(self, *given: Any) -> Any:
         """Return the result for canonical tensors; the general way where that has failed."""
         watched = has_sinks()
         if self._direct is None or (watched and wants_timing()):
-            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+            return self._general(*given)
         output: Any = None
         try:
-            output = self._direct(query, key, value, mask, sinks, slopes, starts_q, starts_k)
+            output = self._direct(*given)
         except (torch.OutOfMemoryError, ExecutorError):
             self._direct = None
         if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
-            return self._general(query, key, value, mask, sinks, slopes, starts_q, starts_k, tag)
+            return self._general(*given)
         if watched:
-            emit(self._told(tag, key.shape[2]))
-        return self._with_aux(output) if self._return_aux else output
-
-    def _with_aux(self, found: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
-        """Return the output with what was asked for beside it."""
-        result = found if isinstance(found, Result) else Result(output=found)
-        return result.output, AuxOutput(
-            decision=self._decision,
-            lse=result.lse,
-            row_max=result.row_max,
-            entropy=result.entropy,
-            weights=result.weights,
-            error_estimate=torch.zeros(result.output.shape[:2], device=result.output.device),
-        )
+            emit(self._event_of(tag=given[8], len_k=given[1].shape[2]))
+        if not self._return_aux:
+            return output
+        result = output if isinstance(output, Result) else Result(output=output)
+        errors = torch.zeros(result.output.shape[:2], device=result.output.device)
+        return result.output, AuxOutput.of(result, self._decision, errors)
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""
         if self._left == 0:
             later = self._decision.later
             assert later is not None
-            self._decision = replace(self._decision, plan=later, later=None)
-            self._event = replace(self._event, decision=self._decision)
-            self._by_tag.clear()
-            if self._is_short:
-                self._direct = _direct(call.problem, self._decision)
+            self.follow(replace(self._decision, plan=later, later=None))
         self._left -= self._left >= 0
         outcome = run_decision(call, self._decision, self._policy, self._backend)
         if outcome.fallbacks:
@@ -185,7 +143,7 @@ class Exact:
             self._decision = outcome.decision  # what had no room once is not tried at each call
         return outcome
 
-    def _told(self, tag: str, len_k: int) -> AttentionEvent:
+    def _event_of(self, tag: str, len_k: int) -> AttentionEvent:
         """Return the event of a tag: the same each time, so that repetitions tell themselves."""
         known = self._by_tag.get((tag, len_k))
         if known is None:
@@ -212,7 +170,7 @@ def _is_as_given(call: Call, arguments: Arguments) -> bool:
 
 
 def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
-    """Return a function of the caller's tensors that runs one executor."""
+    """Return a function of what a bound call takes that runs one executor."""
     group = decision.plan.groups[0]
     dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
     grouped = problem.group_size > 1
@@ -225,7 +183,7 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
             key: torch.Tensor,
             value: torch.Tensor,
             mask: Tensor,
-            *others: Tensor,
+            *others: object,
         ) -> torch.Tensor:
             return sdpa(
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
@@ -235,17 +193,8 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
     executor = load(group.capability)
     whole = problem.aux is not Aux.NONE
 
-    def through_executor(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Tensor,
-        sinks: Tensor,
-        slopes: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-    ) -> torch.Tensor | Result:
-        call = _like(problem, query, key, value, mask, sinks, slopes, starts_q, starts_k)
+    def through_executor(*given: Any) -> torch.Tensor | Result:
+        call = _like(problem, *given)
         result = executor(call.tensors, call.problem, group)
         return result if whole else result.output
 
@@ -262,6 +211,7 @@ def _like(
     slopes: Tensor,
     starts_q: Tensor,
     starts_k: Tensor,
+    tag: str,
 ) -> Call:
     """Return the call of canonical tensors that have a problem described before."""
     seen = mask
@@ -292,20 +242,12 @@ def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) 
     if not return_aux:
         return output
     result, problem = outcome.result, call.problem
-
-    def restore(tensor: Tensor) -> Tensor:
-        return None if tensor is None else call.restore(tensor)
-
     errors = outcome.head_errors
     decision = outcome.decision
     lossy = decision is not None and is_lossy(decision.plan, problem)
     if errors is None and not lossy:
         errors = torch.zeros(problem.batch, problem.num_heads, device=output.device)
-    return output, AuxOutput(
-        decision=decision,
-        lse=restore(result.lse if Aux.LSE in problem.aux else None),
-        row_max=restore(result.row_max),
-        entropy=restore(result.entropy),
-        weights=restore(result.weights),
-        error_estimate=None if errors is None else call.restore(errors.float()),
-    )
+    if Aux.LSE not in problem.aux:
+        result = replace(result, lse=None)
+    errors = None if errors is None else errors.float()
+    return output, AuxOutput.of(result, decision, errors, call.restore)

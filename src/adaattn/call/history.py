@@ -90,11 +90,12 @@ class History:
         self.measure_every = measure_every
         self.momentum = momentum
         self.may_be_recomputed = False
+        self.resets = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.resets = getattr(self, "resets", 0) + 1
+        self.resets += 1
         self._entries: OrderedDict[tuple[object, ...], Entry] = OrderedDict()
         self._forwards: deque[tuple[object, Decision]] = deque(maxlen=_FORWARDS)
 

@@ -95,20 +95,5 @@ def decided_at_run_time(
 
 
 @decided_at_run_time.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    is_causal: bool,
-    to_end: bool,
-    window: list[int],
-    dilation: int,
-    policy: str,
-    layer: int,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: object) -> torch.Tensor:
     return query.new_empty((*query.shape[:3], value.shape[-1]))

@@ -1,9 +1,11 @@
 """What a caller may ask for beside the attention result, and what it gets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from adaattn.backends import Result
 from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.spec import Aux, Decision
 
@@ -63,6 +65,35 @@ class AuxOutput:
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     error_estimate: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        result: Result,
+        decision: Decision | None,
+        errors: torch.Tensor | None,
+        restore: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> "AuxOutput":
+        """Return what stands beside a result's output, in the caller's leading dimensions.
+
+        Args:
+            result: canonical.
+            decision: plan and reasons.
+            errors: [B, Hq].
+            restore: gives a tensor the caller's leading dimensions.
+        """
+        found = (result.lse, result.row_max, result.entropy, result.weights, errors)
+        lse, row_max, entropy, weights, estimate = (
+            None if item is None else restore(item) for item in found
+        )
+        return cls(
+            decision=decision,
+            lse=lse,
+            row_max=row_max,
+            entropy=entropy,
+            weights=weights,
+            error_estimate=estimate,
+        )
 
 
 def requested_flags(return_aux: AuxRequest | bool | None) -> Aux:

@@ -56,14 +56,8 @@ def traced(
         return output
     result, problem = outcome.result, call.problem
     errors = torch.zeros(problem.batch, problem.num_heads, device=output.device)
-    return output, AuxOutput(
-        decision=None,
-        lse=None if result.lse is None else call.restore(result.lse),
-        row_max=None if result.row_max is None else call.restore(result.row_max),
-        entropy=None if result.entropy is None else call.restore(result.entropy),
-        weights=None if result.weights is None else call.restore(result.weights),
-        error_estimate=call.restore(errors) if plan is None or plan.is_exact else None,
-    )
+    known = errors if plan is None or plan.is_exact else None
+    return output, AuxOutput.of(result, None, known, call.restore)
 
 
 def _may_lose(call: Call, backend: str) -> bool:

@@ -34,7 +34,6 @@ from adaattn.spec import (
     Method,
     Plan,
     Policy,
-    Precision,
     TensorStats,
     Way,
     Why,
@@ -167,7 +166,6 @@ def worth_measuring(
     capabilities: tuple[Capability, ...],
     *,
     forced: bool = False,
-    fp16_safe: bool = True,
     dropped: frozenset[Way] = frozenset(),
 ) -> tuple[Way, ...]:
     """Return the (method, precision) pairs that could beat the exact path at their very best.
@@ -183,7 +181,6 @@ def worth_measuring(
         policy: likewise.
         capabilities: likewise.
         forced: likewise.
-        fp16_safe: no element of q, k or v is too large for fp16.
         dropped: as for `decide`.
     """
     if not policy.allows_loss:
@@ -202,8 +199,6 @@ def worth_measuring(
     strictest = min(budget for budget in budgets if budget > 0)
     pays: list[Way] = []
     for item in _lower_precisions(candidates):
-        if item.group.precision is Precision.FP16 and not fp16_safe:
-            continue
         if item.way not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
             pays.append(item.way)
             if _SAFETY * item.group.precision.unit_roundoff <= strictest:

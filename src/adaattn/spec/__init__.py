@@ -7,10 +7,9 @@ queries and keys, ``Dv`` head dimension of values.
 Every value here can be printed, compared, hashed, pickled, and sent to other ranks.
 """
 
-from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Why
+from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Way, Why
 from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
-from adaattn.spec.history import Way
 from adaattn.spec.plan import Cost, Decision, HeadGroup, Plan, TraceEntry
 from adaattn.spec.policy import Policy
 

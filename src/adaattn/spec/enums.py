@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Why"]
+__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Way", "Why"]
 
 
 class Precision(enum.IntEnum):
@@ -66,6 +66,10 @@ class Method(enum.IntEnum):
     EXACT = 0
     LOW_RANK = 1
     BLOCK_SPARSE = 2
+
+
+Way = tuple[Method, Precision]
+"""How a head was computed: by which method, in which number format."""
 
 
 class Aux(enum.IntFlag):

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import adaattn
-from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy, record_events
+from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.attention.runner import Runner
 from adaattn.backends import registry
@@ -46,14 +46,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test see a machine on which the planner takes bf16 for the lossy policy."""
     facts = slow_machine()
     monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
-
-
-@pytest.fixture
-def events() -> Iterator[list[AttentionEvent]]:
-    """Record the events of one test."""
-    found: list[AttentionEvent] = []
-    with record_events(found.append):
-        yield found
 
 
 def draw(*, grad: bool = False, length: int = LENGTH) -> list[torch.Tensor]:

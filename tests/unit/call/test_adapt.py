@@ -1,6 +1,7 @@
 """Calls under an error budget: what they measure, follow, check, learn and repeat."""
 
-from collections.abc import Iterator
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from adaattn import (
     Policy,
     hardware,
     plan_attention,
-    record_events,
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
@@ -71,14 +71,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test see a machine on which the planner takes the low-rank executor."""
     facts = fake_facts("cpu")
     monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
-
-
-@pytest.fixture
-def events() -> Iterator[list[AttentionEvent]]:
-    """Record the events of one test."""
-    found: list[AttentionEvent] = []
-    with record_events(found.append):
-        yield found
 
 
 @pytest.fixture
@@ -472,3 +464,13 @@ def test_a_plan_leaves_nothing_for_a_history_to_say() -> None:
     plan = plan_attention(*tensors).plan
     with pytest.raises(ArgumentError, match="policy, backend and history with a plan: expected no"):
         attend(*tensors, plan=plan, history=History())
+
+
+def test_what_is_bound_keeps_no_tensor_of_its_first_call() -> None:
+    tensors, mask = draw(), torch.zeros(2048, 2048)
+    alive = [weakref.ref(item) for item in (*tensors, mask)]
+    attend(*tensors, mask, policy=LOSSY)
+    tensors.clear()
+    del mask
+    gc.collect()
+    assert not any(item() is not None for item in alive)

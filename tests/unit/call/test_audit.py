@@ -1,14 +1,13 @@
 """The audit: sampled exact rows against what an approximation returned."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy, record_events
+from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
@@ -45,14 +44,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test see a machine on which the planner takes the low-rank executor."""
     facts = fake_facts("cpu")
     monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
-
-
-@pytest.fixture
-def events() -> Iterator[list[AttentionEvent]]:
-    """Record the events of one test."""
-    found: list[AttentionEvent] = []
-    with record_events(found.append):
-        yield found
 
 
 def test_heads_over_budget_are_repaired_and_the_others_kept(

@@ -1,7 +1,7 @@
 """Backends by name, steps down, policies, events and given plans of the public call."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,14 +77,6 @@ def break_executor(
         monkeypatch.setattr(bound, "sdpa", broken)
     monkeypatch.setitem(registry._EXECUTORS, name, broken)
     return tried
-
-
-@pytest.fixture
-def events() -> Iterator[list[AttentionEvent]]:
-    """Record the events of one test."""
-    found: list[AttentionEvent] = []
-    with record_events(found.append):
-        yield found
 
 
 CPU_EXACT = [
