@@ -118,10 +118,12 @@ def _written(
     """Return each output of all chunks, written into one tensor as they come.
 
     Kept apart until the end they lie between the chunks' temporaries, whose memory an
-    allocator then cannot give back: 188 MiB resident instead of 8 on a CPU.
+    allocator then cannot give back: 188 MiB resident instead of 8 on a CPU. Of causal rows the
+    last see most keys, and go first: what they free has room for all that follow. In the other
+    order each chunk asks for a little more than any before it freed: 40 MiB instead of 16.
     """
     columns: list[torch.Tensor] = []
-    for rows in spans:
+    for rows in reversed(spans):
         cols = _keys(problem, rows)
         piece = chunk(part_of(tensors, rows, cols), problem, rows, cols)
         if not columns:

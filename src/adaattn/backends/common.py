@@ -240,7 +240,9 @@ def tile_scores(
     keys = tensors.key[:, :, cols.start : cols.stop].to(dtype)
     scores = grouped_product(query, keys.transpose(-1, -2))
     if problem.softcap > 0:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+        cap = problem.softcap
+        in_place = not scores.requires_grad
+        scores = scores.div_(cap).tanh_().mul_(cap) if in_place else cap * torch.tanh(scores / cap)
     bias, visible = tile_mask(tensors, problem, rows, cols, all_seen=all_seen)
     if bias is not None:
         scores = scores + bias
@@ -267,13 +269,14 @@ def softmax_rows(
         reference = torch.maximum(reference, sink.detach())
     blind = row_max == float("-inf")
     reference = reference.masked_fill(reference == float("-inf"), 0.0)
-    weights = torch.exp(scores - reference[..., None])
+    weights = (scores - reference[..., None]).exp_()
     total = weights.sum(-1)
     sink_weight = torch.exp(sink - reference) if sinks is not None else None
     if sink_weight is not None:
         total = total + sink_weight
     safe_total = total.masked_fill(blind, 1.0)
-    weights = weights / safe_total[..., None]
+    divisor = safe_total[..., None]
+    weights = weights / divisor if weights.requires_grad else weights.div_(divisor)
     lse = (reference + safe_total.log()).masked_fill(blind, float("-inf"))
     entropy = None
     if Aux.ENTROPY in aux:
