@@ -1,6 +1,6 @@
 """One event for each attention call, delivered to the sinks of the current context.
 
-Without a sink a call costs one lookup (`has_sinks`). A sink sees; it cannot change a
+Without a sink a call costs one lookup (`listeners`). A sink sees; it cannot change a
 plan, and one that raises is logged and never stops a call. Under ``torch.compile`` no
 events are emitted: a graph has no place for them.
 """
@@ -19,7 +19,7 @@ __all__ = [
     "Sink",
     "add_sink",
     "emit",
-    "has_sinks",
+    "listeners",
     "record_events",
     "remove_sink",
     "wants_timing",
@@ -74,19 +74,18 @@ _SINKS: contextvars.ContextVar[tuple[tuple[Sink, bool], ...]] = contextvars.Cont
 )
 
 
-def has_sinks() -> bool:
-    """Return whether anybody listens."""
-    return bool(_SINKS.get())
+listeners = _SINKS.get
+"""Returns who listens, one by one; true where anybody does."""
 
 
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    return any(timing for _, timing in _SINKS.get())
+    return any(timing for _, timing in listeners())
 
 
 def emit(event: AttentionEvent) -> None:
     """Deliver an event to every sink; a failing sink is logged."""
-    for sink, _ in _SINKS.get():
+    for sink, _ in listeners():
         try:
             sink(event)
         except Exception:
@@ -119,7 +118,7 @@ def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
 
 def add_sink(sink: Sink, *, timing: bool = False) -> contextvars.Token[Any]:
     """Send events to a sink until its token is given to `remove_sink`; without a ``with``."""
-    return _SINKS.set((*_SINKS.get(), (sink, timing)))
+    return _SINKS.set((*listeners(), (sink, timing)))
 
 
 remove_sink = _SINKS.reset

@@ -18,6 +18,7 @@ from adaattn.errors import PolicyError, expected_got
 from adaattn.spec import Policy
 
 __all__ = [
+    "AMBIENT",
     "PRESETS",
     "current_policy",
     "load_policy",
@@ -35,14 +36,15 @@ PRESETS: Final[dict[str, Policy]] = {
 _FORMAT: Final = "adaattn-policy"
 _VERSION: Final = 1
 
-_AMBIENT: contextvars.ContextVar[Policy] = contextvars.ContextVar(
+AMBIENT: contextvars.ContextVar[Policy] = contextvars.ContextVar(
     "adaattn_policy", default=PRESETS["quality"]
 )
+"""The policy that calls without one follow."""
 
 
 def current_policy() -> Policy:
     """Return the policy that calls without one follow."""
-    return _AMBIENT.get()
+    return AMBIENT.get()
 
 
 @contextlib.contextmanager
@@ -62,11 +64,11 @@ def use_policy(policy: Policy | str | os.PathLike[str]) -> Iterator[Policy]:
         0.01
     """
     resolved = resolve_policy(policy)
-    token = _AMBIENT.set(resolved)
+    token = AMBIENT.set(resolved)
     try:
         yield resolved
     finally:
-        _AMBIENT.reset(token)
+        AMBIENT.reset(token)
 
 
 def resolve_policy(policy: Policy | str | os.PathLike[str] | None) -> Policy:

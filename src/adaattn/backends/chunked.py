@@ -11,6 +11,7 @@ alone are kept between calls, 64 MiB of them in all.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -21,22 +22,19 @@ from adaattn.backends.common import (
     accumulation_dtype,
     fused_attention,
     grouped_product,
-    hides_nothing,
     host_bounds,
     key_range,
     mask_part,
     part_of,
     sequences,
     softmax_rows,
-    tile_mask,
     tile_scores,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.masks import may_keep
-from adaattn.backends.tiles import kept_tile, seen_tile
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
+from adaattn.backends.masked import is_plain, packed_tile, sdpa_tile, tile_masks, whole_tile
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup
 
-__all__ = ["CAPABILITIES", "run"]
+__all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
@@ -60,21 +58,70 @@ _Piece = tuple[torch.Tensor, ...]
 _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
-_SMALL_BYTES: Final = 1 << 16
-"""Slopes of which a bias is kept, and which it keeps alive, are no larger."""
+_PRODUCTS_OF_A_CALL: Final = 1_000_000
+_FEW_TOKENS: Final = 48
+"""See `_is_small`."""
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
+
+
+direct = whole_tile
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention computed ``group.chunk_rows`` query rows at a time (0 is all rows)."""
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.chunk_rows)
+    if problem.len_q and problem.len_k and is_plain(problem) and tensors.mask is None:
+        return _plain_sequences(tensors, problem, group.chunk_rows)
     parts = [
         _one_sequence(part, part_problem, group.chunk_rows)
         for part, part_problem in sequences(tensors, problem)
     ]
+    return _joined_sequences(parts, tensors, problem)
+
+
+def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
+    """Return attention of packed sequences that SDPA computes, together or one by one."""
+    bounds_q, bounds_k = host_bounds(tensors)
+    query, key, value = tensors.query, tensors.key, tensors.value
+    if tensors.alibi_slopes is None and _is_small(problem):
+        mask = packed_tile(bounds_q, bounds_k, problem, query)
+        return Result(output=fused_attention(query, key, value, mask, problem))
+    lengths_q, lengths_k = (
+        [stop - start for start, stop in pairwise(bounds)] for bounds in (bounds_q, bounds_k)
+    )
+    in_order = problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
+    outputs = []
+    for q, k, v in zip(
+        query.split(lengths_q, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True
+    ):
+        lengths = q.shape[2], k.shape[2]
+        if tensors.alibi_slopes is None and in_order and lengths[0] == lengths[1] > 0:
+            outputs.append(fused_attention(q, k, v, None, problem, is_causal=True))
+            continue
+        part = replace(tensors, query=q, key=k, value=v, bounds_q=(), bounds_k=())
+        part_problem = replace(problem, num_sequences=0, len_q=lengths[0], len_k=lengths[1])
+        outputs.append(_one_sequence(part, part_problem, chunk_rows).output)
+    return Result(output=outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))
+
+
+def _is_small(problem: AttentionProblem) -> bool:
+    """Return whether one call of SDPA with a mask beats one for each packed sequence, on a CPU.
+
+    A call costs 25 to 35 us, the scores between sequences 30 to 60 us for each million
+    multiplications. The two meet at 1 to 1.3 million a sequence (AMD EPYC 9004 with 2 cores,
+    float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11).
+    """
+    tokens = problem.len_q, problem.len_k
+    products = problem.num_heads * problem.head_dim * tokens[0] * tokens[1]
+    few = products <= _PRODUCTS_OF_A_CALL * problem.num_sequences or max(tokens) <= _FEW_TOKENS
+    return problem.device_type == "cpu" and few
+
+
+def _joined_sequences(parts: list[Result], tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return the results of packed sequences one after another."""
     if len(parts) == 1:
         return parts[0]
     return Result(
@@ -89,7 +136,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
     """Return attention of one dense problem."""
     length = problem.len_q
-    chunk = _sdpa_chunk if length and _is_plain(problem) else _explicit_chunk
+    chunk = sdpa_tile if length and is_plain(problem) else _explicit_chunk
     step = min(chunk_rows or length, length)
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
@@ -189,70 +236,12 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
     return joined[:, :, cols.start - first * size : cols.stop - first * size]
 
 
-def _is_plain(problem: AttentionProblem) -> bool:
-    """Return whether SDPA with a mask can compute a chunk."""
-    if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
-        return False
-    # In 16 bits what a wider mask says would be lost, and sums of gradients over distances.
-    half = problem.precision in (Precision.BF16, Precision.FP16)
-    return not (half and (problem.mask_is_wide or problem.alibi_requires_grad))
-
-
-def _sdpa_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
-    """Return the output of some rows by one SDPA call."""
-    if not cols:
-        return _blind(tile)
-    query = tile.query
-    if tile.mask is None and tile.alibi_slopes is None:
-        hidden = not hides_nothing(problem, rows, cols)
-        mask = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
-    elif tile.mask is None:
-        mask = _alibi(tile, problem, rows, cols)
-    else:
-        bias, mask = _masks(tile, problem, rows, cols)
-        if bias is not None:
-            bias = bias.to(query.dtype)
-            mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
-    return (fused_attention(query, tile.key, tile.value, mask, problem),)
-
-
-def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> torch.Tensor:
-    """Return ALiBi's bias and what position hides, [B or 1, Hq, R, C] in the query's dtype."""
-    slopes, query = tile.alibi_slopes, tile.query
-    assert slopes is not None
-
-    def make() -> torch.Tensor:
-        bias, seen = _masks(tile, problem, rows, cols)
-        assert bias is not None
-        bias = bias.to(query.dtype)
-        return bias if seen is None else torch.where(seen, bias, float("-inf"))
-
-    if not may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
-        return make()
-    if not slopes.is_cuda:
-        more: tuple[object, ...] = ("alibi", slopes.shape, *slopes.flatten().tolist())
-        return kept_tile(more, problem, rows, cols, query, query.dtype, make)
-    # A write through ``.data``, which PyTorch does not count, is not noticed on a GPU.
-    own = slopes._base if slopes._base is not None else slopes
-    if own.is_inference() or own.untyped_storage().nbytes() > _SMALL_BYTES:
-        return make()
-    place = (own._version, own.data_ptr(), slopes.shape, slopes.stride(), slopes.storage_offset())
-    return kept_tile(("alibi", id(own), *place), problem, rows, cols, query, query.dtype, make, own)
-
-
-def _blind(tile: Tensors) -> _Piece:
-    """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
-    tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
-    zero = torch.stack(tied).sum().to(tile.query.dtype)
-    return (zero.expand(*tile.query.shape[:-1], tile.value.shape[-1]).contiguous(),)
-
-
 def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
     """Return output, log-sum-exp, maximum, entropy and weights of some rows."""
     bare = replace(tile, mask=None, alibi_slopes=None)
     numbers = torch.arange(len(rows), device=tile.query.device)
     scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
-    bias, seen = _masks(tile, problem, rows, cols)
+    bias, seen = tile_masks(tile, problem, rows, cols)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if seen is not None:
@@ -271,24 +260,6 @@ def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols:
     if Aux.WEIGHTS in problem.aux:
         piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
     return tuple(piece)
-
-
-def _masks(
-    tile: Tensors, problem: AttentionProblem, rows: range, cols: range
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (what is added to the scores, which keys are seen) of a tile; None for nothing."""
-    bias: torch.Tensor | None = None
-    if tile.alibi_slopes is not None:
-        numbers = torch.arange(rows.start, rows.stop, device=tile.query.device)
-        bias, _ = tile_mask(replace(tile, mask=None), problem, numbers, cols, all_seen=True)
-    seen: torch.Tensor | None = None
-    if not hides_nothing(problem, rows, cols):
-        seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
-    if tile.mask is None:
-        return bias, seen
-    if tile.mask.dtype == torch.bool:
-        return bias, tile.mask if seen is None else tile.mask & seen
-    return tile.mask if bias is None else bias + tile.mask, seen
 
 
 def _result(columns: list[torch.Tensor], aux: Aux) -> Result:

@@ -6,6 +6,7 @@ mistake in one shows as a difference.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ __all__ = [
     "mask_part",
     "part_of",
     "sdpa",
+    "sdpa_keywords",
     "sequences",
     "softmax_rows",
     "tile_mask",
@@ -37,6 +39,21 @@ __all__ = [
 
 sdpa = F.scaled_dot_product_attention
 """PyTorch's own function, as it was at import: a caller may put ours in its place."""
+
+
+def sdpa_keywords(problem: AttentionProblem) -> dict[str, Any]:
+    """Return what `sdpa` is told of a problem beside q, k, v, mask and causal order.
+
+    What is its default is left out: parsing it costs a microsecond.
+    """
+    found: dict[str, Any] = {}
+    if problem.dropout_p:
+        found["dropout_p"] = problem.dropout_p
+    if problem.scale != problem.head_dim**-0.5:
+        found["scale"] = problem.scale
+    if problem.group_size > 1:
+        found["enable_gqa"] = True
+    return found
 
 
 @dataclass(frozen=True, slots=True)

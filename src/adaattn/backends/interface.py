@@ -12,7 +12,7 @@ import torch
 
 from adaattn.spec import AttentionProblem, HeadGroup
 
-__all__ = ["Executor", "Result", "Tensors", "combine"]
+__all__ = ["Direct", "Executor", "Result", "Tensors", "combine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +85,11 @@ def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.
 
 
 Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
+
+Direct = Callable[..., torch.Tensor]
+"""What an executor does for one problem without auxiliary outputs, worked out beforehand.
+
+Takes q, k, v and mask as the caller gave them, q, k and v in 4-D; where the problem has sinks,
+ALiBi or packed sequences also sinks, slopes and both cu_seqlens. Returns the output. The tensors
+of each call are like those that the problem was described from.
+"""

@@ -1,14 +1,15 @@
 """The executors of this installation: what each can do, and how it is called."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
 
 from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
-from adaattn.backends.interface import Executor
+from adaattn.backends.interface import Direct, Executor
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec import Capability
+from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup
 
-__all__ = ["capabilities", "capabilities_asked_for", "capability_named", "load"]
+__all__ = ["capabilities", "capabilities_asked_for", "capability_named", "direct", "load"]
 
 _MODULES: Final = (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference)
 _CAPABILITIES: Final[tuple[Capability, ...]] = tuple(
@@ -17,6 +18,11 @@ _CAPABILITIES: Final[tuple[Capability, ...]] = tuple(
 _BY_NAME: Final = {capability.name: capability for capability in _CAPABILITIES}
 _EXECUTORS: Final[dict[str, Executor]] = {
     capability.name: module.run for module in _MODULES for capability in module.CAPABILITIES
+}
+_DIRECT: Final[dict[str, Callable[[AttentionProblem, HeadGroup], Direct | None]]] = {
+    capability.name: module.direct
+    for module in (sdpa, chunked)
+    for capability in module.CAPABILITIES
 }
 
 
@@ -66,3 +72,10 @@ def capabilities_asked_for(backend: str) -> tuple[Capability, ...]:
 def load(name: str) -> Executor:
     """Return the executor of a capability; compiled kernels are imported when they first run."""
     return _EXECUTORS[name]
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return what an executor does for a problem, as short as it can be; None if `load` is it."""
+    if problem.aux is not Aux.NONE or group.capability not in _DIRECT:
+        return None
+    return _DIRECT[group.capability](problem, group)

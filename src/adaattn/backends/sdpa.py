@@ -6,13 +6,14 @@ costs microseconds a call. Each kernel declares only what it does natively: mask
 stand for windows or packed sequences belong to other executors.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import sdpa, with_dense_columns
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
+from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import additive_mask, kept_bias
 from adaattn.spec import (
     Align,
@@ -21,10 +22,11 @@ from adaattn.spec import (
     Capability,
     Feature,
     HeadGroup,
+    MaskKind,
     Precision,
 )
 
-__all__ = ["CAPABILITIES", "goes_through_sdpa", "run"]
+__all__ = ["CAPABILITIES", "direct", "goes_through_sdpa", "run"]
 
 _ATEN = torch.ops.aten
 _HALF = (Precision.BF16, Precision.FP16)
@@ -141,6 +143,18 @@ def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
     special = problem.num_sequences > 0 or problem.window != (-1, -1)
     corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT
     return not (special or corner or problem.aux is not Aux.NONE)
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return PyTorch's function with the problem's keywords; None where it needs more than that."""
+    # cuDNN is handed a boolean mask as numbers.
+    as_numbers = problem.mask is MaskKind.BOOLEAN and problem.sdpa_default == "sdpa.cudnn"
+    if as_numbers or not goes_through_sdpa(problem, group):
+        return None
+    keywords = sdpa_keywords(problem)
+    if problem.is_causal:
+        keywords["is_causal"] = True
+    return partial(sdpa, **keywords) if keywords else sdpa
 
 
 def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:

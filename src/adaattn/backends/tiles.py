@@ -16,12 +16,12 @@ from adaattn.backends.common import visible_tile
 from adaattn.backends.masks import additive_mask, may_keep
 from adaattn.spec import AttentionProblem
 
-__all__ = ["kept_tile", "seen_tile"]
+__all__ = ["kept", "kept_tile", "made_tile", "seen_tile", "tile_key"]
 
 _KEPT_TILES: Final = 64
 _KEPT_BYTES: Final = 64 << 20
 
-_TILES: OrderedDict[tuple[object, ...], tuple[torch.Tensor, object]] = OrderedDict()
+_TILES: OrderedDict[object, tuple[torch.Tensor, object]] = OrderedDict()
 _LOCK: Final = threading.Lock()
 
 
@@ -39,7 +39,7 @@ def seen_tile(
     """
 
     def make() -> torch.Tensor:
-        return _made(problem, rows, cols, query.device, dtype)
+        return made_tile(problem, rows, cols, query.device, dtype)
 
     return kept_tile((), problem, rows, cols, query, dtype, make) if may_keep(query) else make()
 
@@ -66,11 +66,22 @@ def kept_tile(
         make: makes it.
         owner: kept beside it, so that its identity in ``more`` is not reused.
     """
+    return kept((more, tile_key(problem, rows, cols, query, dtype)), make, owner)
+
+
+def tile_key(
+    problem: AttentionProblem, rows: range, cols: range, query: torch.Tensor, dtype: torch.dtype
+) -> tuple[object, ...]:
+    """Return what a tile depends on of positions, dtype and device."""
     stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
     first = rows.start + problem.offset - cols.start
     right = 0 if problem.is_causal else problem.window[1]
     pattern = (first, len(rows), len(cols), problem.window[0], right, problem.dilation)
-    key = (*more, *pattern, dtype, query.device, stream)
+    return (*pattern, dtype, query.device, stream)
+
+
+def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) -> torch.Tensor:
+    """Return the tile of a key that was made before, or make and keep it; see `kept_tile`."""
     with _LOCK:
         known = _TILES.get(key)
         if known is not None:
@@ -85,7 +96,7 @@ def kept_tile(
     return made
 
 
-def _made(
+def made_tile(
     problem: AttentionProblem, rows: range, cols: range, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the mask of one tile by position alone, newly made."""

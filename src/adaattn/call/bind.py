@@ -20,7 +20,7 @@ from adaattn.call.choice import Choice
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import Call, build_call
 from adaattn.call.history import History, is_recomputing
-from adaattn.call.key import Choices
+from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
 from adaattn.call.run import GIVEN, check_plan, run_plan
 from adaattn.errors import ArgumentError, UnsupportedError, expected_got
@@ -32,21 +32,26 @@ __all__ = ["Bound", "bind", "bound_calls", "find"]
 _KEPT: Final = 4096
 _TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
-_BOUND: Final[dict[object, tuple[Bound, object]]] = {}
-"""Bound calls by key; the values beside them keep identities in the key from being reused."""
+_BOUND: Final[dict[object, Bound]] = {}
+_NAMED: Final[dict[object, object]] = {}
+"""What the keys name by identity, which nothing else may take while they are kept."""
 
-hardware.on_clear(_BOUND.clear)
+find = _BOUND.get
+"""Returns the bound call of a key, or None."""
+
+
+def _forget() -> None:
+    """Drop every bound call."""
+    _BOUND.clear()
+    _NAMED.clear()
+
+
+hardware.on_clear(_forget)
 
 
 def bound_calls() -> int:
     """Return how many calls are bound in this process."""
     return len(_BOUND)
-
-
-def find(key: object) -> Bound | None:
-    """Return the bound call of a key."""
-    known = _BOUND.get(key)
-    return None if known is None else known[0]
 
 
 def bind(
@@ -82,12 +87,12 @@ def bind(
         made = _given(call, arguments, plan, layer, return_aux)
     else:
         made = _chosen(call, arguments, resolved, backend, layer, return_aux, history)
-    if is_transformed(query, key, value):
+    if known_by is None or is_transformed(query, key, value) or not may_keep(arguments, policy):
         return made
-    if known_by is not None:
-        if len(_BOUND) >= _KEPT:
-            _BOUND.clear()
-        _BOUND[known_by] = (made, (policy, resolved, plan, history))
+    if len(_BOUND) >= _KEPT:
+        _forget()
+    _NAMED[known_by] = (policy, resolved, plan, history)
+    _BOUND[known_by] = made
     return made
 
 
@@ -155,6 +160,7 @@ class _Adapting:
         if self._left and self._exact and decision is not None and decision is not self._decided:
             self._decided = decision
             self._exact.follow(decision)
+            self._quick = self._exact.bound()
         return outcome
 
 

@@ -11,18 +11,17 @@ from typing import Any, Final
 
 import torch
 
-from adaattn._events import AttentionEvent, emit, has_sinks, wants_timing
-from adaattn.backends import Result, Tensors, load
-from adaattn.backends.common import sdpa
-from adaattn.backends.sdpa import goes_through_sdpa
+from adaattn._events import AttentionEvent, emit, listeners, wants_timing
+from adaattn.backends import Direct, Result, Tensors, direct, load
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
+from adaattn.call.packing import packed_bounds
 from adaattn.call.run import now_ms, run_decision, tell
 from adaattn.errors import ExecutorError
-from adaattn.spec import AttentionProblem, Aux, Decision, MaskKind, Policy
+from adaattn.spec import AttentionProblem, Aux, Decision, Policy
 
 __all__ = ["Bound", "Exact", "general"]
 
@@ -108,11 +107,41 @@ class Exact:
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
-        return self._quick if self._is_short else self._general
+        if not self._is_short:
+            return self._general
+        problem, group = self._event.problem, self._decision.plan.groups[0]
+        run = None if self._direct is None or self._return_aux else direct(problem, group)
+        return self._quick if run is None else self._shortest(run, _has_companions(problem))
+
+    def _shortest(self, run: Direct | None, companions: bool) -> Bound:
+        """Return a function that runs another while nobody listens and it does not fail."""
+        quick = self._quick
+
+        def with_companions(*given: Any) -> Any:
+            nonlocal run
+            if run is not None and not listeners():
+                try:
+                    return run(*given[:8])
+                except (torch.OutOfMemoryError, ExecutorError):
+                    run = self._direct = None
+            return quick(*given)
+
+        def shortest(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Tensor, *rest: Any
+        ) -> Any:
+            nonlocal run
+            if run is not None and not listeners():
+                try:
+                    return run(query, key, value, mask)
+                except (torch.OutOfMemoryError, ExecutorError):
+                    run = self._direct = None
+            return quick(query, key, value, mask, *rest)
+
+        return with_companions if companions else shortest
 
     def _quick(self, *given: Any) -> Any:
         """Return the result for canonical tensors; the general way where that has failed."""
-        watched = has_sinks()
+        watched = listeners()
         if self._direct is None or (watched and wants_timing()):
             return self._general(*given)
         output: Any = None
@@ -165,31 +194,16 @@ def _is_as_given(call: Call, arguments: Arguments) -> bool:
         and (tensors.mask is None) == (mask is None)
         and call.is_as_given
         and not torch.is_autocast_enabled(call.problem.device_type)
-        and not (call.problem.num_sequences and call.problem.device_type == "cpu")
     )
 
 
 def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
     """Return a function of what a bound call takes that runs one executor."""
     group = decision.plan.groups[0]
-    dropout_p, is_causal, scale = problem.dropout_p, problem.is_causal, problem.scale
-    grouped = problem.group_size > 1
-    # cuDNN is handed a boolean mask as numbers.
-    plain = problem.mask is not MaskKind.BOOLEAN or problem.sdpa_default != "sdpa.cudnn"
-    if goes_through_sdpa(problem, group) and plain:
-
-        def through_sdpa(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: Tensor,
-            *others: object,
-        ) -> torch.Tensor:
-            return sdpa(
-                query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
-            )
-
-        return through_sdpa
+    known = direct(problem, group)
+    if known is not None:
+        takes = 8 if _has_companions(problem) else 4
+        return lambda *given: known(*given[:takes])
     executor = load(group.capability)
     whole = problem.aux is not Aux.NONE
 
@@ -199,6 +213,11 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
         return result if whole else result.output
 
     return through_executor
+
+
+def _has_companions(problem: AttentionProblem) -> bool:
+    """Return whether there are tensors beside q, k, v and mask."""
+    return problem.has_sinks or problem.has_alibi or problem.num_sequences > 0
 
 
 def _like(
@@ -217,10 +236,14 @@ def _like(
     seen = mask
     if mask is not None and mask.dim() < 4:
         seen = mask[(None,) * (4 - mask.dim())]
+    # On a CPU the numbers of the bounds are read, and checked, at each call.
+    bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
     tensors = Tensors(
         query=query,
         key=key,
         value=value,
+        bounds_q=bounds_q,
+        bounds_k=bounds_k,
         mask=seen,
         mask_given=mask,
         sinks=sinks,

@@ -6,12 +6,13 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.call.arguments import Arguments
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
-from adaattn.policies import PRESETS, current_policy
+from adaattn.policies import AMBIENT, PRESETS
 from adaattn.spec import Plan, Policy
 
-__all__ = ["DECODE_ROWS", "NO_WINDOW", "Choices", "Tensor", "key_of"]
+__all__ = ["DECODE_ROWS", "NO_WINDOW", "Choices", "Tensor", "key_of", "may_keep"]
 
 Tensor = torch.Tensor | None
 
@@ -34,6 +35,7 @@ _math = torch._C._get_math_sdp_enabled
 _cudnn = torch._C._get_cudnn_sdp_enabled
 _deterministic = torch._C._get_deterministic_algorithms
 _grad = torch.is_grad_enabled
+_ambient = AMBIENT.get
 _any_autocast = torch._C._is_any_autocast_enabled
 _threads = torch.get_num_threads
 
@@ -47,7 +49,7 @@ def key_of(
     window: Sequence[int],
     choice: Choices,
 ) -> object:
-    """Return everything that the choice for a call depends on; None where that cannot be said.
+    """Return everything that the choice for a call depends on.
 
     Args:
         query: [..., Hq, Sq, D].
@@ -57,39 +59,32 @@ def key_of(
         settings: the numbers and flags that say what is to be computed.
         window: left and right.
         choice: how it is to be planned.
+
+    Raises:
+        AttributeError, IndexError, TypeError, ValueError, RuntimeError: what is no tensor, or no
+            number, has no key; nor has a nested tensor, or keys of another rank than the query.
     """
     policy, plan, history, backend, layer, return_aux = choice
-    named: object
-    if policy is None:
-        named = id(current_policy())
-    elif type(policy) is str:
-        if policy not in PRESETS:
-            return None  # a file, which may change
-        named = policy
-    elif isinstance(policy, Policy):
-        named = id(policy)
-    else:
-        return None
-    scale, softcap, dropout_p, is_causal, grouped, *_ = settings
-    plain = type(scale) in _PLAIN and type(softcap) in _PLAIN and type(dropout_p) in _PLAIN
-    if not (plain and type(is_causal) is bool and type(grouped) is bool):
-        return None  # a tensor's value may change unseen
+    mask, sinks, slopes, starts_q, starts_k = companions
+    shape, key_shape = query.shape, key.shape
+    seen: object = None
     keys: tuple[Any, ...]
-    values: tuple[Any, ...]
-    seen: tuple[Any, ...] | None
-    if query.shape[-2] <= DECODE_ROWS < key.shape[-2] and companions[3] is None:
-        keys, values, seen = _growing(key, value, companions[0], window)
+    if len(shape) == 4 and shape[2] <= DECODE_ROWS < key_shape[2] and starts_q is None:
+        keys = _growing(key, value, window)
+        if mask is not None:
+            seen = _growing_mask(mask, key_shape[2])
     else:
-        keys, values = (key.shape, key.stride()), (value.shape, value.stride())
-        seen = None if companions[0] is None else _facts(companions[0])
-    rest = None
-    if not (companions[1] is companions[2] is companions[3] is companions[4] is None):
-        rest = (*map(_facts, companions[1:]), companions[3] is companions[4])
+        keys = (key_shape, key.stride(), value.shape, value.stride())
+        if mask is not None:
+            seen = _facts(mask)
+    if sinks is slopes is starts_q is starts_k is None:
+        rest = None
+    else:
+        rest = (*map(_facts, companions[1:]), starts_q is starts_k)
     return (
-        query.shape,
+        shape,
         query.stride(),
         keys,
-        values,
         query.dtype,
         key.dtype,
         value.dtype,
@@ -102,7 +97,12 @@ def key_of(
         settings,
         type(settings[6]),  # 2.0 equals 2, and is no dilation
         window if window is NO_WINDOW else tuple(map(operator.index, window)),
-        (named, id(plan), id(history), backend, layer, return_aux),
+        policy if type(policy) is str else id(_ambient() if policy is None else policy),
+        None if plan is None else id(plan),
+        None if history is None else id(history),
+        backend,
+        layer,
+        return_aux,
         torch.get_autocast_dtype(query.device.type) if _autocasts(query) else None,
         _deterministic(),
         _threads(),
@@ -113,21 +113,42 @@ def key_of(
     )
 
 
-def _growing(
-    key: torch.Tensor, value: torch.Tensor, mask: Tensor, window: Sequence[int]
-) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None]:
-    """Return what a choice depends on of keys, values and mask of decoding over a growing cache."""
-    length = key.shape[-2]
-    grown = (length - 1).bit_length()
-    # What a problem is simplified to depends on whether a window reaches all keys.
-    reached = (window[0] >= length, window[1] >= length)
-    keys = (key.shape[:-2], key.shape[-1], grown, key.stride()[-2:], reached)
-    values = (value.shape[:-2], value.shape[-1], value.shape[-2] - length, value.stride()[-2:])
-    if mask is None:
-        return keys, values, None
-    whole = mask.shape[-1] in (1, length)
-    seen = (mask.shape[:-1], whole, mask.shape[-1] == 1, mask.stride(-1), *_kind(mask))
-    return keys, values, seen
+def may_keep(arguments: Arguments, policy: object) -> bool:
+    """Return whether calls with equal keys are alike: a tensor's value and a file may change."""
+    numbers = (arguments.scale, arguments.softcap, arguments.dropout_p)
+    named = policy in PRESETS if type(policy) is str else isinstance(policy, Policy | None)
+    return named and all(type(number) in _PLAIN for number in numbers)
+
+
+def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> tuple[Any, ...]:
+    """Return what a choice depends on of the keys and values of decoding over a growing cache."""
+    batch, heads, length, dim = key.shape
+    value_batch, value_heads, value_length, value_dim = value.shape
+    strides, value_strides = key.stride(), value.stride()
+    return (
+        batch,
+        heads,
+        (length - 1).bit_length(),
+        dim,
+        strides[2],
+        strides[3],
+        value_batch,
+        value_heads,
+        value_length - length,
+        value_dim,
+        value_strides[2],
+        value_strides[3],
+        # What a problem is simplified to depends on whether a window reaches all keys.
+        None if window is NO_WINDOW else (window[0] >= length, window[1] >= length),
+    )
+
+
+def _growing_mask(mask: torch.Tensor, length: int) -> tuple[object, ...]:
+    """Return the same of a mask over that cache."""
+    shape = mask.shape
+    columns = shape[-1]
+    whole = columns in (1, length)
+    return (shape[:-1], whole, columns == 1, mask.stride(-1), *_kind(mask))
 
 
 def _autocasts(query: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from adaattn import hardware
-from adaattn._events import AttentionEvent, emit, has_sinks
+from adaattn._events import AttentionEvent, emit, listeners
 from adaattn.backends import capabilities, capability_named, execute
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
@@ -135,7 +135,7 @@ def now_ms(device: torch.device) -> float:
 
 def tell(call: Call, outcome: Outcome, tag: str, layer: int, time_ms: float | None) -> None:
     """Emit the event of a call, if anybody listens."""
-    if not has_sinks():
+    if not listeners():
         return
     decision = outcome.decision
     assert decision is not None

@@ -39,13 +39,13 @@ def nothing_kept() -> Iterator[None]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Note each mask that is made from positions."""
     found: list[torch.Tensor] = []
-    make = tiles._made
+    make = tiles.made_tile
 
     def noting(*arguments: Any) -> torch.Tensor:
         found.append(make(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(tiles, "_made", noting)
+    monkeypatch.setattr(tiles, "made_tile", noting)
     return found
 
 

@@ -14,6 +14,7 @@ from adaattn import (
     Method,
     Plan,
     Policy,
+    hardware,
     plan_attention,
     record_events,
     save_policy,
@@ -22,7 +23,6 @@ from adaattn import (
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities, registry
 from adaattn.backends.interface import Executor, Result
-from adaattn.call import bound
 from adaattn.call.run import FALLBACKS
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts
@@ -64,7 +64,8 @@ def break_executor(
 ) -> list[Any]:
     """Make an executor raise; return a list that grows each time it is tried.
 
-    A plain call goes to PyTorch's function itself, not through the executor.
+    A plain call goes to PyTorch's function itself, not through the executor; calls that are bound
+    hold what they run, and are forgotten.
     """
     error = error or RuntimeError(f"{name} ran out of luck\nand of this line")
     tried: list[Any] = []
@@ -73,9 +74,10 @@ def break_executor(
         tried.append(name)
         raise error
 
-    if name == "sdpa.flash":
-        monkeypatch.setattr(bound, "sdpa", broken)
     monkeypatch.setitem(registry._EXECUTORS, name, broken)
+    if name in registry._DIRECT:
+        monkeypatch.setitem(registry._DIRECT, name, lambda problem, group: broken)
+    hardware.clear_cache()
     return tried
 
 
