@@ -9,6 +9,7 @@ The gradients of k and v, sums over chunks, add up in fp32. Masks that follow fr
 alone are kept between calls, 64 MiB of them in all.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -61,6 +62,8 @@ _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
 """See `_is_small`."""
+
+_MOST_KEPT: Final = 64 << 20
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
@@ -215,11 +218,31 @@ def _differentiable(
         )
         return chunk(tile, problem, rows, cols)
 
+    parts = zip(queries, spans, strict=True)
+    if chunk is sdpa_tile and _keeps_little(problem, spans):
+        return [run(query, rows) for query, rows in parts]
     # The query is an argument so that the recomputation finds its device's random state.
-    return [
-        checkpoint(run, query, rows, use_reentrant=False)
-        for query, rows in zip(queries, spans, strict=True)
-    ]
+    return [checkpoint(run, query, rows, use_reentrant=False) for query, rows in parts]
+
+
+def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
+    """Return whether chunks need not be computed again: SDPA's kernel for CPUs keeps no scores.
+
+    What their backward pass reads, their masks and their keys and values, is 64 MiB at most.
+    """
+    flash = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
+    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
+    if problem.device_type != "cpu" or not flash or unserved:
+        return False
+    if problem.value_dim != problem.head_dim:
+        return False
+    size = max(problem.precision.bits // 8, 4)
+    heads = problem.batch * problem.num_heads if problem.has_alibi else 1
+    if problem.mask_shape:
+        heads = max(heads, math.prod(problem.mask_shape[:2]))
+    columns = problem.batch * problem.num_kv_heads * (problem.head_dim + problem.value_dim)
+    lengths = ((len(rows), len(_keys(problem, rows))) for rows in spans)
+    return size * sum(cols * (heads * rows + columns) for rows, cols in lengths) <= _MOST_KEPT
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

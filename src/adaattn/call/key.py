@@ -37,6 +37,7 @@ _deterministic = torch._C._get_deterministic_algorithms
 _grad = torch.is_grad_enabled
 _ambient = AMBIENT.get
 _any_autocast = torch._C._is_any_autocast_enabled
+_autocasts = torch.is_autocast_enabled
 _threads = torch.get_num_threads
 
 
@@ -66,7 +67,7 @@ def key_of(
     """
     policy, plan, history, backend, layer, return_aux = choice
     mask, sinks, slopes, starts_q, starts_k = companions
-    shape, key_shape = query.shape, key.shape
+    shape, key_shape, device = query.shape, key.shape, query.device
     seen: object = None
     keys: tuple[Any, ...]
     if len(shape) == 4 and shape[2] <= DECODE_ROWS < key_shape[2] and starts_q is None:
@@ -80,7 +81,13 @@ def key_of(
     if sinks is slopes is starts_q is starts_k is None:
         rest = None
     else:
-        rest = (*map(_facts, companions[1:]), starts_q is starts_k)
+        rest = (
+            sinks is not None and _facts(sinks),
+            slopes is not None and _facts(slopes),
+            starts_q is not None and _facts(starts_q),
+            starts_k is not None and _facts(starts_k),
+            starts_q is starts_k,
+        )
     return (
         shape,
         query.stride(),
@@ -88,7 +95,7 @@ def key_of(
         query.dtype,
         key.dtype,
         value.dtype,
-        query.device,
+        device,
         key.is_cuda,
         value.is_cuda,
         _grad() and (query.requires_grad, key.requires_grad, value.requires_grad),
@@ -103,7 +110,7 @@ def key_of(
         backend,
         layer,
         return_aux,
-        torch.get_autocast_dtype(query.device.type) if _autocasts(query) else None,
+        torch.get_autocast_dtype(device.type) if _any_autocast() and _autocasts(device.type) else 0,
         _deterministic(),
         _threads(),
         _flash(),
@@ -145,15 +152,17 @@ def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> t
 
 def _growing_mask(mask: torch.Tensor, length: int) -> tuple[object, ...]:
     """Return the same of a mask over that cache."""
-    shape = mask.shape
-    columns = shape[-1]
-    whole = columns in (1, length)
-    return (shape[:-1], whole, columns == 1, mask.stride(-1), *_kind(mask))
-
-
-def _autocasts(query: torch.Tensor) -> bool:
-    """Return whether autocast would cast a tensor."""
-    return _any_autocast() and torch.is_autocast_enabled(query.device.type)
+    *lead, columns = mask.shape
+    return (
+        tuple(lead),
+        columns == length,
+        columns == 1,
+        mask.stride()[-1],
+        mask.dtype,
+        mask.is_cuda,
+        mask.requires_grad,
+        type(mask),
+    )
 
 
 def _facts(tensor: Tensor) -> tuple[object, ...]:
