@@ -37,7 +37,7 @@ def main():
     for entry in decision.trace:
         if entry.accepted or entry.candidate.startswith("reference"):
             print(f"{entry.candidate}: {entry.reason}")
-    rows, workspace = decision.plan.groups[0].chunk_rows, decision.workspace_bytes / 2**20
+    rows, workspace = decision.plan.groups[0].launch.chunk_rows, decision.workspace_bytes / 2**20
     print(f"the plan: {rows} query rows at once, {workspace:.0f} MiB of workspace")
     adaattn.scaled_dot_product_attention(query, key, value, **settings)  # sets up thread pools
     if sys.platform == "linux":  # pages that the C library keeps would hide the peak

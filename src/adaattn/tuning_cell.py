@@ -34,6 +34,7 @@ from adaattn.spec import (
     Measured,
     Method,
     Precision,
+    Scheme,
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.tuning_inputs import random_call
@@ -186,7 +187,7 @@ def _expected(call: Call, facts: HardwareFacts) -> tuple[torch.Tensor, ...] | No
         _leave_out("chunked", problem, "without it nothing can be checked")
         return None
     if problem.precision is not Precision.FP64:
-        group = replace(group, precision=Precision.FP32)
+        group = replace(group, scheme=Scheme.of(Precision.FP32))
     return _guarded("chunked", problem, _step(call, group))
 
 

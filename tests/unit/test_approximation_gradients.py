@@ -3,16 +3,12 @@
 import pytest
 import torch
 
-from adaattn import HeadGroup, Method, Plan, Precision
+from adaattn import BlockSparse, HeadGroup, LowRank, Method, Plan, Precision, Scheme
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.testing import fake_facts
 
 LOW_RANK = HeadGroup(
-    capability="low_rank",
-    method=Method.LOW_RANK,
-    precision=Precision.FP64,
-    rank=3,
-    value_rank=3,
+    capability="low_rank", method=LowRank(rank=3, value_rank=3), scheme=Scheme.of(Precision.FP64)
 )
 
 
@@ -79,10 +75,8 @@ def test_block_sparse_differentiates_the_kept_blocks(kv_heads: int, is_causal: b
     """Which blocks are kept does not change within a finite difference."""
     group = HeadGroup(
         capability="block_sparse",
-        method=Method.BLOCK_SPARSE,
-        precision=Precision.FP64,
-        block_size=4,
-        kept_mass=0.3,
+        method=BlockSparse(block_size=4, kept_mass=0.3),
+        scheme=Scheme.of(Precision.FP64),
     )
     plan = Plan(groups=(group,), num_heads=2)
     shapes = [(1, 2, 10, 3), (1, kv_heads, 10, 3), (1, kv_heads, 10, 2)]
@@ -104,7 +98,7 @@ def test_a_call_under_a_policy_has_the_gradients_of_its_plan(
     factors = [(torch.randn(1, 2, 4096, 8), torch.randn(1, 2, 8, 64)) for _ in range(3)]
     tensors = [(left @ right / 8**0.5).requires_grad_() for left, right in factors]
     output, aux = attend(*tensors, policy="balanced", return_aux=True)
-    assert {group.method for group in aux.decision.plan.groups} == {Method.LOW_RANK}
+    assert {group.method.kind for group in aux.decision.plan.groups} == {Method.LOW_RANK}
     planned = attend(*tensors, plan=aux.decision.plan)
     weights = torch.randn_like(output)
     found = torch.autograd.grad((output * weights).sum(), tensors)
@@ -123,7 +117,7 @@ def test_a_few_tokens_unlike_all_others_leave_the_gradients_right(seed: int) -> 
     tensors = [_of_rank(3, 1, 2, 200, 8).float() for _ in range(3)]
     for item in tensors:
         item[:, :, :2] += 30 * torch.randn(1, 2, 2, 8)
-    group = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=3, value_rank=3)
+    group = HeadGroup(capability="low_rank", method=LowRank(rank=3, value_rank=3))
     plan = Plan(groups=(group,), num_heads=2, error_budget=0.5)
     leaves = [item.requires_grad_() for item in tensors]
     output = attend(*leaves, plan=plan)

@@ -9,12 +9,16 @@ import torch.nn.functional as F
 
 from adaattn import (
     AttentionProblem,
+    BlockSparse,
     Decision,
     HeadGroup,
+    Launch,
+    LowRank,
     Method,
     Plan,
     Policy,
     Precision,
+    Scheme,
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
@@ -81,7 +85,7 @@ KINDS = (low_rank_heads, full_rank_heads, local_heads, sink_heads, topic_heads)
 
 
 def methods_of(decision: Decision) -> set[Method]:
-    return {group.method for group in decision.plan.groups}
+    return {group.method.kind for group in decision.plan.groups}
 
 
 def reasons_of(decision: Decision, candidate: str) -> list[str]:
@@ -121,9 +125,7 @@ class TestLowRank:
         exact = exactly(tensors)
         last = torch.full((1, 2), float("inf"), dtype=torch.float64)
         for rank in (4, 8, 16, 32, 48, 64):
-            group = HeadGroup(
-                capability="low_rank", method=Method.LOW_RANK, rank=rank, value_rank=rank
-            )
+            group = HeadGroup(capability="low_rank", method=LowRank(rank=rank, value_rank=rank))
             output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
             errors = head_errors(output, exact)
             assert (errors <= last).all()
@@ -236,18 +238,16 @@ def test_the_budget_holds_on_inputs_made_to_break_it(
 
 GIVEN = {
     # group, budget in a gap of the errors, attacks that it must survive and must not
-    "bf16": (HeadGroup(capability="sdpa.flash", precision=Precision.BF16), 0.025, 38, 7),
-    "fp16": (HeadGroup(capability="sdpa.flash", precision=Precision.FP16), 0.01, 40, 5),
+    "bf16": (HeadGroup(capability="sdpa.flash", scheme=Scheme.of(Precision.BF16)), 0.025, 38, 7),
+    "fp16": (HeadGroup(capability="sdpa.flash", scheme=Scheme.of(Precision.FP16)), 0.01, 40, 5),
     "low rank": (
-        HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8),
+        HeadGroup(capability="low_rank", method=LowRank(rank=8, value_rank=8)),
         0.01,
         11,
         34,
     ),
     "block sparse": (
-        HeadGroup(
-            capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.9
-        ),
+        HeadGroup(capability="block_sparse", method=BlockSparse(block_size=64, kept_mass=0.9)),
         0.01,
         30,
         10,
@@ -309,9 +309,7 @@ def test_a_needle_that_no_scored_row_looks_for_is_kept(seed: int) -> None:
     """
     torch.manual_seed(seed)
     tensors = with_a_needle(topic_heads(length=2048))
-    group = HeadGroup(
-        capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.99
-    )
+    group = HeadGroup(capability="block_sparse", method=BlockSparse(block_size=64, kept_mass=0.99))
     output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
     assert_within_budget(output, exactly(tensors), 0.01)
 
@@ -360,10 +358,7 @@ class TestBlockSparse:
         last = torch.full((1, 2), float("inf"), dtype=torch.float64)
         for mass in (0.5, 0.8, 0.9, 0.97, 0.99, 0.999, 1.0):
             group = HeadGroup(
-                capability="block_sparse",
-                method=Method.BLOCK_SPARSE,
-                block_size=64,
-                kept_mass=mass,
+                capability="block_sparse", method=BlockSparse(block_size=64, kept_mass=mass)
             )
             output = attend(*tensors, plan=Plan(groups=(group,), num_heads=2))
             errors = head_errors(output, exact)
@@ -377,7 +372,7 @@ class TestBlockSparse:
         query = query[:, :, 512:]
         settings = {"align": "bottom_right", "window": (200, 0)}
         group = HeadGroup(
-            capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.99
+            capability="block_sparse", method=BlockSparse(block_size=64, kept_mass=0.99)
         )
         output = attend(query, key, value, **settings, plan=Plan(groups=(group,), num_heads=2))
         exact = attend(query.double(), key.double(), value.double(), **settings)
@@ -406,7 +401,7 @@ class TestMixedPlans:
         assert_within_budget(output, exact, 0.01)
         for group in plan.groups:
             outer = {head for head in group.heads if head in (0, num_heads - 1)}
-            assert bool(outer) == (group.method is Method.LOW_RANK)
+            assert bool(outer) == (group.method.kind is Method.LOW_RANK)
             rows = list(group.heads)
             columns = sorted({head // group_size for head in rows})
             alone = attend(
@@ -416,7 +411,7 @@ class TestMixedPlans:
                 plan=Plan(groups=(replace(group, heads=()),), num_heads=len(rows)),
                 **settings,
             )
-            wide = replace(group, heads=(), precision=Precision.FP64)
+            wide = replace(group, heads=(), scheme=Scheme.of(Precision.FP64))
             exact_alone = attend(
                 query[:, rows].double(),
                 key[:, columns].double(),
@@ -431,7 +426,7 @@ class TestMixedPlans:
         plan = Plan(
             groups=(
                 HeadGroup(capability="sdpa.math", heads=(3, 0)),
-                HeadGroup(capability="chunked", heads=(1, 2), chunk_rows=7),
+                HeadGroup(capability="chunked", heads=(1, 2), launch=Launch(chunk_rows=7)),
             ),
             num_heads=4,
         )

@@ -12,9 +12,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from adaattn import (
     HeadGroup,
+    LowRank,
     Plan,
     Policy,
     Precision,
+    Scheme,
     load_policy,
     plan_attention,
     save_policy,
@@ -347,11 +349,39 @@ class TestPlans:
 
     def test_a_plan_of_lower_precision_without_an_error_budget_is_refused(self) -> None:
         query = rand(1, 4, 16, 8)
-        group = HeadGroup(capability="sdpa.flash", precision=Precision.BF16)
+        group = HeadGroup(capability="sdpa.flash", scheme=Scheme.of(Precision.BF16))
         with pytest.raises(UnsupportedError, match="computes in bf16 and allows no error"):
             attend(query, query, query, plan=Plan(groups=(group,), num_heads=4))
         allowed = Plan(groups=(group,), num_heads=4, error_budget=0.05)
         assert attend(query, query, query, plan=allowed).dtype is torch.float32
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            (
+                {"capability": "sdpa.flash", "method": LowRank(rank=4)},
+                "its method is exact, the plan asks for low_rank",
+            ),
+            ({"capability": "low_rank"}, "its method is low_rank, the plan asks for exact"),
+            (
+                {"capability": "sdpa.flash", "scheme": Scheme(pv=Precision.BF16)},
+                r"it computes in one format, the plan asks for fp32\+bf16\+fp32",
+            ),
+            (
+                {"capability": "sdpa.flash", "scheme": Scheme(accumulate=Precision.FP64)},
+                r"it computes in one format, the plan asks for fp32\+fp32\+fp64",
+            ),
+        ],
+        ids=str,
+    )
+    def test_a_plan_that_its_executor_would_not_follow_is_refused(
+        self, values: dict[str, Any], message: str
+    ) -> None:
+        """An exact executor once ran under the name of a low rank."""
+        query = rand(1, 4, 16, 8)
+        plan = Plan(groups=(HeadGroup(**values),), num_heads=4, error_budget=0.5)
+        with pytest.raises(UnsupportedError, match=message):
+            attend(query, query, query, plan=plan)
 
     def test_a_plan_that_names_no_executor_is_refused(self) -> None:
         query = rand(1, 4, 16, 8)

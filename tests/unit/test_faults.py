@@ -19,6 +19,7 @@ from adaattn import (
     Plan,
     Policy,
     Precision,
+    Scheme,
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
@@ -125,7 +126,7 @@ class TestGivenPlans:
     def test_bf16_is_no_exact_way_of_computing_fp16(self, capability: str) -> None:
         """Both have 16 bits, and the check compared bits: bf16 lost three of fp16's digits."""
         tensors = [item.half() for item in draw()]
-        group = HeadGroup(capability=capability, precision=Precision.BF16)
+        group = HeadGroup(capability=capability, scheme=Scheme.of(Precision.BF16))
         with pytest.raises(UnsupportedError, match=r"bf16.* allows no error.* fp16"):
             attend(*tensors, plan=Plan(groups=(group,), num_heads=4))
 
@@ -133,7 +134,7 @@ class TestGivenPlans:
         """A low-rank plan of rank-deficient tensors was 90 % wrong on others, in silence."""
         made_for = draw_low_rank()
         plan = plan_attention(*made_for, policy=LOSSY, backend="low_rank").plan
-        assert {group.method for group in plan.groups} == {Method.LOW_RANK}
+        assert {group.method.kind for group in plan.groups} == {Method.LOW_RANK}
         assert plan.audit_rows > 0
         output, aux = attend(*made_for, plan=plan, return_aux=True)
         assert_within_budget(output, exactly(made_for), LOSSY.error_budget)
@@ -292,7 +293,7 @@ def test_a_layer_whose_heads_may_lose_nothing_is_exact_and_never_measured(
     output, aux = attend(*tensors, policy=policy, layer=3, return_aux=True)
     assert len(measured) == 1
     assert aux.decision.plan.is_exact
-    assert {group.precision for group in aux.decision.plan.groups} == {Precision.FP32}
+    assert {group.scheme.inputs for group in aux.decision.plan.groups} == {Precision.FP32}
     assert_right(output, tensors)
 
     tensors[0][0, 1, 5, 0] = torch.nan

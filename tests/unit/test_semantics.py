@@ -20,16 +20,21 @@ from adaattn.hardware.probe import describe
 from adaattn.planning.simplify import simplify
 from adaattn.planning.support import needed_features, reasons
 from adaattn.spec import (
+    METHODS,
     Align,
     AttentionProblem,
     Aux,
+    BlockSparse,
     Capability,
     Feature,
     HeadGroup,
+    Launch,
+    LowRank,
     MaskKind,
     Method,
     Plan,
     Precision,
+    Scheme,
 )
 from adaattn.testing import (
     Layout,
@@ -213,14 +218,16 @@ def dropout_cases() -> list[Case]:
 def groups_for(capability: Capability, problem: AttentionProblem) -> list[HeadGroup]:
     """Return the ways to run a capability with nothing left out."""
     group = HeadGroup(
-        capability=capability.name, method=capability.method, precision=problem.precision
+        capability=capability.name,
+        method=METHODS[capability.method](),
+        scheme=Scheme.of(problem.precision),
     )
     if capability.method is Method.LOW_RANK:
-        return [replace(group, rank=problem.head_dim, value_rank=problem.value_dim)]
+        return [replace(group, method=LowRank(rank=problem.head_dim, value_rank=problem.value_dim))]
     if capability.method is Method.BLOCK_SPARSE:
-        return [replace(group, block_size=16, kept_mass=1.0)]
+        return [replace(group, method=BlockSparse(block_size=16, kept_mass=1.0))]
     if capability.backend == "chunked":
-        return [group, replace(group, chunk_rows=7)]
+        return [group, replace(group, launch=Launch(chunk_rows=7))]
     return [group]
 
 
@@ -239,7 +246,7 @@ class Meeting:
 
     def __str__(self) -> str:
         """Return the test's id."""
-        rows = f"/{self.group.chunk_rows} rows" if self.group.chunk_rows else ""
+        rows = f"/{self.group.launch.chunk_rows} rows" if self.group.launch.chunk_rows else ""
         return f"{self.group.capability}{rows}: {self.case.name}"
 
 
@@ -380,7 +387,9 @@ def test_each_feature_that_a_capability_claims_is_exercised(capability: Capabili
 @pytest.mark.parametrize("capability", RUNNABLE, ids=lambda capability: capability.name)
 def test_each_dtype_that_a_capability_claims_is_exercised(capability: Capability) -> None:
     used = {
-        meeting.group.precision for meeting in MATRIX if meeting.group.capability == capability.name
+        meeting.group.scheme.inputs
+        for meeting in MATRIX
+        if meeting.group.capability == capability.name
     }
     assert used == set(capability.precisions)
 
@@ -398,7 +407,7 @@ def test_heads_shared_out_among_executors_give_the_same_result() -> None:
     case = make_cases("shared heads", options, Precision.FP32)[-1]
     groups = (
         HeadGroup(capability="reference", heads=(3, 0)),
-        HeadGroup(capability="chunked", heads=(1, 2), chunk_rows=7),
+        HeadGroup(capability="chunked", heads=(1, 2), launch=Launch(chunk_rows=7)),
     )
     tensors = case.tensors()
     result = execute(tensors, simplify(case.problem), Plan(groups=groups, num_heads=4))

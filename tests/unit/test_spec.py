@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -10,18 +11,25 @@ from hypothesis import strategies as st
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
 from adaattn.spec import (
+    METHODS,
     Align,
     AttentionProblem,
+    BlockSparse,
     Capability,
     Cost,
     Decision,
+    Exact,
     HardwareFacts,
     HeadGroup,
+    HeadMethod,
+    Launch,
+    LowRank,
     Method,
     Plan,
     Policy,
     Precision,
     Rates,
+    Scheme,
     TensorStats,
     TraceEntry,
     Why,
@@ -31,21 +39,27 @@ from adaattn.testing import fake_facts, make_problem
 FLASH = HeadGroup(capability="sdpa.flash")
 MIXED = Plan(
     groups=(
-        HeadGroup(capability="sdpa.flash", heads=(0, 3), precision=Precision.BF16),
-        HeadGroup(capability="low_rank", heads=(1,), method=Method.LOW_RANK, rank=16, value_rank=8),
+        HeadGroup(capability="sdpa.flash", heads=(0, 3), scheme=Scheme.of(Precision.BF16)),
+        HeadGroup(capability="low_rank", heads=(1,), method=LowRank(rank=16, value_rank=8)),
         HeadGroup(
-            capability="block_sparse",
-            heads=(2,),
-            method=Method.BLOCK_SPARSE,
-            block_size=64,
-            kept_mass=0.97,
+            capability="block_sparse", heads=(2,), method=BlockSparse(block_size=64, kept_mass=0.97)
         ),
     ),
     num_heads=4,
     error_budget=0.05,
     audit_rows=32,
 )
+FORMATS = st.sampled_from(Precision)
+METHODS_OF_HEADS = st.one_of(
+    st.just(Exact()),
+    st.builds(LowRank, rank=st.integers(0, 512), value_rank=st.integers(0, 512)),
+    st.builds(BlockSparse, block_size=st.integers(0, 512), kept_mass=st.floats(0, 1)),
+)
 VALUES = [
+    LowRank(rank=4),
+    BlockSparse(block_size=64, kept_mass=0.9),
+    Scheme(),
+    Launch(chunk_rows=3),
     make_problem(),
     TensorStats(),
     fake_facts("h200"),
@@ -69,7 +83,11 @@ def test_values_are_frozen_hashed_by_content_and_pickled(value: object) -> None:
     assert twin == value and hash(twin) == hash(value)
 
 
-@pytest.mark.parametrize("kind", [AttentionProblem, HeadGroup, Plan, Policy, Capability])
+KINDS = (AttentionProblem, HeadGroup, Plan, Policy, Capability)
+KINDS += (Exact, LowRank, BlockSparse, Scheme, Launch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_take_keywords_alone_and_no_unknown_ones(kind: type) -> None:
     with pytest.raises(TypeError, match="positional"):
         kind("x")
@@ -147,11 +165,12 @@ def test_facts_of_a_device_default_to_the_formats_that_every_device_computes() -
     [
         (FLASH, "sdpa.flash/fp32"),
         (MIXED.groups[0], "sdpa.flash/bf16"),
+        (HeadGroup(capability="x", scheme=Scheme(qk=Precision.INT8)), "x/int8+fp32+fp32"),
         (MIXED.groups[1], "low_rank/fp32 rank=16,8"),
-        (dataclasses.replace(MIXED.groups[1], value_rank=0), "low_rank/fp32 rank=16"),
-        (HeadGroup(capability="low_rank", method=Method.LOW_RANK), "low_rank/fp32"),
+        (dataclasses.replace(MIXED.groups[1], method=LowRank(rank=16)), "low_rank/fp32 rank=16"),
+        (HeadGroup(capability="low_rank", method=LowRank()), "low_rank/fp32"),
         (MIXED.groups[2], "block_sparse/fp32 mass=0.97"),
-        (HeadGroup(capability="block_sparse", method=Method.BLOCK_SPARSE), "block_sparse/fp32"),
+        (HeadGroup(capability="block_sparse", method=BlockSparse()), "block_sparse/fp32"),
     ],
 )
 def test_a_group_is_called_by_its_executor_and_what_it_changes(
@@ -191,35 +210,46 @@ def test_a_plan_is_exact_when_no_group_approximates() -> None:
 
 
 @given(
-    precision=st.sampled_from(Precision),
-    method=st.sampled_from(Method),
-    rank=st.integers(0, 512),
-    mass=st.floats(0, 1),
+    scheme=st.builds(Scheme, qk=FORMATS, pv=FORMATS, accumulate=FORMATS),
+    methods=st.tuples(METHODS_OF_HEADS, METHODS_OF_HEADS),
+    rows=st.integers(0, 512),
     budget=st.floats(0, 1),
     order=st.permutations(range(5)),
     cut=st.integers(1, 4),
 )
 def test_a_plan_comes_back_from_json_as_it_was(
-    precision: Precision,
-    method: Method,
-    rank: int,
-    mass: float,
+    scheme: Scheme,
+    methods: tuple[HeadMethod, HeadMethod],
+    rows: int,
     budget: float,
     order: list[int],
     cut: int,
 ) -> None:
-    first = HeadGroup(capability="x", heads=tuple(order[:cut]), precision=precision, kept_mass=mass)
-    second = HeadGroup(capability="y", heads=tuple(order[cut:]), method=method, rank=rank)
+    first = HeadGroup(capability="x", heads=tuple(order[:cut]), scheme=scheme, method=methods[0])
+    second = HeadGroup(
+        capability="y",
+        heads=tuple(order[cut:]),
+        method=methods[1],
+        launch=Launch(chunk_rows=rows),
+    )
     plan = Plan(groups=(first, second), num_heads=5, error_budget=budget)
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    twin = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert twin == plan and hash(twin) == hash(plan)
 
 
 def test_a_plan_of_words_needs_only_what_has_no_default() -> None:
     data = {"groups": [{"capability": "sdpa.flash"}], "num_heads": 4}
     assert Plan.from_dict(data) == Plan(groups=(FLASH,), num_heads=4)
     words = MIXED.to_dict()["groups"]
-    assert [group["method"] for group in words] == ["exact", "low_rank", "block_sparse"]
-    assert [group["precision"] for group in words] == ["bf16", "fp32", "fp32"]
+    assert [group["method"]["kind"] for group in words] == ["exact", "low_rank", "block_sparse"]
+    assert [group["scheme"]["qk"] for group in words] == ["bf16", "fp32", "fp32"]
+    assert words[1] == {
+        "capability": "low_rank",
+        "heads": [1],
+        "method": {"kind": "low_rank", "rank": 16, "value_rank": 8},
+        "scheme": {"qk": "fp32", "pv": "fp32", "accumulate": "fp32"},
+        "launch": {"chunk_rows": 0},
+    }
 
 
 @pytest.mark.parametrize(
@@ -235,6 +265,22 @@ def test_a_plan_of_words_needs_only_what_has_no_default() -> None:
         {"groups": [{"capability": "x", "precision": "fp12"}], "num_heads": 1},
         {"groups": [{"capability": "x", "precision": 3}], "num_heads": 1},
         {"groups": [{"capability": "x", "tiles": 3}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": {"rank": 3}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": {"kind": "magic"}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": {"kind": 1}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": {"kind": "exact", "rank": 3}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": {"kind": "low_rank", "rank": 1.5}}]},
+        {"groups": [{"capability": "x", "method": {"kind": "block_sparse", "kept_mass": "1"}}]},
+        {"groups": [{"capability": "x", "method": "low_rank", "rank": "3"}], "num_heads": 1},
+        {"groups": [{"capability": "x", "method": "low_rank", "launch": {}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "precision": "bf16", "scheme": {}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "precision": "bf16", "launch": {}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "scheme": {"qk": "fp12"}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "scheme": {"qk": 3}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "scheme": {"qv": "fp32"}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "scheme": "bf16"}], "num_heads": 1},
+        {"groups": [{"capability": "x", "launch": {"tiles": 3}}], "num_heads": 1},
+        {"groups": [{"capability": "x", "launch": {"chunk_rows": None}}], "num_heads": 1},
         {"groups": [{}], "num_heads": 1},
         {"groups": [{"capability": "x"}]},
         {"groups": [{"capability": "x"}], "num_heads": 1, "colour": "red"},
@@ -244,6 +290,111 @@ def test_a_plan_of_words_needs_only_what_has_no_default() -> None:
 def test_what_no_plan_wrote_is_refused(data: object) -> None:
     with pytest.raises(ArgumentError, match=r"plan: expected the values that Plan.to_dict wrote"):
         Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"method": {"kind": "low_rank", "rank": -1}}, "^rank: expected at least 0, got -1"),
+        ({"method": "low_rank", "value_rank": -2}, "^value_rank: expected at least 0, got -2"),
+        ({"method": {"kind": "block_sparse", "block_size": -4}}, "^block_size: expected at least"),
+        ({"method": {"kind": "block_sparse", "kept_mass": 1.5}}, r"^kept_mass: .* in \[0, 1\]"),
+        ({"method": "block_sparse", "kept_mass": float("nan")}, "^kept_mass: .* got nan"),
+        ({"launch": {"chunk_rows": -1}}, "^chunk_rows: expected at least 0, got -1"),
+        ({"chunk_rows": -1}, "^chunk_rows: expected at least 0, got -1"),
+    ],
+    ids=str,
+)
+def test_a_saved_number_out_of_range_is_named(words: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Plan.from_dict({"groups": [{"capability": "x", **words}], "num_heads": 1})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LowRank(rank=1.5),
+        lambda: LowRank(value_rank="8"),
+        lambda: BlockSparse(block_size=None),
+        lambda: BlockSparse(kept_mass="0.9"),
+        lambda: Launch(chunk_rows=2.0),
+    ],
+)
+def test_parameters_of_another_type_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^\w+: expected an? (integer|number), got"):
+        make()
+
+
+def test_plans_that_were_saved_flat_are_still_read() -> None:
+    """Such plans hold each parameter of each method, whichever the group's is."""
+    unused = {"rank": 0, "value_rank": 0, "block_size": 0, "kept_mass": 1.0, "chunk_rows": 0}
+    groups = [
+        {**unused, "method": "exact", "precision": "bf16", "kept_mass": 0.5},
+        {**unused, "method": "low_rank", "precision": "fp32", "rank": 16, "value_rank": 8},
+        {**unused, "method": "block_sparse", "precision": "fp64", "block_size": 64, "rank": 3},
+        {**unused, "method": "exact", "precision": "fp32", "chunk_rows": 128},
+        {"precision": "fp16"},
+    ]
+    for head, group in enumerate(groups):
+        group |= {"capability": f"x{head}", "heads": [head]}
+    plan = Plan.from_dict({"groups": groups, "num_heads": 5, "audit_rows": 3})
+    assert plan.audit_rows == 3
+    assert [group.capability for group in plan.groups] == ["x0", "x1", "x2", "x3", "x4"]
+    assert [group.method for group in plan.groups] == [
+        Exact(),
+        LowRank(rank=16, value_rank=8),
+        BlockSparse(block_size=64),
+        Exact(),
+        Exact(),
+    ]
+    formats = (Precision.BF16, Precision.FP32, Precision.FP64, Precision.FP32, Precision.FP16)
+    assert [group.scheme for group in plan.groups] == [Scheme.of(item) for item in formats]
+    assert [group.launch.chunk_rows for group in plan.groups] == [0, 0, 0, 128, 0]
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_each_method_has_a_class_and_its_tag_is_no_field() -> None:
+    assert {kind: found.kind for kind, found in METHODS.items()} == {kind: kind for kind in Method}
+    assert [dataclasses.asdict(METHODS[kind]()) for kind in Method] == [
+        {},
+        {"rank": 0, "value_rank": 0},
+        {"block_size": 0, "kept_mass": 1.0},
+    ]
+
+
+def test_groups_differ_by_method_scheme_and_launch() -> None:
+    changes = [
+        {},
+        {"method": LowRank()},
+        {"method": LowRank(rank=8)},
+        {"method": BlockSparse()},
+        {"scheme": Scheme.of(Precision.BF16)},
+        {"scheme": Scheme(pv=Precision.BF16)},
+        {"scheme": Scheme(accumulate=Precision.BF16)},
+        {"launch": Launch(chunk_rows=8)},
+    ]
+    assert len({HeadGroup(capability="x", **values) for values in changes}) == len(changes)
+    assert HeadGroup(capability="x", method=Exact(), launch=Launch()) == _group()
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_one_format_throughout_sums_in_fp32_or_in_its_own_64_bits(precision: Precision) -> None:
+    scheme = Scheme.of(precision)
+    sums = Precision.FP64 if precision is Precision.FP64 else Precision.FP32
+    assert (scheme.qk, scheme.pv, scheme.accumulate) == (precision, precision, sums)
+    assert scheme.inputs is precision and scheme.label == precision.label
+    assert scheme.keeps(precision)
+    assert Scheme() == Scheme.of(Precision.FP32)
+
+
+def test_a_scheme_of_several_formats_names_them_and_keeps_what_each_keeps() -> None:
+    mixed = Scheme(qk=Precision.INT8, pv=Precision.FP16)
+    assert mixed.label == "int8+fp16+fp32" and mixed.inputs is Precision.FP16
+    assert not mixed.keeps(Precision.FP16) and not mixed.keeps(Precision.INT8)
+    assert not Scheme(accumulate=Precision.FP16).keeps(Precision.FP32)
+    assert Scheme(accumulate=Precision.FP16).label == "fp32+fp32+fp16"
+    assert Scheme.of(Precision.FP32).keeps(Precision.FP16)
+    assert not Scheme.of(Precision.FP32).keeps(Precision.FP64)
 
 
 def test_a_saved_plan_that_covers_too_few_heads_says_which() -> None:

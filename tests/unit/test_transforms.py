@@ -14,9 +14,11 @@ from adaattn import (
     AttentionEvent,
     AuxRequest,
     HeadGroup,
-    Method,
+    Launch,
+    LowRank,
     Plan,
     Precision,
+    Scheme,
     plan_attention,
     record_events,
 )
@@ -34,15 +36,15 @@ def one(**values: Any) -> Plan:
 PLANS: dict[str, tuple[Plan, dict[str, Any]]] = {
     "flash": (one(capability="sdpa.flash"), {"is_causal": True}),
     "math": (one(capability="sdpa.math"), {"is_causal": True}),
-    "chunked window": (one(capability="chunked", chunk_rows=16), {"window": (9, 3)}),
-    "chunked softcap": (one(capability="chunked", chunk_rows=16), {"softcap": 5.0}),
+    "chunked window": (one(capability="chunked", launch=Launch(chunk_rows=16)), {"window": (9, 3)}),
+    "chunked softcap": (one(capability="chunked", launch=Launch(chunk_rows=16)), {"softcap": 5.0}),
     "reference": (one(capability="reference"), {"dilation": 2}),
     "low rank": (
-        one(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8),
+        one(capability="low_rank", method=LowRank(rank=8, value_rank=8)),
         {"is_causal": True},
     ),
     "lower precision": (
-        replace(one(capability="sdpa.flash", precision=Precision.BF16), error_budget=0.05),
+        replace(one(capability="sdpa.flash", scheme=Scheme.of(Precision.BF16)), error_budget=0.05),
         {},
     ),
     "mixed heads": (
@@ -108,7 +110,7 @@ OTHER_CALLS: dict[str, tuple[Plan, Callable[[], dict[str, Any]], str]] = {
         "one for 4 heads, got one for 8",
     ),
     "lower precision": (
-        one(capability="sdpa.flash", precision=Precision.BF16),
+        one(capability="sdpa.flash", scheme=Scheme.of(Precision.BF16)),
         dict,
         "computes in bf16 and allows no error",
     ),

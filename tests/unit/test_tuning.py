@@ -135,7 +135,7 @@ def test_what_is_called_is_what_planning_would_run(broken: Callable[..., None]) 
     long = make_problem(num_heads=1, len_q=512, len_k=512, window=(15, -1), is_causal=True)
     broken("chunked", seen)
     tuned(long, rounds=1)
-    chunks = {group.chunk_rows for group in groups}
+    chunks = {group.launch.chunk_rows for group in groups}
     assert chunks == {128}  # near the window's width; an executor left alone takes all rows
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from adaattn._events import AttentionEvent
 from adaattn.backends import capabilities, capability_named
-from adaattn.spec import AttentionProblem, Decision, Method, Way, Why
+from adaattn.spec import AttentionProblem, Decision, LowRank, Method, Way, Why
 
 __all__ = ["Digest", "digest_of", "final_ways"]
 
@@ -65,13 +65,14 @@ def _made(event: AttentionEvent) -> Digest:
     ways: list[Way] = [(Method.EXACT, problem.precision)] * heads
     ranks = [0] * heads
     for group in decision.plan.groups:
+        rank = group.method.rank if isinstance(group.method, LowRank) else 0
         for head in group.heads or range(heads):
-            ways[head] = (group.method, group.precision)
-            ranks[head] = group.rank
-            kinds["heads_by_method", group.method.name.lower()] += 1
-            kinds["heads_by_precision", group.precision.label] += 1
-            if group.rank:
-                kinds["heads_by_rank", str(group.rank)] += 1
+            ways[head] = group.way
+            ranks[head] = rank
+            kinds["heads_by_method", group.method.kind.name.lower()] += 1
+            kinds["heads_by_precision", group.scheme.label] += 1
+            if rank:
+                kinds["heads_by_rank", str(rank)] += 1
         kinds["calls_by_executor", group.capability] += 1
     kinds["calls_by_plan", _plan_text(decision)] += 1
     numbers = {"calls": 1.0}
@@ -117,7 +118,7 @@ def _why_not_fused(event: AttentionEvent) -> str | None:
     None where no head was exact: an approximation is no fallback.
     """
     groups = event.decision.plan.groups
-    exact = [group for group in groups if group.method is Method.EXACT]
+    exact = [group for group in groups if group.method.kind is Method.EXACT]
     if not exact:
         return None
     slow = [group for group in exact if not capability_named(group.capability).is_fused]

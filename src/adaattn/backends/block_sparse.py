@@ -22,7 +22,7 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
+from adaattn.spec import AttentionProblem, BlockSparse, Capability, Feature, HeadGroup, Method
 
 __all__ = [
     "CAPABILITIES",
@@ -61,14 +61,15 @@ CAPABILITIES = (
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention over the blocks that `select_blocks` keeps at ``group.kept_mass``."""
-    size = group.block_size
+    """Return attention over the blocks that `select_blocks` keeps, as ``group.method`` says."""
+    assert isinstance(group.method, BlockSparse)
+    size = group.method.block_size
     if problem.len_q == 0 or problem.len_k == 0:
         shape = (*tensors.query.shape[:-1], problem.value_dim)
         tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
         return Result(output=tensors.query.new_zeros(shape) + torch.stack(tied).sum())
     with torch.no_grad():
-        keep = select_blocks(tensors, problem, size, group.kept_mass)
+        keep = select_blocks(tensors, problem, size, group.method.kept_mass)
         most = keep.sum(-1).amax(dim=(0, 1)).tolist()  # the one host read
     key_blocks = _blocks(tensors.key, size)
     value_blocks = _blocks(tensors.value, size)

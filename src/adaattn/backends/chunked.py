@@ -73,13 +73,13 @@ direct = whole_tile
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention computed ``group.chunk_rows`` query rows at a time (0 is all rows)."""
+    """Return attention computed some query rows at a time, as ``group.launch`` says."""
     if not problem.num_sequences:
-        return _one_sequence(tensors, problem, group.chunk_rows)
+        return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if problem.len_q and problem.len_k and is_plain(problem) and tensors.mask is None:
-        return _plain_sequences(tensors, problem, group.chunk_rows)
+        return _plain_sequences(tensors, problem, group.launch.chunk_rows)
     parts = [
-        _one_sequence(part, part_problem, group.chunk_rows)
+        _one_sequence(part, part_problem, group.launch.chunk_rows)
         for part, part_problem in sequences(tensors, problem)
     ]
     return _joined_sequences(parts, tensors, problem)

@@ -1,4 +1,4 @@
-"""Runs a plan: slices the heads of each group, casts to its precision, joins the results."""
+"""Runs a plan: slices the heads of each group, casts as its scheme says, joins the results."""
 
 from dataclasses import replace
 
@@ -34,18 +34,19 @@ def execute(tensors: Tensors, problem: AttentionProblem, plan: Plan) -> Result:
 
 
 def run_group(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention of all heads of ``tensors`` by one executor, in its precision."""
+    """Return attention of all heads of ``tensors`` by one executor, in its scheme's format."""
     executor = load(group.capability)
-    if group.precision is problem.precision:
+    precision = group.scheme.inputs
+    if precision is problem.precision:
         return executor(tensors, problem, group)
-    dtype = torch_dtype(group.precision)
+    dtype = torch_dtype(precision)
     cast = replace(
         tensors,
         query=tensors.query.to(dtype),
         key=tensors.key.to(dtype),
         value=tensors.value.to(dtype),
     )
-    lower = replace(problem, precision=group.precision, sdpa_default="")
+    lower = replace(problem, precision=precision, sdpa_default="")
     result = executor(cast, lower, group)
     return replace(result, output=result.output.to(tensors.query.dtype))
 

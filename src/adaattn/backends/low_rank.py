@@ -11,7 +11,7 @@ import torch
 from adaattn.backends.common import fused_attention
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.projected import attention_with_whole_gradients, project
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Method
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, LowRank, Method
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -36,21 +36,16 @@ CAPABILITIES = (
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention at ``group.rank`` and ``group.value_rank`` (0 is all columns)."""
+    """Return attention at the ranks of ``group.method`` (0 is all columns)."""
+    assert isinstance(group.method, LowRank)
+    ranks = (group.method.rank, group.method.value_rank)
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     if torch.is_grad_enabled() and any(item.requires_grad for item in (query, key, value)):
         output, _ = attention_with_whole_gradients(
-            query,
-            key,
-            value,
-            mask,
-            problem.scale,
-            problem.is_causal,
-            group.rank,
-            group.value_rank,
+            query, key, value, mask, problem.scale, problem.is_causal, *ranks
         )
         return Result(output=output)
-    found = project(query, key, value, group.rank, group.value_rank)
+    found = project(query, key, value, *ranks)
     output = fused_attention(
         found.query, found.key, found.value, mask, problem, is_causal=problem.is_causal
     )

@@ -67,7 +67,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     this (AMD EPYC 9004, PyTorch 2.13, 2026-11).
     """
     rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
-    is_one = not 0 < group.chunk_rows < problem.len_q and not problem.num_sequences
+    is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
     given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad
     if problem.device_type != "cpu" or not (is_one and rows and cols) or given:
         return None

@@ -312,13 +312,13 @@ def _ways(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Way, ...]:
     for group in outcome.decision.plan.groups:
         for head in group.heads or range(num_heads):
             if head not in outcome.repaired_heads:
-                ways[head] = (group.method, group.precision)
+                ways[head] = group.way
     return tuple(ways)
 
 
 def _lossy_ways(decision: Decision, own: Precision) -> frozenset[Way]:
     """Return the ways of a plan that lose something."""
-    ways = {(group.method, group.precision) for group in decision.plan.groups}
+    ways = {group.way for group in decision.plan.groups}
     return frozenset(ways - {(Method.EXACT, own)})
 
 

@@ -13,7 +13,16 @@ from adaattn.call.measure import audit, sample_rows
 from adaattn.errors import UnsupportedError
 from adaattn.planning import head_budgets
 from adaattn.planning.launch import choose_chunk_rows
-from adaattn.spec import AttentionProblem, Decision, HeadGroup, Plan, Policy, TensorStats
+from adaattn.spec import (
+    AttentionProblem,
+    Decision,
+    HeadGroup,
+    Launch,
+    Plan,
+    Policy,
+    Scheme,
+    TensorStats,
+)
 
 __all__ = ["FALLBACKS", "Outcome", "audited", "audited_plan", "is_lossy"]
 
@@ -53,7 +62,7 @@ class Outcome:
 
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
     """Return whether a plan loses anything that the input's own precision would keep."""
-    return not plan.is_exact or not all(g.precision.keeps(problem.precision) for g in plan.groups)
+    return not plan.is_exact or not all(g.scheme.keeps(problem.precision) for g in plan.groups)
 
 
 def audited(
@@ -145,8 +154,8 @@ def _repaired(
     part, problem = slice_heads(call.tensors, call.problem, over)
     group = HeadGroup(
         capability="chunked",
-        precision=problem.precision,
-        chunk_rows=choose_chunk_rows(problem, memory_budget_bytes),
+        scheme=Scheme.of(problem.precision),
+        launch=Launch(chunk_rows=choose_chunk_rows(problem, memory_budget_bytes)),
     )
     exact = run_group(part, problem, group)
     index = torch.tensor(over, device=result.output.device)

@@ -173,7 +173,7 @@ def _given(
 ) -> Bound:
     """Return the bound call that follows a plan which the caller made."""
     check_plan(call, plan)
-    own = plan.groups[0].precision is call.problem.precision
+    own = plan.groups[0].scheme.inputs is call.problem.precision
     if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
         return general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
     decision = Decision(plan=plan, notes=(GIVEN,))

@@ -20,7 +20,7 @@ from adaattn.errors import (
     expected_got,
 )
 from adaattn.planning import decide, reasons
-from adaattn.spec import Decision, Method, Plan, Policy
+from adaattn.spec import Decision, Method, Plan, Policy, Scheme
 
 __all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
 
@@ -89,12 +89,19 @@ def check_plan(call: Call, plan: Plan) -> None:
         )
     facts = None if is_compiling() else hardware.probe(call.tensors.query.device)
     for group in plan.groups:
-        part = replace(problem, precision=group.precision, may_wait=True)
-        found = reasons(capability_named(group.capability), part, facts)
-        if plan.error_budget == 0.0 and not group.precision.keeps(problem.precision):
+        scheme = group.scheme
+        part = replace(problem, precision=scheme.inputs, may_wait=True)
+        capability = capability_named(group.capability)
+        found = reasons(capability, part, facts)
+        if capability.method is not group.method.kind:
+            asked, own = group.method.kind.name.lower(), capability.method.name.lower()
+            found = (*found, f"its method is {own}, the plan asks for {asked}")
+        if scheme != Scheme.of(scheme.inputs):
+            found = (*found, f"it computes in one format, the plan asks for {scheme.label}")
+        if plan.error_budget == 0.0 and not scheme.keeps(problem.precision):
             found = (
                 *found,
-                f"the plan computes in {group.precision.label} and allows no error, "
+                f"the plan computes in {scheme.label} and allows no error, "
                 f"the input is {problem.precision.label}",
             )
         if found:

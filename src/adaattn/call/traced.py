@@ -22,7 +22,7 @@ from adaattn.call.operator import decided_at_run_time, policy_token
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import check_plan, run_plan
 from adaattn.errors import UnsupportedError
-from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan
+from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan, Scheme
 
 __all__ = ["traced"]
 
@@ -103,7 +103,7 @@ def _exact(call: Call, backend: str) -> Result:
             if capability_named(backend).method is not Method.EXACT:
                 found = ["a graph measures nothing; pass the plan that plan_attention gives"]
                 raise UnsupportedError(f"backend {backend!r}", found)
-            own = HeadGroup(capability=backend, precision=problem.precision)
+            own = HeadGroup(capability=backend, scheme=Scheme.of(problem.precision))
             check_plan(call, Plan(groups=(own,), num_heads=problem.num_heads))
             return run_group(tensors, problem, own)
         written_out = problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux

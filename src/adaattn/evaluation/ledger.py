@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from adaattn._events import AttentionEvent
-from adaattn.spec import Method, Precision
+from adaattn.spec import Method, Precision, Scheme
 
 __all__ = ["Ledger", "LedgerSummary", "Refusal"]
 
@@ -115,7 +115,7 @@ class Ledger:
         for group in event.decision.plan.groups:
             for head in group.heads or range(num_heads):
                 labels[head] = group.label
-            if group.method is not Method.EXACT or group.precision is not own:
+            if group.method.kind is not Method.EXACT or group.scheme != Scheme.of(own):
                 self._approximated += len(group.heads) or num_heads
         self._heads.update(labels)
         self._error_sum += sum(event.head_errors)
@@ -139,8 +139,8 @@ class Ledger:
 
 
 def _is_approximation(candidate: str, own: Precision) -> bool:
-    executor = candidate.split()[0]
-    return executor.startswith(("low_rank", "block_sparse")) or not executor.endswith(own.label)
+    executor, _, scheme = candidate.split()[0].partition("/")
+    return executor in ("low_rank", "block_sparse") or scheme != own.label
 
 
 def _layer_of(tag: str, calls: int) -> int:

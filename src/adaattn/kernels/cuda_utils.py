@@ -27,7 +27,7 @@ from adaattn.kernels._kernel_manager import (
     KernelInfo,
 )
 from adaattn.policies import resolve_policy
-from adaattn.spec import Decision, HeadGroup, Method, Plan, Policy, Precision
+from adaattn.spec import Decision, HeadGroup, LowRank, Method, Plan, Policy, Precision, Scheme
 
 __all__ = [
     "AttentionKernelManager",
@@ -229,7 +229,7 @@ def _at_rank(
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         problem = build_call(query, key, value, Arguments(**semantics)).problem
         exact: tuple[HeadGroup, ...]
-        exact = (HeadGroup(capability=_LOW_RANK, precision=problem.precision),)
+        exact = (HeadGroup(capability=_LOW_RANK, scheme=Scheme.of(problem.precision)),)
         if precision is None:
             only = replace(policy, methods=(Method.EXACT,))
             exact = plan_attention(query, key, value, policy=only, **semantics).plan.groups
@@ -267,10 +267,8 @@ def _lowered(group: HeadGroup, rank: int, value_dim: int) -> HeadGroup:
     return HeadGroup(
         capability=_LOW_RANK,
         heads=group.heads,
-        method=Method.LOW_RANK,
-        precision=group.precision,
-        rank=rank,
-        value_rank=rank if rank < value_dim else 0,
+        method=LowRank(rank=rank, value_rank=rank if rank < value_dim else 0),
+        scheme=group.scheme,
     )
 
 

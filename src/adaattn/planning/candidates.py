@@ -1,7 +1,7 @@
 """Every way of computing a problem that the capabilities and the policy give rise to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
@@ -14,23 +14,23 @@ from adaattn.planning.precision import (
     choose_precisions,
     lower_precisions,
 )
-from adaattn.planning.rank import (
-    candidate_ranks,
-    predicted_error,
-    predicted_ranks,
-    rank_errors,
-)
+from adaattn.planning.rank import candidate_ranks, predicted_error, predicted_ranks, rank_errors
 from adaattn.planning.support import reasons
 from adaattn.spec import (
+    METHODS,
     AttentionProblem,
+    BlockSparse,
     Capability,
     Cost,
     HardwareFacts,
     HeadGroup,
+    Launch,
+    LowRank,
     Measured,
     Method,
     Policy,
     Precision,
+    Scheme,
     TensorStats,
     Way,
     Why,
@@ -92,7 +92,7 @@ class Candidate:
     num_reasons: int = 1
     measured: Measured | None = None
     source: str = ""
-    own_precision: Precision = Precision.FP32
+    own_scheme: Scheme = field(default_factory=Scheme)
     num_heads: int = 1
 
     @property
@@ -102,8 +102,8 @@ class Candidate:
 
     @property
     def is_exact(self) -> bool:
-        """True when neither the method nor the precision loses anything."""
-        return self.group.method is Method.EXACT and self.group.precision is self.own_precision
+        """True when neither the method nor the arithmetic loses anything."""
+        return self.group.method.kind is Method.EXACT and self.group.scheme == self.own_scheme
 
     @property
     def time_ms(self) -> float:
@@ -132,7 +132,7 @@ class Candidate:
     @property
     def way(self) -> Way:
         """How it computes."""
-        return self.group.method, self.group.precision
+        return self.group.way
 
     def may_serve(self, head: int, ways: tuple[Way, ...]) -> bool:
         """Return whether a head may be computed so, given how each was before; () is the first."""
@@ -169,7 +169,7 @@ def enumerate_candidates(
         if not refusal and not variants:
             dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
             refusal = f"expected head dimensions that a lower rank pays for, got {dims}"
-        precisions = [] if refusal else [own.precision]
+        precisions = [] if refusal else [problem.precision]
         if refusal:
             refused = _candidate(own, capability, problem, refusal, why)
             found.append(replace(refused, num_reasons=max(len(against), 1)))
@@ -177,7 +177,7 @@ def enumerate_candidates(
             precisions += _precisions_below(capability, lower, problem, hardware)
         for group in variants:
             for precision in precisions:
-                variant = replace(group, precision=precision)
+                variant = replace(group, scheme=Scheme.of(precision))
                 found.append(_costed(variant, capability, problem, hardware, policy))
     return (*found, *_untried_precisions(lower, found, problem))
 
@@ -208,11 +208,11 @@ def _untried_precisions(
     lower: Sequence[PrecisionChoice], found: Sequence[Candidate], problem: AttentionProblem
 ) -> list[Candidate]:
     """Return one refused entry for each lower format that no candidate computes in."""
-    tried = {item.group.precision for item in found}
+    tried = {item.group.scheme.inputs for item in found}
     nobody = Capability(name="any executor", backend="")
     return [
         _candidate(
-            HeadGroup(capability=nobody.name, precision=choice.precision),
+            HeadGroup(capability=nobody.name, scheme=Scheme.of(choice.precision)),
             nobody,
             problem,
             choice.refusal or "no executor that can serve this call takes it and gains",
@@ -238,7 +238,7 @@ def with_stats(
         if item.refusal or item.is_exact:
             judged.append(item)
             continue
-        choice = choices[item.group.precision]
+        choice = choices[item.group.scheme.inputs]
         if choice.refusal:
             judged.append(replace(item, refusal=choice.refusal, why=Why.UNMEASURED))
             continue
@@ -258,10 +258,10 @@ def _judge(
     group = item.group
     errors: tuple[float, ...] = (0.0,) * problem.num_heads
     densities: tuple[float, ...] = ()
-    if group.method is Method.LOW_RANK:
-        errors = rank_errors(stats, (group.rank, group.value_rank))
-    elif group.method is Method.BLOCK_SPARSE:
-        densities, errors = _sparse_stats(stats, group.kept_mass)
+    if isinstance(group.method, LowRank):
+        errors = rank_errors(stats, (group.method.rank, group.method.value_rank))
+    elif isinstance(group.method, BlockSparse):
+        densities, errors = _sparse_stats(stats, group.method.kept_mass)
     if not errors:
         refusal = _why_unmeasured(item, problem, stats, budgets)
         return replace(item, refusal=refusal, why=Why.UNMEASURED)
@@ -293,10 +293,10 @@ def _why_unmeasured(
     item: Candidate, problem: AttentionProblem, stats: TensorStats, budgets: tuple[float, ...]
 ) -> str:
     """Return why the sampled rows say nothing of a candidate."""
-    rank = item.group.rank
-    if item.group.method is Method.LOW_RANK and stats.score_tails:
+    method = item.group.method
+    if isinstance(method, LowRank) and stats.score_tails:
         heads = range(problem.num_heads)
-        expected = min(predicted_error(stats, rank, head) for head in heads)
+        expected = min(predicted_error(stats, method.rank, head) for head in heads)
         needed = predicted_ranks(stats, problem, budgets)
         return (
             f"predicted error {expected:.2g} or more, {max(budgets):g} allowed: heads are expected "
@@ -329,9 +329,9 @@ def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy
         chunk = choose_chunk_rows(problem, policy.memory_budget_bytes)
     return HeadGroup(
         capability=capability.name,
-        method=capability.method,
-        precision=problem.precision,
-        chunk_rows=chunk,
+        method=METHODS[capability.method](),
+        scheme=Scheme.of(problem.precision),
+        launch=Launch(chunk_rows=chunk),
     )
 
 
@@ -341,11 +341,12 @@ def _variants(
     """Return the parameters to try for one method."""
     if capability.method is Method.LOW_RANK:
         return tuple(
-            replace(own, rank=rank, value_rank=value_rank)
+            replace(own, method=LowRank(rank=rank, value_rank=value_rank))
             for rank, value_rank in candidate_ranks(problem, policy.ranks)
         )
     if capability.method is Method.BLOCK_SPARSE:
-        return tuple(replace(own, block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES)
+        found = (BlockSparse(block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES)
+        return tuple(replace(own, method=method) for method in found)
     return (own,)
 
 
@@ -362,7 +363,7 @@ def _candidate(
         capability=capability,
         refusal=refusal,
         why=why,
-        own_precision=problem.precision,
+        own_scheme=Scheme.of(problem.precision),
         num_heads=problem.num_heads,
     )
 
@@ -375,7 +376,7 @@ def _costed(
     policy: Policy,
 ) -> Candidate:
     """Return a candidate with its cost at best, refused if it needs too much memory."""
-    density = _BEST_DENSITY if group.method is Method.BLOCK_SPARSE else 1.0
+    density = _BEST_DENSITY if isinstance(group.method, BlockSparse) else 1.0
     cost = estimate(problem, capability, group, hardware, density=density)
     item = replace(_candidate(group, capability, problem), cost=cost)
     if item.is_exact and hardware.timings is not None:

@@ -17,10 +17,12 @@ from typing import Final
 
 from adaattn.spec import (
     AttentionProblem,
+    BlockSparse,
     Capability,
     Cost,
     HardwareFacts,
     HeadGroup,
+    LowRank,
     MaskKind,
     Method,
     Precision,
@@ -116,7 +118,7 @@ def estimate(
     pairs = computed_pairs(problem, capability)
     training = _BACKWARD_FACTOR if problem.requires_grad else 1.0
     flops = 2.0 * pairs * (dim + value_dim) * heads * training * density
-    if group.method is Method.LOW_RANK:
+    if isinstance(group.method, LowRank):
         flops /= training
     moved = float(_tensor_bytes(problem, group)) * (2.0 if problem.requires_grad else 1.0)
     if capability.expands_kv and problem.group_size > 1:
@@ -133,7 +135,7 @@ def estimate(
     if problem.len_q <= _DECODE_ROWS and not capability.materialises_scores:
         compute_s = min(compute_s, memory_s)
     time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0)
-    if group.method is Method.LOW_RANK:
+    if isinstance(group.method, LowRank):
         whole, whole_s = _whole_backward(problem, group, hardware, pairs)
         flops += whole
         time_s += _eigen_s(problem, hardware) + whole_s
@@ -177,14 +179,14 @@ def _clamped_sum(count: int, start: int, high: int) -> int:
 
 def _dims(problem: AttentionProblem, group: HeadGroup) -> tuple[int, int]:
     """Return the columns of the score product and of the value product."""
-    if group.method is not Method.LOW_RANK:
+    if not isinstance(group.method, LowRank):
         return problem.head_dim, problem.value_dim
-    return group.rank or problem.head_dim, group.value_rank or problem.value_dim
+    return group.method.rank or problem.head_dim, group.method.value_rank or problem.value_dim
 
 
 def _element_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
     """Return the bytes of one element as the products read it."""
-    return min(problem.precision.bits, group.precision.bits) / 8
+    return min(problem.precision.bits, group.scheme.inputs.bits) / 8
 
 
 def _tensor_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
@@ -194,7 +196,7 @@ def _tensor_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
         + problem.num_kv_heads * problem.len_k * (problem.head_dim + problem.value_dim)
     )
     total = elements * _element_bytes(problem, group)
-    if group.precision is not problem.precision:
+    if group.scheme.inputs is not problem.precision:
         total += elements * (problem.precision.bits / 8 + _element_bytes(problem, group))
     if problem.mask is not MaskKind.NONE:
         size = 1 if problem.mask is MaskKind.BOOLEAN else problem.precision.bits // 8
@@ -213,7 +215,7 @@ def _expanded_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
 
 def _mask_bytes(problem: AttentionProblem, capability: Capability, group: HeadGroup) -> float:
     """Return the bytes of the mask as a kernel reads it: numbers, and on a GPU stored whole."""
-    if problem.mask is MaskKind.NONE or group.chunk_rows:
+    if problem.mask is MaskKind.NONE or group.launch.chunk_rows:
         return 0.0
     count = float(math.prod(problem.mask_shape))
     if problem.device_type == "cuda" and capability.is_fused:
@@ -225,11 +227,11 @@ def _mask_bytes(problem: AttentionProblem, capability: Capability, group: HeadGr
 
 def _num_chunks(problem: AttentionProblem, group: HeadGroup) -> int:
     """Return how many times the executor's operations are launched."""
-    if not group.chunk_rows:
+    if not group.launch.chunk_rows:
         return 1
     sequences = max(problem.num_sequences, 1)
     rows = max(problem.len_q // sequences, 1)
-    return sequences * -(-rows // group.chunk_rows)
+    return sequences * -(-rows // group.launch.chunk_rows)
 
 
 def _approximation_work(
@@ -238,18 +240,19 @@ def _approximation_work(
     """Return (FLOPs, bytes, launches) that an approximation adds before attention itself."""
     heads, kv_heads = problem.batch * problem.num_heads, problem.batch * problem.num_kv_heads
     tokens = problem.len_q * heads + problem.len_k * kv_heads
-    if group.method is Method.LOW_RANK:
+    method = group.method
+    if isinstance(method, LowRank):
         dim = max(problem.head_dim, problem.value_dim)
         gram = 2.0 * tokens * dim * dim + 2.0 * problem.len_k * kv_heads * dim * dim
-        projections = 2.0 * tokens * dim * (group.rank + group.value_rank)
+        projections = 2.0 * tokens * dim * (method.rank + method.value_rank)
         return gram + projections, 4.0 * tokens * dim * 4, 60
-    if group.method is Method.BLOCK_SPARSE:
+    if isinstance(method, BlockSparse):
         pairs = visible_pairs(problem)
         selection = 2.0 * pairs * problem.head_dim * heads / SELECTION_STRIDE
         score_bytes = 4.0 * pairs * heads / SELECTION_STRIDE * _SCORE_PASSES
-        blocks = -(-problem.len_q // max(group.block_size, 1))
+        blocks = -(-problem.len_q // max(method.block_size, 1))
         columns = problem.head_dim + problem.value_dim
-        gathered = 2.0 * density * pairs / max(group.block_size, 1) * columns * heads
+        gathered = 2.0 * density * pairs / max(method.block_size, 1) * columns * heads
         return selection, score_bytes + gathered * _element_bytes(problem, group), 12 * blocks + 20
     return 0.0, 0.0, 0
 
@@ -282,7 +285,7 @@ def _whole_backward(
     heads = problem.batch * problem.num_heads
     flops = 2.0 * pairs * (problem.head_dim + problem.value_dim) * heads * (_BACKWARD_FACTOR - 1)
     share = _FUSED_SHARE if problem.device_type == "cpu" else 0.5 * _FUSED_SHARE
-    return flops, flops / max(_matrix_rate(hardware, group.precision) * share, 1.0)
+    return flops, flops / max(_matrix_rate(hardware, group.scheme.inputs) * share, 1.0)
 
 
 def _matrix_rate(hardware: HardwareFacts, precision: Precision) -> float:
@@ -293,9 +296,9 @@ def _matrix_rate(hardware: HardwareFacts, precision: Precision) -> float:
 
 def _flops_rate(capability: Capability, group: HeadGroup, hardware: HardwareFacts) -> float:
     """Return the FLOP/s that the executor reaches when compute-bound."""
-    is_kernel = group.method is Method.EXACT and capability.is_fused
+    is_kernel = group.method.kind is Method.EXACT and capability.is_fused
     share = capability.efficiency * (1.0 if is_kernel else _INNER_SHARE)
-    return max(_matrix_rate(hardware, group.precision) * share, 1.0)
+    return max(_matrix_rate(hardware, group.scheme.inputs) * share, 1.0)
 
 
 def _bandwidth(problem: AttentionProblem, capability: Capability, hardware: HardwareFacts) -> float:
@@ -314,26 +317,23 @@ def _workspace(
 ) -> int:
     """Return the bytes allocated beside inputs and output."""
     heads, kv_heads = problem.batch * problem.num_heads, problem.batch * problem.num_kv_heads
-    score = 8.0 if problem.precision is Precision.FP64 else 4.0
+    score = group.scheme.accumulate.bits / 8
     total = score * heads * problem.len_q + _mask_bytes(problem, capability, group)
     if capability.materialises_scores:
         total += 2 * score * heads * problem.len_q * problem.len_k
-    if group.chunk_rows:
-        rows = min(group.chunk_rows, problem.len_q)
+    if group.launch.chunk_rows:
+        rows = min(group.launch.chunk_rows, problem.len_q)
         total += 3 * score * heads * rows * problem.len_k
     if capability.expands_kv and problem.group_size > 1:
         total += _expanded_bytes(problem, group)
     columns = problem.head_dim + problem.value_dim
     tokens = problem.len_q * heads + problem.len_k * kv_heads
-    if group.precision is not problem.precision:
+    if group.scheme.inputs is not problem.precision:
         total += tokens * columns * _element_bytes(problem, group)
-    if group.method is Method.LOW_RANK:
-        total += (
-            tokens
-            * (group.rank + (group.value_rank or problem.value_dim))
-            * (problem.precision.bits / 8)
-        )
-    if group.method is Method.BLOCK_SPARSE:
+    if isinstance(group.method, LowRank):
+        kept = group.method.rank + (group.method.value_rank or problem.value_dim)
+        total += tokens * kept * (problem.precision.bits / 8)
+    if isinstance(group.method, BlockSparse):
         sampled = -(-problem.len_q // SELECTION_STRIDE)
         total += 2 * 4.0 * heads * sampled * problem.len_k
         total += 2 * density * heads * problem.len_k * columns * _element_bytes(problem, group)

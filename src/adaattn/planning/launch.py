@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from adaattn.spec import AttentionProblem, Precision
+from adaattn.spec import AttentionProblem, Scheme
 
 __all__ = ["choose_chunk_rows"]
 
@@ -30,7 +30,7 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
     """
     heads = problem.batch * problem.num_heads
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
-    score_bytes = 8 if problem.precision is Precision.FP64 else 4
+    score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
     if memory_budget_bytes is not None:
         # Whatever the chunk, each query row has its log-sum-exp.
         available = memory_budget_bytes - score_bytes * heads * problem.len_q

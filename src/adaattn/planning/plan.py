@@ -153,7 +153,7 @@ def _mixes_in_vain(
     if len({id(item) for item in chosen}) == 1:
         return False
     limit = policy.memory_budget_bytes
-    stays = ways == tuple((item.group.method, item.group.precision) for item in chosen)
+    stays = ways == tuple(item.way for item in chosen)
     bar = exact.time_ms * (1.0 if stays else 1 - MARGIN)
     return (limit is not None and cost.workspace_bytes > limit) or cost.time_ms > bar
 
@@ -201,10 +201,10 @@ def worth_measuring(
     for item in _lower_precisions(candidates):
         if item.way not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
             pays.append(item.way)
-            if _SAFETY * item.group.precision.unit_roundoff <= strictest:
+            if _SAFETY * item.group.scheme.inputs.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
-        if item.refusal or item.group.method is Method.EXACT or item.way in dropped:
+        if item.refusal or item.group.method.kind is Method.EXACT or item.way in dropped:
             continue
         if item.time_ms + audit_ms < (1 - MARGIN) * bar:
             pays.append(item.way)
@@ -231,9 +231,9 @@ def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
     found = [
         item
         for item in candidates
-        if not (item.refusal or item.is_exact) and item.group.method is Method.EXACT
+        if not (item.refusal or item.is_exact) and item.group.method.kind is Method.EXACT
     ]
-    return sorted(found, key=lambda item: (item.group.precision.unit_roundoff, item.time_ms))
+    return sorted(found, key=lambda item: (item.group.scheme.inputs.unit_roundoff, item.time_ms))
 
 
 def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...]:

@@ -10,20 +10,28 @@ Every value here can be printed, compared, hashed, pickled, and sent to other ra
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Way, Why
 from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
-from adaattn.spec.plan import Cost, Decision, HeadGroup, Plan, TraceEntry
+from adaattn.spec.method import METHODS, BlockSparse, Exact, HeadMethod, LowRank
+from adaattn.spec.plan import Cost, Decision, HeadGroup, Launch, Plan, TraceEntry
 from adaattn.spec.policy import Policy
+from adaattn.spec.scheme import Scheme
 
 __all__ = [
+    "METHODS",
     "Align",
     "AttentionProblem",
     "Aux",
+    "BlockSparse",
     "Capability",
     "Cell",
     "Cost",
     "Decision",
+    "Exact",
     "Feature",
     "HardwareFacts",
     "HeadGroup",
+    "HeadMethod",
+    "Launch",
+    "LowRank",
     "MaskKind",
     "Measured",
     "Method",
@@ -31,6 +39,7 @@ __all__ = [
     "Policy",
     "Precision",
     "Rates",
+    "Scheme",
     "TensorStats",
     "TimingTable",
     "TraceEntry",

@@ -1,13 +1,38 @@
 """What planning returns: a plan, and the reasons for it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final
 
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec.enums import Method, Precision, Why
+from adaattn.spec._checks import check_at_least_0
+from adaattn.spec.enums import Method, Precision, Way, Why
+from adaattn.spec.method import METHODS, Exact, HeadMethod
+from adaattn.spec.scheme import Scheme
 
-__all__ = ["Cost", "Decision", "HeadGroup", "Plan", "TraceEntry"]
+__all__ = ["Cost", "Decision", "HeadGroup", "Launch", "Plan", "TraceEntry"]
+
+_FLAT: Final = ("rank", "value_rank", "block_size", "kept_mass")
+"""Parameters of methods that stood in a group itself when it was written flat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How an executor is launched, which changes no result beyond rounding.
+
+    Args:
+        chunk_rows: query rows computed at once; 0 is all.
+
+    Raises:
+        ArgumentError: a number is below 0.
+        ArgumentTypeError: a number is no integer.
+    """
+
+    chunk_rows: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of rows."""
+        check_at_least_0("chunk_rows", self.chunk_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,34 +42,27 @@ class HeadGroup:
     Args:
         capability: name of the executor's capability.
         heads: the query heads; empty means all.
-        method: exact, or which approximation.
-        precision: number format of the products.
-        rank: columns that q and k are projected to; 0 is all.
-        value_rank: columns that v is projected to; 0 is all.
-        block_size: side of a sparse block, in tokens.
-        kept_mass: share of the pooled probability that the kept blocks of a row must reach.
-        chunk_rows: query rows computed at once; 0 is all.
+        method: exact, or which approximation, with its parameters.
+        scheme: number formats of the arithmetic.
+        launch: how the executor is launched.
     """
 
     capability: str
     heads: tuple[int, ...] = ()
-    method: Method = Method.EXACT
-    precision: Precision = Precision.FP32
-    rank: int = 0
-    value_rank: int = 0
-    block_size: int = 0
-    kept_mass: float = 1.0
-    chunk_rows: int = 0
+    # torch.compile traces a function that makes a value, not a class or a value as a default.
+    method: HeadMethod = field(default_factory=lambda: Exact())
+    scheme: Scheme = field(default_factory=lambda: Scheme())
+    launch: Launch = field(default_factory=lambda: Launch())
 
     @property
     def label(self) -> str:
         """A short name for tables: the executor and what it changes."""
-        parts = [f"{self.capability}/{self.precision.label}"]
-        if self.method is Method.LOW_RANK and self.rank:
-            parts.append(f"rank={self.rank}" + (f",{self.value_rank}" if self.value_rank else ""))
-        if self.method is Method.BLOCK_SPARSE and self.block_size:
-            parts.append(f"mass={self.kept_mass:g}")
-        return " ".join(parts)
+        return f"{self.capability}/{self.scheme.label} {self.method.label}".rstrip()
+
+    @property
+    def way(self) -> Way:
+        """Its method, and the format that q, k and v are cast to."""
+        return self.method.kind, self.scheme.inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,43 +101,23 @@ class Plan:
 
     @property
     def is_exact(self) -> bool:
-        """True when no group approximates (its precision is checked against the input apart)."""
-        return all(group.method is Method.EXACT for group in self.groups)
+        """True when no group approximates (its scheme is checked against the input apart)."""
+        return all(isinstance(group.method, Exact) for group in self.groups)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        data = asdict(self)
-        data["groups"] = [
-            {
-                **asdict(group),
-                "heads": list(group.heads),
-                "method": group.method.name.lower(),
-                "precision": group.precision.label,
-            }
-            for group in self.groups
-        ]
-        return data
+        return {**asdict(self), "groups": [_words_of(group) for group in self.groups]}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
-        """Return the plan that ``to_dict`` wrote.
+        """Return the plan that ``to_dict`` wrote, now or when a group's values were not nested.
 
         Raises:
             ArgumentError: a key is unknown or a value does not fit.
         """
         try:
             values = dict(data)
-            values["groups"] = tuple(
-                HeadGroup(
-                    **{
-                        **group,
-                        "heads": tuple(group.get("heads", ())),
-                        "method": Method[group.get("method", "exact").upper()],
-                        "precision": Precision[group.get("precision", "fp32").upper()],
-                    }
-                )
-                for group in values["groups"]
-            )
+            values["groups"] = tuple(_group_of(words) for words in values["groups"])
             return cls(**values)
         except ArgumentError:
             raise
@@ -127,6 +125,48 @@ class Plan:
             raise ArgumentError(
                 expected_got("plan", "the values that Plan.to_dict wrote", repr(error))
             ) from error
+
+
+def _words_of(group: HeadGroup) -> dict[str, Any]:
+    """Return a group as plain JSON values."""
+    words = asdict(group)
+    formats = {name: precision.label for name, precision in words["scheme"].items()}
+    method = {"kind": group.method.kind.name.lower(), **words["method"]}
+    return {**words, "heads": list(group.heads), "method": method, "scheme": formats}
+
+
+def _group_of(words: Mapping[str, Any]) -> HeadGroup:
+    """Return the group that `_words_of` wrote.
+
+    Raises:
+        ArgumentError, AttributeError, KeyError, TypeError, ValueError: it wrote none of this.
+    """
+    if not any(isinstance(words.get(name), Mapping) for name in ("method", "scheme", "launch")):
+        return _group_of_flat(words)
+    values = {**words, "heads": tuple(words.get("heads", ()))}
+    if "method" in words:
+        parameters = dict(words["method"])
+        values["method"] = METHODS[Method[parameters.pop("kind").upper()]](**parameters)
+    if "scheme" in words:
+        formats = {name: Precision[label.upper()] for name, label in words["scheme"].items()}
+        values["scheme"] = Scheme(**formats)
+    if "launch" in words:
+        values["launch"] = Launch(**words["launch"])
+    return HeadGroup(**values)
+
+
+def _group_of_flat(words: Mapping[str, Any]) -> HeadGroup:
+    """Return the group that was written when its values stood side by side.
+
+    Parameters of other methods than the group's, which stood there too, meant nothing.
+    """
+    rest = {**words, "heads": tuple(words.get("heads", ()))}
+    method = METHODS[Method[rest.pop("method", "exact").upper()]]
+    scheme = Scheme.of(Precision[rest.pop("precision", "fp32").upper()])
+    launch = Launch(chunk_rows=rest.pop("chunk_rows", 0))
+    found = {name: rest.pop(name) for name in _FLAT if name in rest}
+    own = {item.name: found[item.name] for item in fields(method) if item.name in found}
+    return HeadGroup(**rest, method=method(**own), scheme=scheme, launch=launch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError, expected_got
+from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method, Precision
 
 __all__ = ["Policy"]
@@ -53,8 +54,8 @@ class Policy:
         """Refuse values that no plan could honour."""
         _check_budget("error_budget", self.error_budget)
         if self.memory_budget_bytes is not None:
-            _check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
-        _check_at_least_0("audit_rows", self.audit_rows)
+            check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
+        check_at_least_0("audit_rows", self.audit_rows)
         if self.check not in ("sampled", "always"):
             raise ArgumentError(expected_got("check", "'sampled' or 'always'", repr(self.check)))
         _check_members("methods", self.methods, Method)
@@ -118,14 +119,6 @@ def _check_budget(name: str, value: object) -> None:
         raise ArgumentError(expected_got(name, "a number in [0, 1)", value))
 
 
-def _check_at_least_0(name: str, value: object) -> None:
-    """Refuse what is no integer of at least 0."""
-    if not isinstance(value, int):
-        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
-    if value < 0:
-        raise ArgumentError(expected_got(name, "at least 0", value))
-
-
 def _check_members(name: str, values: object, kind: type) -> None:
     """Refuse what is no tuple of members of one enum."""
     if not isinstance(values, tuple) or not all(isinstance(item, kind) for item in values):
@@ -152,6 +145,6 @@ def _check_head_budgets(entries: object) -> None:
                 expected_got("head_budgets", "tuples (layer, head, error_budget)", repr(entry))
             )
         layer, head, budget = entry
-        _check_at_least_0("layer of head_budgets", layer)
-        _check_at_least_0("head of head_budgets", head)
+        check_at_least_0("layer of head_budgets", layer)
+        check_at_least_0("head of head_budgets", head)
         _check_budget(f"error_budget of layer {layer}, head {head}", budget)

@@ -301,5 +301,5 @@ def test_every_decision_names_low_rank_once_for_each_rank(planted: AdaptiveRankA
     assert [name for name in names if name.startswith("low_rank")] == [
         f"low_rank/fp32 rank={rank},{rank}" for rank in (8, 16, 32)
     ]
-    groups = {group.heads: group.method for group in events[0].decision.plan.groups}
+    groups = {group.heads: group.method.kind for group in events[0].decision.plan.groups}
     assert groups == {(0, 1): Method.LOW_RANK, (2, 3): Method.EXACT}

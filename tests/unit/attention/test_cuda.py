@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import adaattn
-from adaattn import HeadGroup, Method, Plan, Precision, hardware
+from adaattn import HeadGroup, LowRank, Plan, Precision, hardware
 from adaattn.attention.adaattn import AdaAttention
 from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
 from adaattn.attention.adaptive_rank import AdaptiveRankAttention
@@ -91,7 +91,7 @@ def test_lower_formats_are_taken_where_they_pay_and_keep_the_budget() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_gradients_of_low_rank_are_whole(dim: int, is_causal: bool) -> None:
     """Rank 24 of 32 columns: what exact attention gives, by weights written out in chunks."""
-    group = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=32, value_rank=32)
+    group = HeadGroup(capability="low_rank", method=LowRank(rank=32, value_rank=32))
     plan = Plan(groups=(group,), num_heads=4, error_budget=0.01)
     shapes = [(1, 4, 700, 24), (1, 2, 700, 24), (1, 2, 700, 24)]
     tensors = [

@@ -79,7 +79,7 @@ def exact_gradients(tensors: list[torch.Tensor], backend: str = "auto") -> list[
 
 
 def precisions(event: AttentionEvent) -> set[Precision]:
-    return {group.precision for group in event.decision.plan.groups}
+    return {group.scheme.inputs for group in event.decision.plan.groups}
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
@@ -88,7 +88,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
 
     def wrong(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
         result = honest(tensors, problem, group)
-        if group.precision is not Precision.BF16:
+        if group.scheme.inputs is not Precision.BF16:
             return result
         return replace(result, output=result.output * factor)
 
@@ -227,7 +227,7 @@ class TestMemory:
     ) -> None:
         """It did not know what the calls had taught."""
         runner, tensors = Runner(LOSSY), draw()
-        assert runner.decision(*tensors).plan.groups[0].precision is Precision.BF16
+        assert runner.decision(*tensors).plan.groups[0].scheme.inputs is Precision.BF16
         with monkeypatch.context() as patch:
             spoil(patch, "sdpa.flash", 1.2)
             runner.run(*tensors)

@@ -16,20 +16,20 @@ import pytest
 import torch
 
 import adaattn
-from adaattn import AttentionEvent, HeadGroup, Policy
+from adaattn import AttentionEvent, BlockSparse, HeadGroup, LowRank, Policy, Scheme
 from adaattn.attention import _digest
 from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.errors import ArgumentTypeError, UnsupportedError
-from adaattn.spec import Cost, Decision, Method, Plan, Precision, TensorStats, TraceEntry, Why
+from adaattn.spec import Cost, Decision, Plan, Precision, TensorStats, TraceEntry, Why
 from adaattn.testing import make_problem
 
 FP32, BF16 = Precision.FP32, Precision.BF16
 PROBLEM = make_problem(num_heads=4)
 FLASH = HeadGroup(capability="sdpa.flash")
 CHUNKED = HeadGroup(capability="chunked")
-LOW = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8)
-SPARSE = HeadGroup(capability="block_sparse", method=Method.BLOCK_SPARSE, block_size=64)
+LOW = HeadGroup(capability="low_rank", method=LowRank(rank=8, value_rank=8))
+SPARSE = HeadGroup(capability="block_sparse", method=BlockSparse(block_size=64))
 
 NOTHING = {
     "calls": 0,
@@ -163,7 +163,7 @@ class TestNumbers:
         assert (found["calls"], found["flash_ratio"]) == (4, 0.5)
 
     def test_shares_are_those_of_heads(self) -> None:
-        half = replace(FLASH, precision=BF16)
+        half = replace(FLASH, scheme=Scheme.of(BF16))
         found = recorded(
             event(heads(LOW, 0), heads(FLASH, 1, 2, 3)), event(half), event(SPARSE), event(FLASH)
         )
@@ -215,10 +215,10 @@ class TestNumbers:
         }
 
     def test_another_rank_is_no_switch_and_another_format_is(self) -> None:
-        found = recorded(event(LOW), event(replace(LOW, rank=16, value_rank=16)))
+        found = recorded(event(LOW), event(replace(LOW, method=LowRank(rank=16, value_rank=16))))
         assert found["switches"] == 0
         assert found["heads_by_rank"] == {"8": 4, "16": 4}
-        found.record(event(replace(LOW, precision=BF16)))
+        found.record(event(replace(LOW, scheme=Scheme.of(BF16))))
         assert found["switches"] == 4
 
     def test_means_are_over_measured_heads_alone(self) -> None:
@@ -251,7 +251,7 @@ class TestNumbers:
         found = recorded(
             event(
                 heads(LOW, 0, 1),
-                heads(replace(FLASH, precision=BF16), 2),
+                heads(replace(FLASH, scheme=Scheme.of(BF16)), 2),
                 heads(FLASH, 3),
                 head_errors=(0.25, 0.5, 0.75, 1e-9),
             )
@@ -411,7 +411,7 @@ class TestMerging:
 
     def test_the_same_head_of_two_processes_is_one_head(self) -> None:
         """Its counts add up, and its last rank is the last one told, not their sum."""
-        larger = replace(LOW, rank=16, value_rank=16)
+        larger = replace(LOW, method=LowRank(rank=16, value_rank=16))
         first, second = recorded(event(larger), event(larger)), recorded(event(LOW))
         merged = AttentionStatistics.merge([first, second])
         head = merged["per_head"]["attention head 0"]

@@ -12,7 +12,16 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from adaattn import AttentionEvent, HeadGroup, Method, Plan, Precision, record_events
+from adaattn import (
+    AttentionEvent,
+    HeadGroup,
+    LowRank,
+    Method,
+    Plan,
+    Precision,
+    Scheme,
+    record_events,
+)
 from adaattn.attention.adaattn import AdaAttention
 from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
 from adaattn.attention.adaptive_rank import AdaptiveRankAttention
@@ -71,10 +80,8 @@ def test_gradcheck_holds_in_a_small_double_case(heads_dim: int) -> None:
     """Three tokens are of rank 3, so low rank of three columns loses nothing in any direction."""
     group = HeadGroup(
         capability="low_rank",
-        method=Method.LOW_RANK,
-        precision=Precision.FP64,
-        rank=3,
-        value_rank=3,
+        method=LowRank(rank=3, value_rank=3),
+        scheme=Scheme.of(Precision.FP64),
     )
     module = AdaptiveRankAttention(2 * heads_dim, 2, dtype=torch.float64)
     module.runner.plan = Plan(groups=(group,), num_heads=2, error_budget=0.01)
@@ -320,7 +327,7 @@ def test_a_compiled_module_with_a_low_rank_plan_gives_the_eager_numbers_and_grad
     with record_events(events.append):
         planted(x)
     planted.runner.plan = events[0].decision.plan
-    assert {group.method for group in planted.runner.plan.groups} == {Method.LOW_RANK}
+    assert {group.method.kind for group in planted.runner.plan.groups} == {Method.LOW_RANK}
     compiled = torch.compile(planted, backend="aot_eager", fullgraph=True)
     ours, theirs = gradients(planted, x, compiled), gradients(planted, x)
     for found, expected in zip(ours, theirs, strict=True):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn.backends import chunked, tiles
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
 from adaattn.testing import (
     assert_gradients_match,
     assert_results_match,
@@ -50,7 +50,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def run(tensors: Tensors, problem: AttentionProblem, rows: int) -> Result:
-    return chunked.run(tensors, problem, HeadGroup(capability="chunked", chunk_rows=rows))
+    return chunked.run(
+        tensors, problem, HeadGroup(capability="chunked", launch=Launch(chunk_rows=rows))
+    )
 
 
 def check(problem: AttentionProblem, rows: int) -> None:

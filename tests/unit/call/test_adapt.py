@@ -61,7 +61,7 @@ def low_heads(event: AttentionEvent) -> tuple[int, ...]:
     return tuple(
         head
         for group in event.decision.plan.groups
-        if group.method is Method.LOW_RANK
+        if group.method.kind is Method.LOW_RANK
         for head in group.heads or range(event.problem.num_heads)
     )
 
@@ -183,7 +183,7 @@ class TestMeasuring:
         for rank in (8, 16, 8):
             policy = Policy(error_budget=0.5, ranks=(rank,), precisions=())
             attend(*tensors, policy=policy, backend="low_rank")
-        ranks = [event.decision.plan.groups[0].rank for event in events]
+        ranks = [event.decision.plan.groups[0].method.rank for event in events]
         assert ranks == [8, 16, 8]
 
     def test_an_exact_policy_measures_nothing(

@@ -139,7 +139,9 @@ def test_a_repair_keeps_the_memory_budget(
     chunked = registry.load("chunked")
 
     def noting(inputs: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-        chunks.append(3 * 4 * problem.batch * problem.num_heads * group.chunk_rows * problem.len_k)
+        chunks.append(
+            3 * 4 * problem.batch * problem.num_heads * group.launch.chunk_rows * problem.len_k
+        )
         return chunked(inputs, problem, group)
 
     monkeypatch.setitem(registry._EXECUTORS, "chunked", noting)

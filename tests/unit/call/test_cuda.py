@@ -77,7 +77,7 @@ def test_a_format_that_pays_is_taken_and_its_measured_saving_told() -> None:
         for _ in range(400):
             adaattn.scaled_dot_product_attention(*tensors, policy="balanced")
             torch.cuda.synchronize()  # so that what is on its way arrives
-    chosen = [event.decision.plan.groups[0].precision.label for event in events]
+    chosen = [event.decision.plan.groups[0].scheme.inputs.label for event in events]
     assert chosen[0] == "fp32" and chosen[-1] in ("bf16", "fp16")
     assert sum(event.saved_ms for event in events) > 0
 
@@ -98,7 +98,7 @@ def test_a_format_that_does_not_pay_is_dropped() -> None:
                 ledger.record(10 * ledger.exact_ms, "approximate", ways)
     assert ledger.dropped
     _, aux = adaattn.scaled_dot_product_attention(*tensors, policy=policy, return_aux=True)
-    assert aux.decision.plan.groups[0].precision is adaattn.Precision.FP32
+    assert aux.decision.plan.groups[0].scheme.inputs is adaattn.Precision.FP32
 
 
 @pytest.mark.usefixtures("never_waiting")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn import HeadGroup, Plan, Policy, Precision, save_policy
+from adaattn import HeadGroup, Plan, Policy, Precision, Scheme, save_policy
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import slice_heads
 from adaattn.backends.masks import kept_bias
@@ -87,7 +87,7 @@ def test_an_additive_mask_of_any_floating_dtype_serves(
 
 def test_a_plan_in_a_wider_format_computes_in_it() -> None:
     x = draw(64).bfloat16()
-    group = HeadGroup(capability="sdpa.flash", precision=Precision.FP32)
+    group = HeadGroup(capability="sdpa.flash", scheme=Scheme.of(Precision.FP32))
     plan = Plan(groups=(group,), num_heads=2)
     wide = attend(x.float(), x.float(), x.float()).bfloat16()
     assert torch.equal(attend(x, x, x, plan=plan), wide)

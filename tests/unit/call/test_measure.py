@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn import HeadGroup, Method, Policy, Precision, plan_attention
+from adaattn import (
+    BlockSparse,
+    HeadGroup,
+    LowRank,
+    Method,
+    Policy,
+    Precision,
+    Scheme,
+    plan_attention,
+)
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, execute
 from adaattn.call.measure import Sample, audit, check_finite, measure
@@ -48,18 +57,16 @@ def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, 
 
 def variants(stats: TensorStats) -> list[tuple[HeadGroup, tuple[float, ...]]]:
     """Return every approximation that was measured, with its estimated error of each head."""
-    own = HeadGroup(capability="low_rank", method=LOW_RANK, precision=Precision.FP64)
+    own = HeadGroup(capability="low_rank", method=LowRank(), scheme=Scheme.of(Precision.FP64))
     found = [
-        (replace(own, rank=rank, value_rank=value_rank), errors)
+        (replace(own, method=LowRank(rank=rank, value_rank=value_rank)), errors)
         for (rank, value_rank), errors in stats.low_rank_errors
     ]
-    sparse = HeadGroup(
-        capability="block_sparse",
-        method=BLOCK_SPARSE,
-        precision=Precision.FP64,
-        block_size=BLOCK_SIZE,
-    )
-    found += [(replace(sparse, kept_mass=mass), errors) for mass, _, errors in stats.block_sparse]
+    sparse = HeadGroup(capability="block_sparse", scheme=Scheme.of(Precision.FP64))
+    found += [
+        (replace(sparse, method=BlockSparse(block_size=BLOCK_SIZE, kept_mass=mass)), errors)
+        for mass, _, errors in stats.block_sparse
+    ]
     assert found
     return found
 
@@ -126,7 +133,7 @@ def test_an_estimate_for_a_lower_precision_is_the_error_of_that_precision() -> N
         Precision.FP16,
     ]
     for precision, estimated in stats.precision_errors:
-        group = HeadGroup(capability="sdpa.flash", precision=precision)
+        group = HeadGroup(capability="sdpa.flash", scheme=Scheme.of(precision))
         true_errors = head_errors(run(group, tensors, problem), exact)[0]
         ratio = torch.tensor(estimated) / true_errors
         assert ratio.amax() < 2

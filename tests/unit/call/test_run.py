@@ -11,6 +11,8 @@ from adaattn import (
     AttentionEvent,
     HardwareFacts,
     HeadGroup,
+    Launch,
+    LowRank,
     Method,
     Plan,
     Policy,
@@ -134,7 +136,7 @@ class TestExplicitBackend:
         policy = Policy(head_budgets=tuple((0, head, 0.05) for head in range(4)))
         tensors = draw_low_rank()
         decision = plan_attention(*tensors, policy=policy, backend="low_rank", layer=0)
-        assert {group.method for group in decision.plan.groups} == {Method.LOW_RANK}
+        assert {group.method.kind for group in decision.plan.groups} == {Method.LOW_RANK}
 
     def test_a_method_that_the_policy_leaves_out_is_refused(self) -> None:
         policy = Policy(name="mine", error_budget=0.05, methods=(Method.EXACT,))
@@ -328,7 +330,7 @@ class TestPolicies:
         budget = plan_attention(*tensors, softcap=5.0).workspace_bytes // 4
         tight = plan_attention(*tensors, softcap=5.0, policy=Policy(memory_budget_bytes=budget))
         assert 0 < tight.workspace_bytes <= budget
-        assert tight.plan.groups[0].chunk_rows < 512
+        assert tight.plan.groups[0].launch.chunk_rows < 512
 
 
 class TestEvents:
@@ -381,7 +383,9 @@ class TestGivenPlans:
     def test_it_runs_what_it_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
         groups = wrap(monkeypatch, "chunked", lambda result: result)
         tensors = draw()
-        plan = Plan(groups=(HeadGroup(capability="chunked", chunk_rows=5),), num_heads=4)
+        plan = Plan(
+            groups=(HeadGroup(capability="chunked", launch=Launch(chunk_rows=5)),), num_heads=4
+        )
         output, aux = attend(*tensors, plan=plan, return_aux=True)
         assert groups == list(plan.groups)
         assert aux.decision.plan == plan
@@ -390,7 +394,7 @@ class TestGivenPlans:
         assert_matches(output, exactly(tensors), attend(*tensors, backend="reference"), summands=48)
 
     def test_an_approximation_given_is_not_said_to_be_exact(self) -> None:
-        group = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8)
+        group = HeadGroup(capability="low_rank", method=LowRank(rank=8, value_rank=8))
         _, aux = attend(*draw(), plan=Plan(groups=(group,), num_heads=4), return_aux=True)
         assert aux.error_estimate is None
 
@@ -401,7 +405,7 @@ class TestGivenPlans:
         tensors = draw_low_rank(length=128, dim=32)
         for item in tensors:
             item[:, 2:] = torch.randn(2, 2, 128, 32)
-        group = HeadGroup(capability="low_rank", method=Method.LOW_RANK, rank=8, value_rank=8)
+        group = HeadGroup(capability="low_rank", method=LowRank(rank=8, value_rank=8))
         plan = Plan(groups=(group,), num_heads=4, error_budget=0.01, audit_rows=16)
         output, aux = attend(*tensors, plan=plan, return_aux=True)
         (event,) = events

@@ -4,9 +4,10 @@ from adaattn.spec import (
     AttentionProblem,
     Decision,
     HeadGroup,
-    Method,
+    LowRank,
     Plan,
     Precision,
+    Scheme,
     TraceEntry,
 )
 
@@ -18,7 +19,7 @@ PROBLEM = AttentionProblem(
 def event(tag: str, errors: tuple[float, ...] = (), reason: str = "error 0.2 above 0.1") -> object:
     groups = (
         HeadGroup(capability="sdpa.flash", heads=(0, 2)),
-        HeadGroup(capability="low_rank", heads=(1,), method=Method.LOW_RANK, rank=8),
+        HeadGroup(capability="low_rank", heads=(1,), method=LowRank(rank=8)),
     )
     trace = (
         TraceEntry(candidate="sdpa.flash/fp32", accepted=True, reason="taken"),
@@ -49,7 +50,9 @@ def test_shares_count_heads_and_approximations() -> None:
 
 
 def test_a_lower_precision_counts_as_an_approximation() -> None:
-    plan = Plan(groups=(HeadGroup(capability="sdpa", precision=Precision.BF16),), num_heads=3)
+    plan = Plan(
+        groups=(HeadGroup(capability="sdpa", scheme=Scheme.of(Precision.BF16)),), num_heads=3
+    )
     ledger = Ledger()
     ledger.add(AttentionEvent(problem=PROBLEM, decision=Decision(plan=plan), workspace_bytes=0))
     assert ledger.summary().approximated == 1.0

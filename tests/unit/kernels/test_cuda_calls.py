@@ -119,7 +119,11 @@ class TestAdaptive:
 
         assert_within_budget(output, exact, BALANCED)
         (group,) = decision.plan.groups
-        assert (group.method, group.rank, group.value_rank) == (Method.LOW_RANK, 4, 4)
+        assert (group.method.kind, group.method.rank, group.method.value_rank) == (
+            Method.LOW_RANK,
+            4,
+            4,
+        )
         assert "given with the call" in decision.notes[0]
 
     def test_a_rank_below_the_inputs_loses_something(self) -> None:
@@ -139,7 +143,7 @@ class TestAdaptive:
         output, decision = adaptive_attention_kernel(
             *inputs, precision="bf16", return_decision=True
         )
-        assert {group.precision for group in decision.plan.groups} == {Precision.BF16}
+        assert {group.scheme.inputs for group in decision.plan.groups} == {Precision.BF16}
         assert output.dtype == torch.float32
         check(output.bfloat16(), tuple(item.bfloat16() for item in inputs))
 
@@ -174,8 +178,8 @@ class TestAdaptive:
         for name, expected in (("cpu", Precision.FP32), ("cpu_amx", Precision.BF16)):
             machine(name)
             _, decision = adaptive_attention_kernel(*inputs, rank=4, return_decision=True)
-            assert {group.precision for group in decision.plan.groups} == {expected}
-            assert {group.rank for group in decision.plan.groups} == {4}
+            assert {group.scheme.inputs for group in decision.plan.groups} == {expected}
+            assert {group.method.rank for group in decision.plan.groups} == {4}
 
     def test_a_rank_asked_for_by_name_runs_under_a_budget_of_0_too(self) -> None:
         """It is the caller who approximates; nothing is measured, so nothing is judged."""
@@ -250,7 +254,7 @@ class TestMemoryEfficient:
             (group,) = event.decision.plan.groups
             assert group.capability == "chunked"
             assert event.workspace_bytes <= budget
-            rows.append(group.chunk_rows)
+            rows.append(group.launch.chunk_rows)
         assert 0 < rows[0] < rows[1]
 
     def test_gradients_are_those_of_the_definition_over_several_chunks(self) -> None:
@@ -262,7 +266,7 @@ class TestMemoryEfficient:
             output = memory_efficient_attention(*inputs, is_causal=True, memory_budget_bytes=20000)
         wide = cast_tensors(tensors, torch.float64)
 
-        assert events[0].decision.plan.groups[0].chunk_rows == 16
+        assert events[0].decision.plan.groups[0].launch.chunk_rows == 16
         assert_gradients_match(
             gradients_of(Result(output=output), tensors),
             gradients_of(attention(wide, problem), wide),

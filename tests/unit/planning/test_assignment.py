@@ -19,15 +19,18 @@ from adaattn.planning.candidates import KEPT_MASSES, Candidate
 from adaattn.planning.cost import estimate
 from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
+    METHODS,
     AttentionProblem,
     Capability,
     Cost,
     Decision,
     Feature,
     HeadGroup,
+    LowRank,
     Method,
     Policy,
     Precision,
+    Scheme,
     TensorStats,
     Way,
 )
@@ -48,11 +51,10 @@ def candidate(
 ) -> Candidate:
     """Return a way of computing that takes so long for each head and loses so much."""
     method, precision = way
+    found = LowRank(rank=rank) if method is Method.LOW_RANK else METHODS[method]()
     num_heads = len(errors) or num_heads
     return Candidate(
-        group=HeadGroup(
-            capability=method.name.lower(), method=method, precision=precision, rank=rank
-        ),
+        group=HeadGroup(capability=method.name.lower(), method=found, scheme=Scheme.of(precision)),
         capability=Capability(name=method.name.lower(), backend="x", method=method),
         cost=Cost(flops=0.0, bytes_moved=0.0, workspace_bytes=0, time_ms=ms * num_heads),
         errors=errors,
@@ -65,7 +67,7 @@ def taken(candidates: Sequence[Candidate], num_heads: int = 1, *ways: Way) -> li
     """Return the way of each head, as `decide` finds it; the first candidate is exact."""
     judged = with_inertia(candidates, ways)
     chosen = assign_heads(judged, candidates[0], num_heads, ways)
-    return [(item.group.method, item.group.precision) for item in chosen]
+    return [(item.group.method.kind, item.group.scheme.inputs) for item in chosen]
 
 
 class TestErrors:
@@ -135,9 +137,9 @@ class TestErrors:
             candidate(LOW, 5.0, (0.1 * BUDGET,), rank=16),
         ]
         (chosen,) = assign_heads(candidates, candidates[0], 1, (LOW,))
-        assert chosen.group.rank == 8
+        assert chosen.group.method.rank == 8
         (fresh,) = assign_heads(candidates, candidates[0], 1, (DENSE,))
-        assert fresh.group.rank == 16
+        assert fresh.group.method.rank == 16
 
     def test_a_head_that_may_lose_nothing_stays_exact_whatever_it_was(self) -> None:
         item = candidate(LOW, 5.0, (0.0, 0.0))
@@ -257,7 +259,7 @@ class TestDecisions:
     def test_no_past_is_the_first_call(self, executors: Executors) -> None:
         errors = (0.9 * BUDGET,) * 4
         fresh = self.decided(executors, errors, ())
-        assert [group.method for group in fresh.plan.groups] == [Method.LOW_RANK]
+        assert [group.method.kind for group in fresh.plan.groups] == [Method.LOW_RANK]
         assert self.decided(executors, errors, (LOW,) * 4) == fresh
 
     def test_a_candidate_that_inertia_bars_from_every_head_says_so(
@@ -278,7 +280,7 @@ class TestDecisions:
         errors = [share * BUDGET for share in (0.9, 0.9, 3.0, 0.9)]
         ways = (LOW, LOW, DENSE, DENSE)
         decision = self.decided(executors, errors, ways)
-        by_method = {group.method: group.heads for group in decision.plan.groups}
+        by_method = {group.method.kind: group.heads for group in decision.plan.groups}
         assert by_method == {Method.LOW_RANK: (0, 1), Method.EXACT: (2, 3)}
         assert self.decided(executors, errors, ()).plan.groups != decision.plan.groups
 
@@ -327,7 +329,7 @@ class TestDecisions:
         everything = ~Feature(0)
         facts, problem = fake_facts("cpu"), self.problem()
         low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
-        group = HeadGroup(capability="low", method=Method.LOW_RANK, rank=64, value_rank=64)
+        group = HeadGroup(capability="low", method=LowRank(rank=64, value_rank=64))
         low_ms = estimate(problem, low, group, facts).time_ms
         flops = 2 * problem.len_q**2 * (128 + 128) * problem.num_heads
         exact = Capability(
@@ -357,7 +359,7 @@ class TestDecisions:
         """An error within the budget was refused to heads that were exact before."""
         alone = tuple(item for item in executors if item.name == "low_rank")
         decision = self.decided(alone, (0.9 * BUDGET,) * 4, ways, forced=True)
-        assert [group.method for group in decision.plan.groups] == [Method.LOW_RANK]
+        assert [group.method.kind for group in decision.plan.groups] == [Method.LOW_RANK]
 
     def test_without_an_exact_way_a_head_over_budget_is_an_error(
         self, executors: Executors
@@ -405,7 +407,7 @@ class TestGroups:
         dense = candidate(DENSE, 1.0, num_heads=4)
         low = candidate(LOW, 1.0, (0.0,) * 4)
         groups = group_heads([dense, low, dense, low])
-        assert [(group.method, group.heads) for group in groups] == [
+        assert [(group.method.kind, group.heads) for group in groups] == [
             (Method.EXACT, (0, 2)),
             (Method.LOW_RANK, (1, 3)),
         ]

@@ -94,7 +94,9 @@ def test_the_real_executors_appear_once_too(
     assert {item.capability.name for item in found.values()} - {"any executor"} == {
         item.name for item in executors
     }
-    lower = {item.group.precision for item in found.values() if item.group.precision is not FP32}
+    lower = {
+        item.group.scheme.inputs for item in found.values() if item.group.scheme.inputs is not FP32
+    }
     assert lower == {BF16, FP16}
 
 
@@ -144,7 +146,7 @@ def test_a_listed_format_that_no_executor_takes_is_refused_and_not_ignored() -> 
 
 def test_lower_formats_are_tried_from_the_most_accurate_on() -> None:
     found = enumerate_candidates(PROBLEM, A100, LOSSY, (FUSED,))
-    assert [item.group.precision for item in found] == [FP32, FP16, BF16]
+    assert [item.group.scheme.inputs for item in found] == [FP32, FP16, BF16]
 
 
 def test_a_format_that_the_executor_does_not_take_is_not_tried_with_it() -> None:
@@ -155,12 +157,12 @@ def test_a_format_that_the_executor_does_not_take_is_not_tried_with_it() -> None
 
 def test_sparse_candidates_name_their_block_and_chunked_ones_their_rows() -> None:
     found = _enumerate()
-    assert {found[f"sparse/fp32 mass={mass:g}"].group.block_size for mass in KEPT_MASSES} == {
-        BLOCK_SIZE
-    }
-    assert found["chunked/fp32"].group.chunk_rows == 1024
+    assert {
+        found[f"sparse/fp32 mass={mass:g}"].group.method.block_size for mass in KEPT_MASSES
+    } == {BLOCK_SIZE}
+    assert found["chunked/fp32"].group.launch.chunk_rows == 1024
     tight = _enumerate(policy=replace(LOSSY, memory_budget_bytes=4 << 20))
-    assert tight["chunked/fp32"].group.chunk_rows == 64
+    assert tight["chunked/fp32"].group.launch.chunk_rows == 64
     assert not tight["chunked/fp32"].refusal
 
 
@@ -250,7 +252,7 @@ def test_a_budget_of_0_allows_nothing_not_even_an_estimate_of_0() -> None:
 
 def test_a_format_refused_for_its_range_refuses_every_candidate_that_uses_it() -> None:
     judged = _judge(replace(STATS, max_magnitude=50000.0))
-    fp16 = [item for item in judged.values() if item.group.precision is FP16]
+    fp16 = [item for item in judged.values() if item.group.scheme.inputs is FP16]
     assert {item.refusal for item in fp16} == {"elements reach 5e+04; fp16 is safe up to 32752"}
     assert not judged["fused/bf16"].refusal
 

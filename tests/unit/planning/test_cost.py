@@ -17,13 +17,17 @@ from adaattn.planning.cost import (
 from adaattn.spec import (
     Align,
     AttentionProblem,
+    BlockSparse,
     Capability,
     HardwareFacts,
     HeadGroup,
+    Launch,
+    LowRank,
     MaskKind,
     Method,
     Precision,
     Rates,
+    Scheme,
 )
 from adaattn.testing import fake_facts, make_problem
 
@@ -36,9 +40,9 @@ SPARSE = Capability(name="sparse", backend="x", method=Method.BLOCK_SPARSE, skip
 GROUPED = replace(FUSED, name="grouped", min_group_size=2, max_len_q=8)
 
 EXACT = HeadGroup(capability="any")
-RANK = replace(EXACT, method=Method.LOW_RANK, rank=16, value_rank=16)
-BLOCKS = replace(EXACT, method=Method.BLOCK_SPARSE, block_size=64, kept_mass=0.9)
-CHUNKS = replace(EXACT, chunk_rows=64)
+RANK = replace(EXACT, method=LowRank(rank=16, value_rank=16))
+BLOCKS = replace(EXACT, method=BlockSparse(block_size=64, kept_mass=0.9))
+CHUNKS = replace(EXACT, launch=Launch(chunk_rows=64))
 
 WAYS = [
     (FUSED, EXACT),
@@ -47,7 +51,7 @@ WAYS = [
     (CHUNKED, CHUNKS),
     (LOW_RANK, RANK),
     (SPARSE, BLOCKS),
-    (FUSED, replace(EXACT, precision=Precision.BF16)),
+    (FUSED, replace(EXACT, scheme=Scheme.of(Precision.BF16))),
 ]
 MACHINES = ("h200", "a100", "v100", "pascal", "cpu", "cpu_amx")
 
@@ -165,7 +169,9 @@ def test_keeping_fewer_blocks_or_columns_costs_less(machine: str) -> None:
         estimate(problem, SPARSE, BLOCKS, facts, density=share) for share in (0.1, 0.3, 1.0)
     ]
     by_rank = [
-        estimate(problem, LOW_RANK, replace(RANK, rank=rank, value_rank=rank), facts)
+        estimate(
+            problem, LOW_RANK, replace(RANK, method=LowRank(rank=rank, value_rank=rank)), facts
+        )
         for rank in (8, 16, 32)
     ]
     for costs in (by_density, by_rank):
@@ -208,10 +214,10 @@ def test_the_products_and_the_traffic_of_a_plain_call_are_those_of_the_formulas(
         (NAIVE, EXACT, 2 * 4 * 8 * 1024 * 1024),
         (COPIES, EXACT, 4 * 8 * 1024 * (64 + 64)),
         (CHUNKED, CHUNKS, 3 * 4 * 8 * 64 * 1024),
-        (CHUNKED, replace(CHUNKS, chunk_rows=4096), 3 * 4 * 8 * 1024 * 1024),
-        (FUSED, replace(EXACT, precision=Precision.BF16), 2 * (8 + 2) * 1024 * (64 + 64)),
+        (CHUNKED, replace(CHUNKS, launch=Launch(chunk_rows=4096)), 3 * 4 * 8 * 1024 * 1024),
+        (FUSED, replace(EXACT, scheme=Scheme.of(Precision.BF16)), 2 * (8 + 2) * 1024 * (64 + 64)),
         (LOW_RANK, RANK, 4 * (8 + 2) * 1024 * (16 + 16)),
-        (LOW_RANK, replace(RANK, value_rank=0), 4 * (8 + 2) * 1024 * (16 + 64)),
+        (LOW_RANK, replace(RANK, method=LowRank(rank=16)), 4 * (8 + 2) * 1024 * (16 + 64)),
         (
             SPARSE,
             BLOCKS,
@@ -258,7 +264,7 @@ def test_smaller_chunks_take_more_launches_and_packed_sequences_their_own() -> N
     work = replace(facts, rates=replace(facts.rates, launch_s=0.0))
 
     def launches(problem: AttentionProblem, chunk_rows: int) -> float:
-        group = replace(EXACT, chunk_rows=chunk_rows)
+        group = replace(EXACT, launch=Launch(chunk_rows=chunk_rows))
         with_launches, without = (
             estimate(problem, CHUNKED, group, machine).time_ms for machine in (facts, work)
         )
@@ -292,7 +298,7 @@ def test_a_format_without_a_known_rate_is_taken_to_be_slow() -> None:
     problem = _problem(len_q=8192, device_type="cuda")
     fp32 = estimate(problem, FUSED, EXACT, facts)
     half = replace(problem, precision=Precision.FP16)
-    fp16 = estimate(half, FUSED, replace(EXACT, precision=Precision.FP16), facts)
+    fp16 = estimate(half, FUSED, replace(EXACT, scheme=Scheme.of(Precision.FP16)), facts)
     assert fp16.time_ms > fp32.time_ms
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from adaattn.planning.cost import estimate
 from adaattn.planning.launch import choose_chunk_rows
-from adaattn.spec import Capability, HeadGroup
+from adaattn.spec import Capability, HeadGroup, Launch
 from adaattn.testing import fake_facts, make_problem
 
 CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
@@ -48,7 +48,7 @@ def test_a_chunk_fits_every_budget_that_one_row_fits(
     problem = make_problem(batch=batch, num_heads=heads, len_q=len_q, len_k=len_k)
 
     def workspace(rows: int) -> int:
-        group = HeadGroup(capability="chunked", chunk_rows=rows)
+        group = HeadGroup(capability="chunked", launch=Launch(chunk_rows=rows))
         return estimate(problem, CHUNKED, group, fake_facts("cpu")).workspace_bytes
 
     chosen = choose_chunk_rows(problem, budget)

@@ -21,6 +21,7 @@ from adaattn.spec import (
     Decision,
     Feature,
     HeadGroup,
+    LowRank,
     Measured,
     Method,
     Plan,
@@ -85,7 +86,7 @@ def test_a_budget_of_0_is_the_exact_path_in_the_inputs_own_format(
     stats = _stats(problem, lower=0.0, rank=(0.0,) * 4, sparse=(0.0,) * 4) if measured else None
     decision = decide(problem, stats, fake_facts(machine), policy, executors)
     (group,) = decision.plan.groups
-    assert decision.plan.is_exact and group.precision is FP32 and group.heads == ()
+    assert decision.plan.is_exact and group.scheme.inputs is FP32 and group.heads == ()
     assert decision.plan.error_budget == 0.0
     entries = _entries(decision)
     approximations = [e for name, e in entries.items() if name.startswith(("low_rank/", "block_"))]
@@ -114,7 +115,7 @@ def test_a_lower_format_is_taken_within_the_budget_by_the_rules_of_the_hardware(
     decision = decide(
         problem, _stats(problem), fake_facts(machine), Policy(error_budget=0.01), executors
     )
-    assert {group.precision for group in decision.plan.groups} == {chosen}
+    assert {group.scheme.inputs for group in decision.plan.groups} == {chosen}
     for label in ("bf16", "fp16"):
         refused = _entries(decision).get(f"any executor/{label}")
         if refused:
@@ -130,7 +131,7 @@ def test_magnitudes_beyond_fp16_leave_bf16_or_the_inputs_own_format(
     problem = _problem(machine)
     stats = _stats(problem, magnitude=60000.0)
     decision = decide(problem, stats, fake_facts(machine), Policy(error_budget=0.01), executors)
-    assert {group.precision for group in decision.plan.groups} == {chosen}
+    assert {group.scheme.inputs for group in decision.plan.groups} == {chosen}
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [(2e-3, BF16), (1e-3, BF16), (0.99e-3, FP32)])
@@ -140,7 +141,7 @@ def test_a_lower_format_is_taken_up_to_the_budget_and_no_further(
     problem = _problem("cpu_amx")
     policy = Policy(error_budget=budget)
     decision = decide(problem, _stats(problem), fake_facts("cpu_amx"), policy, executors)
-    assert {group.precision for group in decision.plan.groups} == {chosen}
+    assert {group.scheme.inputs for group in decision.plan.groups} == {chosen}
     if chosen is FP32:
         assert _entries(decision)["sdpa.flash/bf16"].reason == (
             "expected an error of at most 0.00099, got 0.001"
@@ -156,7 +157,7 @@ def test_heads_of_one_call_go_different_ways(executors: Executors) -> None:
         sparse=(0.01, 0.01, 0.01, 0.01, 0.9, 0.01),
     )
     decision = decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.02), executors)
-    by_method = {group.method: group.heads for group in decision.plan.groups}
+    by_method = {group.method.kind: group.heads for group in decision.plan.groups}
     assert by_method == {
         Method.LOW_RANK: (0, 1),
         Method.BLOCK_SPARSE: (2, 3),
@@ -187,7 +188,7 @@ def test_heads_keep_sharing_keys_only_where_their_whole_group_goes_one_way(
     decision = decide(problem, stats, facts, Policy(error_budget=0.02), executors)
     by_name = {item.name: item for item in executors}
     low, exact = sorted(decision.plan.groups, key=lambda group: group.capability)
-    assert low.heads == good and low.method is Method.LOW_RANK
+    assert low.heads == good and low.method.kind is Method.LOW_RANK
     costs = [
         estimate(
             replace(problem, num_heads=len(group.heads), num_kv_heads=shared),
@@ -214,8 +215,8 @@ def test_one_way_for_all_heads_is_one_group_without_head_numbers(executors: Exec
     stats = _stats(problem, rank=(0.001,) * 4)
     plan = decide(problem, stats, fake_facts("cpu"), Policy(error_budget=0.02), executors).plan
     (group,) = plan.groups
-    assert group.method is Method.LOW_RANK and group.heads == ()
-    assert (group.rank, group.value_rank) == (16, 16)
+    assert group.method.kind is Method.LOW_RANK and group.heads == ()
+    assert (group.method.rank, group.method.value_rank) == (16, 16)
 
 
 def test_the_more_accurate_of_two_near_equals_is_taken() -> None:
@@ -232,7 +233,7 @@ def test_the_more_accurate_of_two_near_equals_is_taken() -> None:
     )
     policy = Policy(error_budget=0.02)
     decision = decide(problem, stats, fake_facts("cpu"), policy, (exact, sparse))
-    assert [group.kept_mass for group in decision.plan.groups] == [KEPT_MASSES[1]]
+    assert [group.method.kept_mass for group in decision.plan.groups] == [KEPT_MASSES[1]]
     assert _entries(decision)["sparse/fp32 mass=0.9"].reason.startswith("no faster: ")
 
 
@@ -248,7 +249,7 @@ def test_an_approximation_must_be_faster_by_the_margin(saved: float, taken: bool
     policy = Policy(error_budget=0.01, precisions=(BF16,))
     problem = _problem("cpu_amx", len_q=16384)
     decision = decide(problem, _stats(problem), facts, policy, (exact, half))
-    assert (decision.plan.groups[0].precision is BF16) is taken
+    assert (decision.plan.groups[0].scheme.inputs is BF16) is taken
     if not taken:
         assert _entries(decision)["half/bf16"].reason.startswith("not faster by enough: ")
 
@@ -259,7 +260,7 @@ def test_sharing_heads_out_is_dropped_where_it_gains_too_little() -> None:
     low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
     facts = fake_facts("cpu")
     problem = _problem("cpu", head_dim=128)
-    group = HeadGroup(capability="low", method=Method.LOW_RANK, rank=16, value_rank=16)
+    group = HeadGroup(capability="low", method=LowRank(rank=16, value_rank=16))
     low_ms = estimate(problem, low, group, facts).time_ms
     flops = 2 * problem.len_q**2 * (128 + 128) * problem.num_heads
     share = 0.9 * flops / (1e-3 * low_ms) / facts.rates.flops_of(FP32)
@@ -306,14 +307,16 @@ def test_any_numbers_give_a_plan_within_budget_that_covers_each_head_once(
     measured = dict(stats.precision_errors)
     for group in decision.plan.groups:
         for head in group.heads or range(heads):
-            loss = measured[group.precision][head] if group.precision is not FP32 else 0.0
-            if group.method is Method.LOW_RANK:
-                loss += dict(stats.low_rank_errors)[group.rank, group.value_rank][head]
-            if group.method is Method.BLOCK_SPARSE:
+            loss = measured[group.scheme.inputs][head] if group.scheme.inputs is not FP32 else 0.0
+            if group.method.kind is Method.LOW_RANK:
+                loss += dict(stats.low_rank_errors)[group.method.rank, group.method.value_rank][
+                    head
+                ]
+            if group.method.kind is Method.BLOCK_SPARSE:
                 loss += stats.block_sparse[0][2][head]
             allowed = budgets[head][2]
             assert loss <= allowed
-            exact = group.method is Method.EXACT and group.precision is FP32
+            exact = group.method.kind is Method.EXACT and group.scheme.inputs is FP32
             assert exact or allowed > 0
     assert decision.plan == Plan.from_dict(json.loads(json.dumps(decision.plan.to_dict())))
     assert len(entries) == len(decision.trace)
@@ -333,7 +336,7 @@ def test_a_layer_with_calibrated_heads_approximates_those_alone(executors: Execu
     stats = _stats(problem, rank=(0.001,) * 4)
     facts = fake_facts("cpu")
     plan = decide(problem, stats, facts, policy, executors, layer=2).plan
-    lossy = [group for group in plan.groups if group.method is Method.LOW_RANK]
+    lossy = [group for group in plan.groups if group.method.kind is Method.LOW_RANK]
     assert [group.heads for group in lossy] == [(1, 3)]
     assert plan.error_budget == 0.05
     assert decide(problem, stats, facts, policy, executors, layer=1).plan.is_exact

@@ -83,7 +83,7 @@ def test_a_smaller_memory_budget_takes_smaller_chunks(executors: Executors) -> N
         (group,) = decision.plan.groups
         assert group.capability == "chunked" and decision.cost is not None
         assert budget is None or decision.workspace_bytes <= budget
-        rows.append(group.chunk_rows)
+        rows.append(group.launch.chunk_rows)
         times.append(decision.cost.time_ms)
     assert rows == sorted(set(rows), reverse=True)
     assert times == sorted(times)
@@ -234,9 +234,9 @@ def test_an_executor_asked_for_by_name_serves_within_the_budget_though_it_does_n
         ),
     )
     decision = decide(problem, stats, facts, policy, low, forced=True)
-    served = {head: group.rank for group in decision.plan.groups for head in group.heads}
+    served = {head: group.method.rank for group in decision.plan.groups for head in group.heads}
     if not served:
-        served = dict.fromkeys(range(4), decision.plan.groups[0].rank)
+        served = dict.fromkeys(range(4), decision.plan.groups[0].method.rank)
     assert sorted(served) == [0, 1, 2, 3]
     assert served[2] == 32
     accepted = [entry for entry in _entries(decision).values() if entry.accepted]

@@ -318,7 +318,7 @@ class TestNamedRanks:
         stats = TensorStats(low_rank_errors=(((12, 12), (1e-3, 1e-3)), ((8, 8), (0.0, 0.0))))
         policy = Policy(error_budget=0.02, ranks=(12, 40))
         decision = decide(problem, stats, fake_facts("cpu"), policy, executors)
-        assert [(g.rank, g.value_rank) for g in decision.plan.groups] == [(12, 12)]
+        assert [(g.method.rank, g.method.value_rank) for g in decision.plan.groups] == [(12, 12)]
         tried = [e.candidate for e in decision.trace if e.candidate.startswith("low_rank")]
         assert tried == ["low_rank/fp32 rank=12,12", "low_rank/fp32 rank=40,40"]
 

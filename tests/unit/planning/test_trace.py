@@ -6,7 +6,16 @@ import pytest
 
 from adaattn.planning.candidates import Candidate
 from adaattn.planning.trace import format_ms, trace_of
-from adaattn.spec import Capability, Cost, Decision, HeadGroup, Method, Plan, Precision
+from adaattn.spec import (
+    Capability,
+    Cost,
+    Decision,
+    HeadGroup,
+    LowRank,
+    Plan,
+    Precision,
+    Scheme,
+)
 
 NUM_HEADS = 4
 
@@ -24,7 +33,7 @@ def _candidate(name: str, time_ms: float, **values: object) -> Candidate:
 
 
 def _lossy(name: str, time_ms: float, errors: tuple[float, ...], **values: object) -> Candidate:
-    group = HeadGroup(capability=name, method=Method.LOW_RANK, rank=8)
+    group = HeadGroup(capability=name, method=LowRank(rank=8))
     budgets = (0.05,) * NUM_HEADS
     return _candidate(name, time_ms, group=group, errors=errors, budgets=budgets, **values)
 
@@ -167,14 +176,19 @@ def test_a_decision_prints_the_accepted_first_and_its_notes_last() -> None:
 
 
 def test_a_candidate_in_a_lower_format_is_not_exact() -> None:
-    half = replace(EXACT, group=HeadGroup(capability="fused", precision=Precision.BF16))
+    half = replace(EXACT, group=HeadGroup(capability="fused", scheme=Scheme.of(Precision.BF16)))
     assert EXACT.is_exact and not half.is_exact and not LOW.is_exact
 
 
 def test_candidates_of_one_executor_with_one_reason_share_a_printed_line() -> None:
     plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS)
-    ranks = [replace(LOW, group=replace(LOW.group, rank=rank), refusal="no") for rank in (8, 16)]
-    other = replace(ranks[1], group=replace(ranks[1].group, rank=32), refusal="too much")
+    ranks = [
+        replace(LOW, group=replace(LOW.group, method=LowRank(rank=rank)), refusal="no")
+        for rank in (8, 16)
+    ]
+    other = replace(
+        ranks[1], group=replace(ranks[1].group, method=LowRank(rank=32)), refusal="too much"
+    )
     entries = trace_of([EXACT, *ranks, other], [EXACT] * NUM_HEADS, EXACT, WHY)
     assert len(entries) == 4
     assert str(Decision(plan=plan, trace=entries)).splitlines()[2:] == [

@@ -1,0 +1,92 @@
+"""The methods with their parameters; `Method` is the tag by which policies name them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.spec._checks import check_at_least_0
+from adaattn.spec.enums import Method
+
+__all__ = ["METHODS", "BlockSparse", "Exact", "HeadMethod", "LowRank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """Attention as it is defined, up to rounding."""
+
+    kind: ClassVar[Method] = Method.EXACT
+
+    @property
+    def label(self) -> str:
+        """Nothing: it changes nothing."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """Attention with q, k and v projected to fewer columns.
+
+    Args:
+        rank: columns that q and k are projected to; 0 is all.
+        value_rank: columns that v is projected to; 0 is all.
+
+    Raises:
+        ArgumentError: a rank is below 0.
+        ArgumentTypeError: a rank is no integer.
+    """
+
+    kind: ClassVar[Method] = Method.LOW_RANK
+    rank: int = 0
+    value_rank: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number of columns."""
+        check_at_least_0("rank", self.rank)
+        check_at_least_0("value_rank", self.value_rank)
+
+    @property
+    def label(self) -> str:
+        """The ranks, where q and k lose columns."""
+        if not self.rank:
+            return ""
+        return f"rank={self.rank}" + (f",{self.value_rank}" if self.value_rank else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSparse:
+    """Attention over the blocks of keys that matter to a block of rows.
+
+    Args:
+        block_size: side of a block, in tokens; 0 where none is chosen yet.
+        kept_mass: share of the pooled probability that the kept blocks of a row must reach.
+
+    Raises:
+        ArgumentError: a value is out of range.
+        ArgumentTypeError: a value has another type.
+    """
+
+    kind: ClassVar[Method] = Method.BLOCK_SPARSE
+    block_size: int = 0
+    kept_mass: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size of a block, and what is no share."""
+        check_at_least_0("block_size", self.block_size)
+        if not isinstance(self.kept_mass, (int, float)):
+            raise ArgumentTypeError(expected_got("kept_mass", "a number", repr(self.kept_mass)))
+        if not 0.0 <= self.kept_mass <= 1.0:
+            raise ArgumentError(expected_got("kept_mass", "a number in [0, 1]", self.kept_mass))
+
+    @property
+    def label(self) -> str:
+        """The kept mass, where there are blocks."""
+        return f"mass={self.kept_mass:g}" if self.block_size else ""
+
+
+HeadMethod = Exact | LowRank | BlockSparse
+"""How the attention of a head is computed: match on the type to read its parameters."""
+
+METHODS: Final[dict[Method, type[Exact] | type[LowRank] | type[BlockSparse]]] = {
+    found.kind: found for found in (Exact, LowRank, BlockSparse)
+}
+"""The class of each method."""
