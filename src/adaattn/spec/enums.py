@@ -20,7 +20,8 @@ class Precision(enum.IntEnum):
     @property
     def bits(self) -> int:
         """Storage of one element, in bits."""
-        return (64, 32, 16, 16, 8, 8, 8, 4)[self]
+        # By number: torch.compile never ends where a member itself is the index.
+        return (64, 32, 16, 16, 8, 8, 8, 4)[self.value]
 
     @property
     def unit_roundoff(self) -> float:
