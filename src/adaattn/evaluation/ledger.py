@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from adaattn._events import AttentionEvent
+from adaattn.backends import capabilities
 from adaattn.spec import Method, Precision
 
 __all__ = ["Ledger", "LedgerSummary", "Refusal"]
@@ -139,8 +140,10 @@ class Ledger:
 
 
 def _is_approximation(candidate: str, own: Precision) -> bool:
-    executor = candidate.split()[0]
-    return executor.startswith(("low_rank", "block_sparse")) or not executor.endswith(own.label)
+    label = candidate.split()[0]
+    methods = {item.name: item.method for item in capabilities()}
+    is_exact = methods.get(label.split("/")[0], Method.EXACT) is Method.EXACT
+    return not (is_exact and label.endswith(own.label))
 
 
 def _layer_of(tag: str, calls: int) -> int:
