@@ -165,6 +165,19 @@ class TestFacts:
             assert event.problem.packed_square is square
 
 
+def test_a_packing_of_another_kind_is_described_anew() -> None:
+    """Counted from the last key, equal lengths are the same as counted from the first."""
+    tensors, bounds = [torch.randn(1, 2, 12, 8) for _ in range(3)], starts((4, 8))
+    settings = {"is_causal": True, "align": "bottom_right", "cu_seqlens_q": bounds}
+    attend(*tensors, **settings, cu_seqlens_k=starts((4, 8)))
+    other = starts((7, 5))
+    wide = [item.double() for item in tensors]
+    exact = attend(*wide, **settings, cu_seqlens_k=other, backend="reference")
+    eager = attend(*tensors, **settings, cu_seqlens_k=other, backend="reference")
+    actual = attend(*tensors, **settings, cu_seqlens_k=other)
+    assert_matches(actual, exact, eager, summands=12)
+
+
 def test_a_change_of_shared_memory_is_noticed() -> None:
     """A write through NumPy moves no version counter."""
     query = torch.randn(1, 2, 12, 8)

@@ -59,6 +59,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def replace_executor(name: str, run: Callable[..., Result]) -> None:
         monkeypatch.setitem(registry._EXECUTORS, name, run)
+        monkeypatch.delitem(registry._DIRECT, name, raising=False)
 
     return replace_executor
 
@@ -428,7 +429,8 @@ def test_executors_that_compile_take_part_in_about_30_problems_that_sdpa_lacks()
 def test_a_problem_of_a_grid_that_may_not_compile_leaves_out_who_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning_cell, "_COMPILING", ("sdpa.math",))
+    compiling = replace(registry.capability_named("sdpa.math"), compiles=True)
+    monkeypatch.setitem(registry._BY_NAME, "sdpa.math", compiling)
     asked = tuning.Asked(problem=PLAIN, compiles=False)
     monkeypatch.setattr(tuning, "default_grid", lambda device_type: (asked,))
     (cell,) = cells_of(adaattn.tune(device="cpu", rounds=1, save=False))

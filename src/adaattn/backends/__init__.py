@@ -7,7 +7,9 @@ from adaattn.backends.registry import (
     capabilities_asked_for,
     capability_named,
     direct,
+    exact_in_bounded_memory,
     load,
+    register,
 )
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "capabilities_asked_for",
     "capability_named",
     "direct",
+    "exact_in_bounded_memory",
     "execute",
     "load",
+    "register",
     "run_group",
     "slice_heads",
 ]

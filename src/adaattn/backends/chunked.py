@@ -33,14 +33,42 @@ from adaattn.backends.common import (
 )
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.masked import is_plain, packed_tile, sdpa_tile, tile_masks, whole_tile
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Scheme
 
-__all__ = ["CAPABILITIES", "direct", "run"]
+__all__ = ["CAPABILITIES", "choose_chunk_rows", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
     """Return 30, a mask for SDPA; 70 for packed sequences on a GPU, whose bounds it waits for."""
     return 70 if problem.num_sequences and problem.device_type == "cuda" else 30
+
+
+def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
+    """Return the rows of a chunk: the largest power of two whose scores fit the memory budget.
+
+    Under a window a chunk of w rows reads window + w keys, so chunks near the window's
+    width waste little and stay few.
+
+    Args:
+        problem: simplified.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB, exceeded only where 16 rows
+            need more.
+    """
+    heads = problem.batch * problem.num_heads
+    available, smallest = _DEFAULT_BYTES, _MIN_ROWS
+    score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
+    if memory_budget_bytes is not None:
+        # Whatever the chunk, each query row has its log-sum-exp.
+        available = memory_budget_bytes - score_bytes * heads * problem.len_q
+        smallest = 1
+    row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
+    rows = max(available // max(row_bytes, 1), 1)
+    left = problem.window[0]
+    if left >= 0:
+        rows = min(rows, max(left, 128))
+    rows = min(rows, _MAX_ROWS)
+    power = 1 << (int(rows).bit_length() - 1)
+    return max(power, smallest)
 
 
 CAPABILITIES = (
@@ -52,12 +80,23 @@ CAPABILITIES = (
         efficiency=0.5,
         num_launches=14,
         order=_order,
+        chunk_rows=choose_chunk_rows,
     ),
 )
 
 _Piece = tuple[torch.Tensor, ...]
 _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
+
+_DEFAULT_BYTES: Final = 256 << 20
+"""Score workspace when the policy sets no limit; large enough to amortise launches."""
+
+_SCORE_COPIES: Final = 3
+"""Scores, weights and one temporary, in the precision of sums."""
+
+_MAX_ROWS: Final = 1024
+_MIN_ROWS: Final = 16
+"""Fewer rows spend their time on launches; only a memory budget asks for less."""
 
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
@@ -232,7 +271,7 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     """
     flash = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
     unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
-    if problem.device_type != "cpu" or not flash or unserved:
+    if problem.device_type != "cpu" or not flash or unserved or torch.compiler.is_compiling():
         return False
     if problem.value_dim != problem.head_dim:
         return False
@@ -241,8 +280,10 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     if problem.mask_shape:
         heads = max(heads, math.prod(problem.mask_shape[:2]))
     columns = problem.batch * problem.num_kv_heads * (problem.head_dim + problem.value_dim)
-    lengths = ((len(rows), len(_keys(problem, rows))) for rows in spans)
-    return size * sum(cols * (heads * rows + columns) for rows, cols in lengths) <= _MOST_KEPT
+    elements = 0
+    for rows in spans:
+        elements += len(_keys(problem, rows)) * (heads * len(rows) + columns)
+    return size * elements <= _MOST_KEPT
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

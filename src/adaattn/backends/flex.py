@@ -73,6 +73,7 @@ CAPABILITIES = (
         unavailable=_unavailable(),
         # Behind masks written out for SDPA: a first call compiles for seconds.
         order=lambda problem: 40,
+        compiles=True,
     ),
 )
 

@@ -1,34 +1,73 @@
-"""The executors of this installation: what each can do, and how it is called."""
+"""The executors of this installation: what each can do, and how it is called.
 
-from collections.abc import Callable
+A new one is a module, or a folder, with ``CAPABILITIES`` and ``run``, registered at the end of
+this file.
+"""
+
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
 from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
 from adaattn.backends.interface import Direct, Executor
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Scheme
 
-__all__ = ["capabilities", "capabilities_asked_for", "capability_named", "direct", "load"]
+__all__ = [
+    "capabilities",
+    "capabilities_asked_for",
+    "capability_named",
+    "direct",
+    "exact_in_bounded_memory",
+    "load",
+    "register",
+]
 
-_MODULES: Final = (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference)
-_CAPABILITIES: Final[tuple[Capability, ...]] = tuple(
-    capability for module in _MODULES for capability in module.CAPABILITIES
-)
-_BY_NAME: Final = {capability.name: capability for capability in _CAPABILITIES}
-_EXECUTORS: Final[dict[str, Executor]] = {
-    capability.name: module.run for module in _MODULES for capability in module.CAPABILITIES
-}
-_DIRECT: Final[dict[str, Callable[[AttentionProblem, HeadGroup], Direct | None]]] = {
-    capability.name: module.direct
-    for module in (sdpa, chunked)
-    for capability in module.CAPABILITIES
-}
+_Bind = Callable[[AttentionProblem, HeadGroup], Direct | None]
+
+_BY_NAME: Final[dict[str, Capability]] = {}
+_EXECUTORS: Final[dict[str, Executor]] = {}
+_DIRECT: Final[dict[str, _Bind]] = {}
+
+
+def register(
+    items: Iterable[Capability], run: Executor, bind: _Bind | None = None
+) -> Callable[[], None]:
+    """Add an executor under the names of its capabilities; return what takes it out again.
+
+    Calls that are bound already keep what they run until ``adaattn.hardware.clear_cache()``.
+
+    Args:
+        items: what it can do.
+        run: runs a group of heads.
+        bind: returns the shortest function for a problem, or None; see `Direct`.
+
+    Raises:
+        ArgumentError: a name is taken.
+    """
+    items = tuple(items)
+    for item in items:
+        if item.name in _BY_NAME:
+            raise ArgumentError(expected_got("name of an executor", "a new one", repr(item.name)))
+    for item in items:
+        _BY_NAME[item.name] = item
+        _EXECUTORS[item.name] = run
+        if bind is not None:
+            _DIRECT[item.name] = bind
+    capabilities_asked_for.cache_clear()
+
+    def remove() -> None:
+        for item in items:
+            for known in (_BY_NAME, _EXECUTORS, _DIRECT):
+                known.pop(item.name, None)
+        capabilities_asked_for.cache_clear()
+
+    return remove
 
 
 def capabilities() -> tuple[Capability, ...]:
     """Return what every executor declares, in the order in which ties are broken."""
-    return _CAPABILITIES
+    return tuple(_BY_NAME.values())
 
 
 def capability_named(name: str) -> Capability:
@@ -59,13 +98,14 @@ def capabilities_asked_for(backend: str) -> tuple[Capability, ...]:
     Raises:
         ArgumentError: it is none of these.
     """
+    known = capabilities()
     if backend == "auto":
-        return _CAPABILITIES
+        return known
     if backend == "flash":
-        return tuple(item for item in _CAPABILITIES if item.is_fused)
+        return tuple(item for item in known if item.is_fused)
     if backend == "unfused":
-        return tuple(item for item in _CAPABILITIES if item.materialises_scores)
-    found = tuple(item for item in _CAPABILITIES if backend in (item.name, item.backend))
+        return tuple(item for item in known if item.materialises_scores)
+    found = tuple(item for item in known if backend in (item.name, item.backend))
     return found or (capability_named(backend),)
 
 
@@ -76,6 +116,23 @@ def load(name: str) -> Executor:
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return what an executor does for a problem, as short as it can be; None if `load` is it."""
-    if problem.aux is not Aux.NONE or group.capability not in _DIRECT:
+    own = group.scheme.inputs is problem.precision and not group.heads
+    if not own or problem.aux is not Aux.NONE or group.capability not in _DIRECT:
         return None
     return _DIRECT[group.capability](problem, group)
+
+
+def exact_in_bounded_memory(
+    problem: AttentionProblem, memory_budget_bytes: int | None
+) -> HeadGroup:
+    """Return how any problem is computed exactly within a memory budget."""
+    (capability,) = chunked.CAPABILITIES
+    return HeadGroup(
+        capability=capability.name,
+        scheme=Scheme.of(problem.precision),
+        launch=Launch(chunk_rows=capability.chunk_rows(problem, memory_budget_bytes)),
+    )
+
+
+for _module in (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference):
+    register(_module.CAPABILITIES, _module.run, getattr(_module, "direct", None))

@@ -35,10 +35,19 @@ _MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
 _TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
 
 
+def _is_allowed(name: str, problem: AttentionProblem) -> str:
+    """Return the reason that an ambient ``sdpa_kernel`` gives against a kernel, or ""."""
+    allowed = problem.allowed_sdpa
+    if allowed is None or name in allowed:
+        return ""
+    return f"the ambient sdpa_kernel allows {', '.join(allowed) or 'none'}"
+
+
 CAPABILITIES = (
     Capability(
         name="sdpa.flash",
         backend="sdpa",
+        rules=(partial(_is_allowed, "sdpa.flash"),),
         device_types=("cpu",),
         features=Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.WIDE_MASK | _TRAINING | Feature.LSE,
         skips_hidden=True,
@@ -49,6 +58,7 @@ CAPABILITIES = (
     Capability(
         name="sdpa.flash2",
         backend="sdpa",
+        rules=(partial(_is_allowed, "sdpa.flash2"),),
         device_types=("cuda",),
         precisions=_HALF,
         features=(
@@ -69,6 +79,7 @@ CAPABILITIES = (
     Capability(
         name="sdpa.efficient",
         backend="sdpa",
+        rules=(partial(_is_allowed, "sdpa.efficient"),),
         device_types=("cuda",),
         precisions=(Precision.FP32, *_HALF),
         features=(
@@ -90,6 +101,7 @@ CAPABILITIES = (
     Capability(
         name="sdpa.cudnn",
         backend="sdpa",
+        rules=(partial(_is_allowed, "sdpa.cudnn"),),
         device_types=("cuda",),
         precisions=_HALF,
         features=(
@@ -106,6 +118,7 @@ CAPABILITIES = (
     Capability(
         name="sdpa.math",
         backend="sdpa",
+        rules=(partial(_is_allowed, "sdpa.math"),),
         features=(
             Feature.CAUSAL_TOP_LEFT
             | _MASKS

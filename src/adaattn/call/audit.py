@@ -6,23 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from adaattn.backends import Result, run_group, slice_heads
+from adaattn.backends import Result, exact_in_bounded_memory, run_group, slice_heads
 from adaattn.backends.interface import combine
 from adaattn.call.describe import Call
 from adaattn.call.measure import audit, sample_rows
 from adaattn.errors import UnsupportedError
 from adaattn.planning import head_budgets
-from adaattn.planning.launch import choose_chunk_rows
-from adaattn.spec import (
-    AttentionProblem,
-    Decision,
-    HeadGroup,
-    Launch,
-    Plan,
-    Policy,
-    Scheme,
-    TensorStats,
-)
+from adaattn.spec import AttentionProblem, Decision, Plan, Policy, TensorStats
 
 __all__ = ["FALLBACKS", "Outcome", "audited", "audited_plan", "is_lossy"]
 
@@ -152,11 +142,7 @@ def _repaired(
     _LOGGER.info("%s", sentence)
     FALLBACKS.update(["audit"])
     part, problem = slice_heads(call.tensors, call.problem, over)
-    group = HeadGroup(
-        capability="chunked",
-        scheme=Scheme.of(problem.precision),
-        launch=Launch(chunk_rows=choose_chunk_rows(problem, memory_budget_bytes)),
-    )
+    group = exact_in_bounded_memory(problem, memory_budget_bytes)
     exact = run_group(part, problem, group)
     index = torch.tensor(over, device=result.output.device)
     return replace(

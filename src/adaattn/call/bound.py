@@ -6,7 +6,7 @@ way that there is.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from adaattn._events import AttentionEvent, emit, listeners, wants_timing
 from adaattn.backends import Direct, Result, Tensors, direct, load
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
-from adaattn.call.describe import Call, build_call, without_autocast
+from adaattn.call.describe import Call, build_call, packed_facts, without_autocast
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
@@ -48,16 +48,17 @@ def general(
         like: the first call; where its tensors needed no step to be canonical the others are
             described as it was. None describes each.
     """
-    problem = like.problem if like is not None and _is_as_given(like, arguments) else None
+    alike = None
+    if like is not None and _is_as_given(like, arguments):
+        alike = _Alike(like.problem, arguments.max_seqlen_q, arguments.max_seqlen_k)
     flags = requested_flags(return_aux)
     # The tensors of the first call would live as long as what is bound.
     arguments = arguments.with_companions((None,) * len(COMPANIONS))
 
     def bound(*given: Any) -> Any:
         query, key, value, *companions, tag = given
-        if problem is not None:
-            call = _like(problem, *given)
-        else:
+        call = alike.call(*given) if alike is not None else None
+        if call is None:
             call = build_call(query, key, value, arguments.with_companions(companions), flags)
         timed = wants_timing()
         start = now_ms(query.device) if timed else 0.0
@@ -87,6 +88,7 @@ class Exact:
         self._general = general(arguments, return_aux, layer, self._run)
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
+        self._alike = _Alike(call.problem, arguments.max_seqlen_q, arguments.max_seqlen_k)
         self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
         self._event = AttentionEvent(
             problem=call.problem, decision=decision, workspace_bytes=0, layer=layer
@@ -103,7 +105,7 @@ class Exact:
         self._by_tag.clear()
         self._direct: Bound | None = None
         if self._is_short and self._left < 0:
-            self._direct = _direct(self._event.problem, decision)
+            self._direct = _direct(self._alike, decision)
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
@@ -197,8 +199,9 @@ def _is_as_given(call: Call, arguments: Arguments) -> bool:
     )
 
 
-def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
-    """Return a function of what a bound call takes that runs one executor."""
+def _direct(alike: "_Alike", decision: Decision) -> Bound:
+    """Return a function of what a bound call takes that runs one executor; None is not alike."""
+    problem = alike.problem
     group = decision.plan.groups[0]
     known = direct(problem, group)
     if known is not None:
@@ -207,8 +210,10 @@ def _direct(problem: AttentionProblem, decision: Decision) -> Bound:
     executor = load(group.capability)
     whole = problem.aux is not Aux.NONE
 
-    def through_executor(*given: Any) -> torch.Tensor | Result:
-        call = _like(problem, *given)
+    def through_executor(*given: Any) -> torch.Tensor | Result | None:
+        call = alike.call(*given)
+        if call is None:
+            return None
         result = executor(call.tensors, call.problem, group)
         return result if whole else result.output
 
@@ -220,43 +225,54 @@ def _has_companions(problem: AttentionProblem) -> bool:
     return problem.has_sinks or problem.has_alibi or problem.num_sequences > 0
 
 
-def _like(
-    problem: AttentionProblem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Tensor,
-    sinks: Tensor,
-    slopes: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    tag: str,
-) -> Call:
-    """Return the call of canonical tensors that have a problem described before."""
-    seen = mask
-    if mask is not None and mask.dim() < 4:
-        seen = mask[(None,) * (4 - mask.dim())]
-    # On a CPU the numbers of the bounds are read, and checked, at each call.
-    bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
-    tensors = Tensors(
-        query=query,
-        key=key,
-        value=value,
-        bounds_q=bounds_q,
-        bounds_k=bounds_k,
-        mask=seen,
-        mask_given=mask,
-        sinks=sinks,
-        alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
-        cu_seqlens_q=starts_q,
-        cu_seqlens_k=starts_k,
-    )
-    if key.shape[2] != problem.len_k:  # a growing cache
-        shape = () if seen is None else tuple(seen.shape)
-        problem = replace(problem, len_k=key.shape[2], mask_shape=shape)
-    return Call(
-        tensors=tensors, problem=problem, batch_shape=tuple(query.shape[:2]), is_as_given=True
-    )
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Describes calls as the first of their kind was: its problem, and the caller's lengths."""
+
+    problem: AttentionProblem
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+    def call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Tensor,
+        sinks: Tensor,
+        slopes: Tensor,
+        starts_q: Tensor,
+        starts_k: Tensor,
+        tag: str,
+    ) -> Call | None:
+        """Return the call of canonical tensors; None where their packing makes another problem."""
+        problem, seen = self.problem, mask
+        if mask is not None and mask.dim() < 4:
+            seen = mask[(None,) * (4 - mask.dim())]
+        # On a CPU the numbers of the bounds are read, and checked, at each call.
+        bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
+        tensors = Tensors(
+            query=query,
+            key=key,
+            value=value,
+            mask=seen,
+            mask_given=mask,
+            sinks=sinks,
+            alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+            bounds_q=bounds_q,
+            bounds_k=bounds_k,
+        )
+        if bounds_q:
+            facts = packed_facts(tensors, self.max_seqlen_q, self.max_seqlen_k)
+            if any(getattr(problem, name) != value for name, value in facts.items()):
+                return None
+        if key.shape[2] != problem.len_k:  # a growing cache
+            shape = () if seen is None else tuple(seen.shape)
+            problem = replace(problem, len_k=key.shape[2], mask_shape=shape)
+        leading = tuple(query.shape[:2])
+        return Call(tensors=tensors, problem=problem, batch_shape=leading, is_as_given=True)
 
 
 def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) -> Any:

@@ -27,7 +27,14 @@ from adaattn.errors import (
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
-__all__ = ["Arguments", "Call", "allowed_sdpa_kernels", "build_call", "without_autocast"]
+__all__ = [
+    "Arguments",
+    "Call",
+    "allowed_sdpa_kernels",
+    "build_call",
+    "packed_facts",
+    "without_autocast",
+]
 
 _SDPA_NAMES: Final = {
     "cpu": {0: "sdpa.math", 1: "sdpa.flash"},
@@ -113,7 +120,7 @@ def build_call(
     )
     problem = AttentionProblem(
         **_tensor_facts(tensors),
-        **_packed_facts(tensors, arguments),
+        **packed_facts(tensors, arguments.max_seqlen_q, arguments.max_seqlen_k),
         scale=scale,
         is_causal=is_causal,
         align=align,
@@ -167,7 +174,9 @@ def _tensor_facts(tensors: Tensors) -> dict[str, Any]:
     }
 
 
-def _packed_facts(tensors: Tensors, arguments: Arguments) -> dict[str, Any]:
+def packed_facts(
+    tensors: Tensors, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> dict[str, Any]:
     """Return the fields of a packed problem; those that follow from one packing are bounds.
 
     A number of tokens is rounded up to a power of two: a new packing is not a new problem.
@@ -176,8 +185,8 @@ def _packed_facts(tensors: Tensors, arguments: Arguments) -> dict[str, Any]:
     if starts_q is None or starts_k is None:
         return {}
     len_q, len_k = tensors.query.shape[2], tensors.key.shape[2]
-    most_q = longest("max_seqlen_q", arguments.max_seqlen_q, tensors.bounds_q, len_q)
-    most_k = longest("max_seqlen_k", arguments.max_seqlen_k, tensors.bounds_k, len_k)
+    most_q = longest("max_seqlen_q", max_seqlen_q, tensors.bounds_q, len_q)
+    most_k = longest("max_seqlen_k", max_seqlen_k, tensors.bounds_k, len_k)
     same = bool(tensors.bounds_q) and tensors.bounds_q == tensors.bounds_k
     return {
         "num_sequences": starts_q.shape[0] - 1,

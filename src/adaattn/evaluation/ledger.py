@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from adaattn._events import AttentionEvent
+from adaattn.backends import capabilities
 from adaattn.spec import Method, Precision, Scheme
 
 __all__ = ["Ledger", "LedgerSummary", "Refusal"]
@@ -140,7 +141,8 @@ class Ledger:
 
 def _is_approximation(candidate: str, own: Precision) -> bool:
     executor, _, scheme = candidate.split()[0].partition("/")
-    return executor in ("low_rank", "block_sparse") or scheme != own.label
+    methods = {item.name: item.method for item in capabilities()}
+    return methods.get(executor, Method.EXACT) is not Method.EXACT or scheme != own.label
 
 
 def _layer_of(tag: str, calls: int) -> int:

@@ -7,7 +7,6 @@ from typing import Final
 
 from adaattn.planning.cost import estimate
 from adaattn.planning.evidence import interpolated
-from adaattn.planning.launch import choose_chunk_rows
 from adaattn.planning.precision import (
     UNMEASURED,
     PrecisionChoice,
@@ -324,14 +323,11 @@ def _sparse_stats(
 
 def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy) -> HeadGroup:
     """Return the group that computes in the input's own precision."""
-    chunk = 0
-    if capability.backend == "chunked":
-        chunk = choose_chunk_rows(problem, policy.memory_budget_bytes)
     return HeadGroup(
         capability=capability.name,
         method=METHODS[capability.method](),
         scheme=Scheme.of(problem.precision),
-        launch=Launch(chunk_rows=chunk),
+        launch=Launch(chunk_rows=capability.chunk_rows(problem, policy.memory_budget_bytes)),
     )
 
 

@@ -111,7 +111,6 @@ def reasons(
             f"it needs compute capability {_dotted(capability.min_compute_capability)}, "
             f"the device has {_dotted(hardware.compute_capability)}"
         )
-    found += _ambient_reasons(capability, problem)
     if capability.waits and not problem.may_wait:
         found.append('it reads the device on the host, which only check="always" allows')
     found += [why for rule in capability.rules if (why := rule(problem))]
@@ -147,13 +146,6 @@ def _size_reasons(capability: Capability, problem: AttentionProblem) -> Iterable
         yield f"it is for at least {capability.min_len_q} query rows, got {problem.len_q}"
     if capability.max_len_q and problem.len_q > capability.max_len_q:
         yield f"it is for at most {capability.max_len_q} query rows, got {problem.len_q}"
-
-
-def _ambient_reasons(capability: Capability, problem: AttentionProblem) -> Iterable[str]:
-    """Yield the reason that an ambient ``sdpa_kernel`` gives against one of SDPA's kernels."""
-    allowed = problem.allowed_sdpa
-    if allowed is not None and capability.backend == "sdpa" and capability.name not in allowed:
-        yield f"the ambient sdpa_kernel allows {', '.join(allowed) or 'none'}"
 
 
 def _is_square(problem: AttentionProblem) -> bool:

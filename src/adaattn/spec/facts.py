@@ -205,6 +205,12 @@ def _usual_order(problem: AttentionProblem) -> int:
     return 50
 
 
+def _all_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
+    """Return 0: all rows at once."""
+    del problem, memory_budget_bytes
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
     """What one executor can do, as data.
@@ -233,6 +239,9 @@ class Capability:
         order: where a PyTorch user would look for this executor when nothing was measured; the
             lowest that can serve is the incumbent.
         waits: it reads the device on the host while it runs.
+        compiles: its first call of a kind compiles a kernel.
+        chunk_rows: how many query rows it takes at once for a problem and a memory budget; 0 is
+            all.
     """
 
     name: str
@@ -261,3 +270,5 @@ class Capability:
     rules: tuple[Callable[["AttentionProblem"], str], ...] = ()
     order: Callable[["AttentionProblem"], int] = _usual_order
     waits: bool = False
+    compiles: bool = False
+    chunk_rows: Callable[["AttentionProblem", int | None], int] = _all_rows

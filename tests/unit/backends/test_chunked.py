@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaattn.backends import chunked, tiles
+from adaattn.backends import chunked, masked, registry, tiles
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
 from adaattn.testing import (
@@ -55,9 +55,9 @@ def run(tensors: Tensors, problem: AttentionProblem, rows: int) -> Result:
     )
 
 
-def check(problem: AttentionProblem, rows: int) -> None:
+def check(problem: AttentionProblem, rows: int, **packing: Any) -> None:
     """Assert that the result and every gradient obey the rule for numbers."""
-    tensors = make_tensors(problem)
+    tensors = make_tensors(problem, **packing)
     wide = cast_tensors(tensors, torch.float64)
     found, exact, eager = (
         run(tensors, problem, rows),
@@ -101,6 +101,58 @@ def test_gradients_of_many_chunks_are_as_right_as_those_of_eager_pytorch(name: s
     """
     values = {"len_q": 512, "precision": BF16, "requires_grad": True, **MANY_CHUNKS[name]}
     check(make_problem(**values), rows=8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"has_alibi": True, "is_causal": True},
+        {"window": (40, 3)},
+        {"mask": MaskKind.ADDITIVE, "window": (70, -1)},
+    ],
+    ids=str,
+)
+def test_chunks_that_keep_no_scores_run_once_in_training(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they keep for the backward pass has a limit, past which they are computed again."""
+    problem = make_problem(len_q=256, requires_grad=True, **values)
+    tensors, calls = make_tensors(problem), []
+    sdpa = masked.fused_attention
+    monkeypatch.setattr(masked, "fused_attention", lambda *given: calls.append(0) or sdpa(*given))
+    for most, runs in ((1 << 26, 1), (0, 2)):
+        monkeypatch.setattr(chunked, "_MOST_KEPT", most)
+        calls.clear()
+        gradients_of(run(tensors, problem, 32), tensors)
+        assert len(calls) == runs * 8
+        check(problem, 32)
+
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "in order": {"is_causal": True},
+    "all keys": {},
+    "window": {"window": (9, 3)},
+    "dilation": {"is_causal": True, "dilation": 3},
+    "to the last key": {"is_causal": True, "align": Align.BOTTOM_RIGHT},
+    "ALiBi": {"is_causal": True, "has_alibi": True},
+}
+
+
+@pytest.mark.parametrize("lengths", [((9, 0, 5), (9, 3, 7)), ((150, 0, 61), (150, 70, 20))])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_packed_sequences_are_right_together_and_one_by_one(
+    name: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths_q, lengths_k = lengths
+    values = {"num_heads": 4, "head_dim": 32, "requires_grad": True, **PACKINGS[name]}
+    problem = make_problem(lengths_q=lengths_q, lengths_k=lengths_k, **values)
+    together: list[bool] = []
+    is_small = chunked._is_small
+    monkeypatch.setattr(
+        chunked, "_is_small", lambda given: together.append(is_small(given)) or together[-1]
+    )
+    check(problem, 0, lengths_q=lengths_q, lengths_k=lengths_k)
+    assert together == ([] if "ALiBi" in name else [sum(lengths_q) < 100])
 
 
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -156,6 +208,27 @@ def test_chunks_at_equal_distances_share_a_mask(made: list[torch.Tensor]) -> Non
     problem = make_problem(window=(16, 0), is_causal=True, len_q=16 * 20)
     run(make_tensors(problem), problem, 16)
     assert len(made) == 2, "one for the first chunk and one for all others"
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if "mask" not in PATTERNS[name]])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_bound_gives_what_is_run(name: str, training: bool) -> None:
+    """It takes the slopes as the caller gave them, for a batch or for all."""
+    problem = make_problem(**{"len_q": 48, "requires_grad": training, **PATTERNS[name]})
+    group = HeadGroup(capability="chunked")
+    tensors = make_tensors(problem)
+    bound = registry.direct(problem, group)
+    assert (bound is None) == ("outputs" in name)
+    if bound is None:
+        return
+    slopes = tensors.alibi_slopes
+    for given in [None] if slopes is None else [slopes, slopes[0]]:
+        output = bound(tensors.query, tensors.key, tensors.value, None, None, given)
+        assert torch.equal(output, chunked.run(tensors, problem, group).output)
+    if slopes is not None:
+        slopes.mul_(2)
+        output = bound(tensors.query, tensors.key, tensors.value, None, None, slopes)
+        assert torch.equal(output, chunked.run(tensors, problem, group).output)
 
 
 class Operators(TorchDispatchMode):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from adaattn.backends import capability_named
 from adaattn.planning.support import needed_features, reasons
 from adaattn.spec import (
     Align,
@@ -227,8 +228,7 @@ def test_an_ambient_sdpa_kernel_rules_out_the_other_kernels_of_sdpa_alone(
     allowed: tuple[str, ...] | None, sentence: tuple[str, ...]
 ) -> None:
     problem = make_problem(allowed_sdpa=allowed)
-    kernel = Capability(name="sdpa.flash", backend="sdpa")
-    assert reasons(kernel, problem, CPU) == sentence
+    assert reasons(capability_named("sdpa.flash"), problem, CPU) == sentence
     assert reasons(BARE, problem, CPU) == ()
 
 

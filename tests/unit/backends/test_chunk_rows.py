@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends.chunked import choose_chunk_rows
 from adaattn.planning.cost import estimate
-from adaattn.planning.launch import choose_chunk_rows
 from adaattn.spec import Capability, HeadGroup, Launch
 from adaattn.testing import fake_facts, make_problem
 
