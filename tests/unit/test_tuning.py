@@ -13,6 +13,7 @@ import torch
 import adaattn
 from adaattn import hardware, tuning, tuning_cell
 from adaattn.backends import Result, registry
+from adaattn.backends.chunked import choose_chunk_rows
 from adaattn.errors import ArgumentError, DeviceError, TableError
 from adaattn.hardware import tables
 from adaattn.hardware.tables import timings_of
@@ -133,11 +134,15 @@ def test_what_is_called_is_what_planning_would_run(broken: Callable[..., None]) 
             groups.append(group)
         return original(tensors, problem, group)
 
-    long = make_problem(num_heads=1, len_q=512, len_k=512, window=(15, -1), is_causal=True)
+    long = make_problem(
+        num_heads=1, len_q=512, len_k=512, head_dim=64, window=(15, -1), is_causal=True
+    )
     broken("chunked", seen)
     tuned(long, rounds=1)
     chunks = {group.launch.chunk_rows for group in groups}
-    assert chunks == {128}  # near the window's width; an executor left alone takes all rows
+    assert (
+        chunks == {choose_chunk_rows(long, None)} != {1024}
+    )  # which many rows without a window get
 
 
 def test_the_default_kernel_is_known_only_where_pytorch_can_express_the_call() -> None:

@@ -11,6 +11,8 @@ from adaattn.testing import fake_facts, make_problem
 
 CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
 
+WIDE = {"len_q": 4096, "head_dim": 64}
+
 
 @pytest.mark.parametrize(
     ("values", "budget", "rows"),
@@ -23,9 +25,17 @@ CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_l
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096 * 64 - 1, 32),
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096, 1),
         ({"len_q": 4096, "num_heads": 1}, 0, 1),
-        ({"len_q": 4096, "num_heads": 1, "window": (300, -1)}, None, 256),
-        ({"len_q": 4096, "num_heads": 1, "window": (5, -1)}, None, 128),
-        ({"len_q": 4096, "num_heads": 1, "window": (-1, 5)}, None, 1024),
+        ({"len_q": 4096, "num_heads": 1, "window": (300, -1), "device_type": "cuda"}, None, 256),
+        ({"len_q": 4096, "num_heads": 1, "window": (5, -1), "device_type": "cuda"}, None, 128),
+        ({"len_q": 4096, "num_heads": 1, "window": (-1, 5), "device_type": "cuda"}, None, 1024),
+        (WIDE | {"num_heads": 1, "window": (300, 0)}, None, 128),
+        (WIDE | {"num_heads": 1, "window": (300, 0), "requires_grad": True}, None, 256),
+        (WIDE | {"num_heads": 64, "window": (300, 0)}, None, 64),
+        (WIDE | {"num_heads": 1, "window": (74, 0), "len_q": 300}, None, 1024),
+        (WIDE | {"num_heads": 64, "window": (20, 20), "len_q": 300}, None, 64),
+        (WIDE | {"num_heads": 1, "window": (10, 0), "len_q": 1475}, None, 128),
+        (WIDE | {"num_heads": 8, "is_causal": True, "requires_grad": True}, None, 128),
+        (WIDE | {"num_heads": 8}, None, 512),
         ({"len_q": 4, "len_k": 0, "num_heads": 0}, None, 1024),
     ],
 )
