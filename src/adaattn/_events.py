@@ -8,9 +8,10 @@ events are emitted: a graph has no place for them.
 import contextlib
 import contextvars
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from adaattn.spec import AttentionProblem, Decision, TensorStats
 
@@ -78,9 +79,12 @@ listeners = _SINKS.get
 """Returns who listens, one by one; true where anybody does."""
 
 
+_TIMING: Final = operator.itemgetter(1)
+
+
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    return any(timing for _, timing in listeners())
+    return any(map(_TIMING, listeners()))
 
 
 def emit(event: AttentionEvent) -> None:

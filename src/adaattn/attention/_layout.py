@@ -40,7 +40,12 @@ class Layout:
             projected: [B, L, H * D] or [L, B, H * D]; [L, H * D] if not batched.
             num_heads: H.
         """
-        heads = projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
+        return self.heads_first(
+            projected.view(*projected.shape[:-1], num_heads, projected.shape[-1] // num_heads)
+        )
+
+    def heads_first(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return [B, H, L, D], a view of [B, L, H, D], [L, B, H, D] or [L, H, D]."""
         if not self.is_batched:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
@@ -78,11 +83,10 @@ def check_inputs(
         UnsupportedError: a nested tensor.
         ShapeError: sizes that do not fit.
     """
-    sizes = (config.embed_dim, config.key_size, config.value_size)
-    named = (("query", query), ("key", key), ("value", value))
-    for (name, item), size in zip(named, sizes, strict=True):
-        if item is query and name != "query" and size == sizes[0]:
-            continue
+    named = [("query", query, config.embed_dim)]
+    if not (query is key is value and config.key_size == config.value_size == config.embed_dim):
+        named += [("key", key, config.key_size), ("value", value, config.value_size)]
+    for name, item, size in named:
         _check_tensor(name, item)
         if item.dim() != query.dim() or item.dim() not in (2, 3):
             raise ShapeError(

@@ -19,7 +19,7 @@ from adaattn.attention._layout import Layout
 from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError, expected_got
 
-__all__ = ["Order", "mask_arguments"]
+__all__ = ["mask_arguments"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,9 @@ class Order:
         """Whether causal order counts from the first key, as masks of PyTorch's helpers do."""
         return self.is_causal and not self.to_end
 
-    @property
     def flags(self) -> dict[str, Any]:
-        """The keywords of the public call."""
-        if not self.hides:
-            return {}
-        align = "bottom_right" if self.to_end else "top_left"
-        return {"is_causal": self.is_causal, "window": self.window, "align": align}
+        """Return the keywords of the public call."""
+        return _flags(self.is_causal, self.window, self.to_end)
 
     def visible(self, len_q: int, len_k: int, device: torch.device) -> torch.Tensor:
         """Return which keys are seen: boolean [L, S]."""
@@ -66,12 +62,26 @@ class Order:
         return seen & (ahead <= right) if right >= 0 else seen
 
 
+def _flags(is_causal: bool, window: tuple[int, int], to_end: bool) -> dict[str, Any]:
+    """Return the keywords of the public call for an order; those at their default are left out."""
+    flags: dict[str, Any] = {}
+    if is_causal:
+        flags["is_causal"] = True
+    if window != (-1, -1):
+        flags["window"] = window
+    if flags and to_end:
+        flags["align"] = "bottom_right"
+    return flags
+
+
 def mask_arguments(
     key_padding_mask: torch.Tensor | None,
     attn_mask: torch.Tensor | None,
-    order: Order,
     layout: Layout,
     *,
+    is_causal: bool,
+    window: tuple[int, int],
+    to_end: bool,
     num_heads: int,
     num_dropped: int,
     num_extra: int,
@@ -82,8 +92,10 @@ def mask_arguments(
     Args:
         key_padding_mask: [B, S], or [S] without a batch; True = masked, or added.
         attn_mask: [L, S] or [B * H, L, S]; True = masked, or added.
-        order: causal order and window.
         layout: the call; its ``len_k`` counts every key, cached ones too, without the extra.
+        is_causal: a query sees none behind its own.
+        window: ``(left, right)`` around its own; -1 is unlimited.
+        to_end: the last query stands at the last key; else the first at the first.
         num_heads: H.
         num_dropped: of these the first ones, which a cache no longer holds.
         num_extra: keys appended behind the others, which every query sees.
@@ -94,6 +106,9 @@ def mask_arguments(
         DTypeError: a mask that is neither boolean nor floating point.
         ArgumentTypeError: no tensor.
     """
+    if key_padding_mask is attn_mask is None and not num_extra:
+        return _flags(is_causal, window, to_end)
+    order = Order(is_causal=is_causal, window=window, to_end=to_end)
     padding = _padding_mask(key_padding_mask, layout)
     pairs = _pair_mask(attn_mask, layout, num_heads)
     if attn_mask is not None and pairs is not None and pairs.dim() == 2 and order.is_top_left:
@@ -104,14 +119,14 @@ def mask_arguments(
         order = replace(order, is_causal=False, window=(-1, -1))
     mask = pairs if padding is None else padding if pairs is None else _both(pairs, padding)
     if mask is None:
-        return order.flags
+        return order.flags()
     mask = mask[..., num_dropped:]
     if num_extra:
         mask = functional.pad(mask, (0, num_extra), value=float(mask.dtype == torch.bool))
     if order.is_causal:
         # The public call takes a mask or is_causal; a right edge of 0 says the same beside one.
         order = replace(order, is_causal=False, window=(order.window[0], 0))
-    return {"attn_mask": mask, **order.flags}
+    return {"attn_mask": mask, **order.flags()}
 
 
 def _padding_mask(mask: torch.Tensor | None, layout: Layout) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ def project_packed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> Three:
-    """Return the projected tensors; what is the same tensor is read once.
+    """Return the projected tensors; where k and v are the same tensor it is read once.
 
     Args:
         query: [..., E].
@@ -26,9 +26,6 @@ def project_packed(
         weight: [3 * E, E].
         bias: [3 * E] or None.
     """
-    if query is key and key is value:
-        q, k, v = functional.linear(query, weight, bias).chunk(3, dim=-1)
-        return q, k, v
     size = query.shape[-1]
     if key is not value:
         w_q, w_k, w_v = weight.chunk(3)

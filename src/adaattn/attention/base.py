@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from adaattn.attention._checks import (
     check_cache,
@@ -22,7 +23,7 @@ from adaattn.attention._checks import (
     new_positions,
 )
 from adaattn.attention._layout import Layout, check_inputs
-from adaattn.attention._masks import Order, mask_arguments
+from adaattn.attention._masks import mask_arguments
 from adaattn.attention._projections import project_packed, project_separately
 from adaattn.attention.config import AttentionConfig, AttentionOptions
 from adaattn.attention.rotary import RotaryEmbedding
@@ -236,8 +237,10 @@ class BaseAttention(nn.Module, ABC):
         masks = mask_arguments(
             key_padding_mask,
             attn_mask,
-            Order(is_causal=bool(is_causal), window=self.config.window, to_end=cache is not None),
             layout.with_keys(start + layout.len_k),
+            is_causal=bool(is_causal),
+            window=self.config.window,
+            to_end=cache is not None,
             num_heads=self.num_heads,
             num_dropped=0 if cache is None else cache.start,
             num_extra=(self.bias_k is not None) + self.add_zero_attn,
@@ -268,8 +271,15 @@ class BaseAttention(nn.Module, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return projected and normalised q [B, H, L, D], k and v [B, Hkv, S, D]."""
         config = self.config
-        if self.in_proj_weight is not None:
-            q, k, v = project_packed(query, key, value, self.in_proj_weight, self.in_proj_bias)
+        packed = self.in_proj_weight
+        if packed is not None and query is key is value:
+            # Cut apart as heads: half of the views that cutting first takes.
+            projected = functional.linear(query, packed, self.in_proj_bias)
+            shape = (*query.shape[:-1], 3, config.num_heads, config.size_of_head)
+            q, k, v = map(layout.heads_first, projected.view(shape).unbind(-3))
+            return self._normed(q, k, v)
+        if packed is not None:
+            q, k, v = project_packed(query, key, value, packed, self.in_proj_bias)
         else:
             three = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             weights = [weight for weight in three if weight is not None]
@@ -277,6 +287,12 @@ class BaseAttention(nn.Module, ABC):
             q, k, v = project_separately((query, key, value), weights, self.in_proj_bias, sizes)
         q = layout.split_heads(q, config.num_heads)
         k, v = (layout.split_heads(item, config.kv_heads) for item in (k, v))
+        return self._normed(q, k, v)
+
+    def _normed(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q and k normalised, where the module does that, and v."""
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the norms stay in the dtype of their weights, and q as v is.
             wide = self.q_norm.weight.dtype

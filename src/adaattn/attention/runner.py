@@ -13,7 +13,7 @@ from adaattn.call.adapt import NOT_FINITE
 from adaattn.call.history import History, is_recomputing
 from adaattn.call.outputs import AuxRequest
 from adaattn.functional import plan_attention, scaled_dot_product_attention
-from adaattn.policies import resolve_policy
+from adaattn.policies import AMBIENT, resolve_policy
 from adaattn.spec import Decision, Plan, Policy, Precision
 
 __all__ = ["Runner"]
@@ -134,10 +134,10 @@ class Runner:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, training: bool
     ) -> dict[str, Any]:
         """Return the keywords that say how a call is planned."""
-        policy: Policy | str | None = self.policy
+        policy = self.policy
         if torch.compiler.is_compiling():
             return {"policy": policy, "backend": self._backend_of(query)}
-        resolved = resolve_policy(policy)
+        resolved = AMBIENT.get() if policy is None else policy
         history = None
         if resolved.allows_loss:
             history = self._history
