@@ -16,6 +16,7 @@ def project_packed(
     value: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    sizes: tuple[int, int, int],
 ) -> Three:
     """Return the projected tensors; where k and v are the same tensor it is read once.
 
@@ -23,17 +24,16 @@ def project_packed(
         query: [..., E].
         key: [..., E].
         value: [..., E].
-        weight: [3 * E, E].
-        bias: [3 * E] or None.
+        weight: [sum of the sizes, E].
+        bias: [sum of the sizes] or None.
+        sizes: of each.
     """
-    size = query.shape[-1]
     if key is not value:
-        w_q, w_k, w_v = weight.chunk(3)
-        return project_separately((query, key, value), (w_q, w_k, w_v), bias, (size, size, size))
-    sizes = (size, 2 * size)
-    b_q, b_kv = (None, None) if bias is None else bias.split(sizes)
-    w_q, w_kv = weight.split(sizes)
-    k, v = functional.linear(key, w_kv, b_kv).chunk(2, dim=-1)
+        return project_separately((query, key, value), weight.split(sizes), bias, sizes)
+    halves = (sizes[0], sizes[1] + sizes[2])
+    b_q, b_kv = (None, None) if bias is None else bias.split(halves)
+    w_q, w_kv = weight.split(halves)
+    k, v = functional.linear(key, w_kv, b_kv).split(sizes[1:], dim=-1)
     return functional.linear(query, w_q, b_q), k, v
 
 

@@ -130,7 +130,7 @@ class BaseAttention(nn.Module, ABC):
         config = self.config
         embed_dim, query_size, kv_size = config.embed_dim, config.query_size, config.kv_size
         if config.has_packed_weights:
-            self.in_proj_weight = empty(3 * embed_dim, embed_dim)
+            self.in_proj_weight = empty(query_size + 2 * kv_size, embed_dim)
             self.q_proj_weight = self.k_proj_weight = self.v_proj_weight = None
         else:
             self.q_proj_weight = empty(query_size, embed_dim)
@@ -272,18 +272,21 @@ class BaseAttention(nn.Module, ABC):
         """Return projected and normalised q [B, H, L, D], k and v [B, Hkv, S, D]."""
         config = self.config
         packed = self.in_proj_weight
+        sizes = (config.query_size, config.kv_size, config.kv_size)
         if packed is not None and query is key is value:
             # Cut apart as heads: half of the views that cutting first takes.
+            heads, kv_heads = config.num_heads, config.kv_heads
             projected = functional.linear(query, packed, self.in_proj_bias)
-            shape = (*query.shape[:-1], 3, config.num_heads, config.size_of_head)
-            q, k, v = map(layout.heads_first, projected.view(shape).unbind(-3))
+            projected = projected.view(*query.shape[:-1], heads + 2 * kv_heads, self.head_dim)
+            q, k, v = map(
+                layout.heads_first, projected.split_with_sizes((heads, kv_heads, kv_heads), -2)
+            )
             return self._normed(q, k, v)
         if packed is not None:
-            q, k, v = project_packed(query, key, value, packed, self.in_proj_bias)
+            q, k, v = project_packed(query, key, value, packed, self.in_proj_bias, sizes)
         else:
             three = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             weights = [weight for weight in three if weight is not None]
-            sizes = (config.query_size, config.kv_size, config.kv_size)
             q, k, v = project_separately((query, key, value), weights, self.in_proj_bias, sizes)
         q = layout.split_heads(q, config.num_heads)
         k, v = (layout.split_heads(item, config.kv_heads) for item in (k, v))

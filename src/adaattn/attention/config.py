@@ -186,8 +186,7 @@ class AttentionConfig:
     @property
     def has_packed_weights(self) -> bool:
         """Whether one matrix, ``in_proj_weight``, holds the projections of q, k and v."""
-        sizes = {self.embed_dim, self.key_size, self.value_size, self.query_size, self.kv_size}
-        return len(sizes) == 1
+        return self.key_size == self.value_size == self.embed_dim
 
 
 def _check_size(name: str, value: object) -> None:

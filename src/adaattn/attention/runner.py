@@ -91,19 +91,23 @@ class Runner:
             **semantics: keywords of `adaattn.scaled_dot_product_attention` that say what is to
                 be computed.
         """
+        compiling = torch.compiler.is_compiling()
+        semantics["tag"], semantics["layer"] = self._tag, self.layer
         if need_weights:
             semantics["return_aux"] = _WEIGHTS
         if self.plan is not None:
             semantics["plan"] = self.plan
         else:
-            semantics |= self._settings(query, key, value, training)
-        if torch.compiler.is_compiling():
+            semantics["policy"], semantics["backend"] = self.policy, self._backend_of(query)
+            if not compiling:
+                policy = AMBIENT.get() if self.policy is None else self.policy
+                if policy.allows_loss:
+                    semantics |= self._learning(policy, query, key, value, training)
+        token = None if compiling else add_sink(self._count)
+        try:
             found = self._in_mode(query, key, value, semantics)
-        else:
-            token = add_sink(self._count)
-            try:
-                found = self._in_mode(query, key, value, semantics)
-            finally:
+        finally:
+            if token is not None:
                 remove_sink(token)
         if not need_weights:
             return found, None
@@ -130,22 +134,21 @@ class Runner:
             **semantics,
         )
 
-    def _settings(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, training: bool
+    def _learning(
+        self,
+        policy: Policy,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        training: bool,
     ) -> dict[str, Any]:
-        """Return the keywords that say how a call is planned."""
-        policy = self.policy
-        if torch.compiler.is_compiling():
-            return {"policy": policy, "backend": self._backend_of(query)}
-        resolved = AMBIENT.get() if policy is None else policy
-        history = None
-        if resolved.allows_loss:
-            history = self._history
-            wanted = training or query.requires_grad or key.requires_grad or value.requires_grad
-            history.may_be_recomputed = wanted and not torch.is_grad_enabled()
-            if history.may_be_recomputed:
-                policy = _without_fp16(resolved)
-        return {"policy": policy, "backend": self._backend_of(query), "history": history}
+        """Return the keywords of a call that may lose something: it has a history."""
+        history = self._history
+        wanted = training or query.requires_grad or key.requires_grad or value.requires_grad
+        history.may_be_recomputed = wanted and not torch.is_grad_enabled()
+        if not history.may_be_recomputed:
+            return {"history": history}
+        return {"history": history, "policy": _without_fp16(policy)}
 
     def _in_mode(
         self,
@@ -155,7 +158,6 @@ class Runner:
         semantics: dict[str, Any],
     ) -> Any:
         """Return what the public call returns, in the format of the precision mode."""
-        semantics["tag"], semantics["layer"] = self._tag, self.layer
         if self.precision_mode == "auto":
             return scaled_dot_product_attention(query, key, value, **semantics)
 

@@ -71,7 +71,9 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
     most = 1 << (int(rows).bit_length() - 1)
     if problem.device_type == "cpu" and (problem.is_causal or left >= 0 or right >= 0):
         sizes = [1 << power for power in range(6, most.bit_length())]
-        most = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
+        best = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
+        if _products(problem, best) < _WORTH_CUTTING * _products(problem, most):
+            most = best
     return max(most, smallest)
 
 
@@ -123,6 +125,9 @@ _CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
 Fitted to 64 to 1024 rows of nine problems, windows of 1 to 128 and ALiBi, 130 to 2048 tokens, 1 to
 128 heads; what it chooses is within 13 % of the best of each (AMD EPYC 9004 with 2 cores, 2026-11).
 """
+
+_WORTH_CUTTING: Final = 0.9
+"""Share of what one chunk takes below which several must be: short ones run at a lower rate."""
 
 _MIN_ROWS: Final = 16
 """Fewer rows spend their time on launches; only a memory budget asks for less."""

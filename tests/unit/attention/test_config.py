@@ -37,14 +37,15 @@ def test_sizes_can_be_given() -> None:
         ({"num_kv_heads": 4, "head_dim": 4}, True),
         ({"kdim": 8}, False),
         ({"vdim": 8}, False),
-        ({"num_kv_heads": 2}, False),
-        ({"head_dim": 8}, False),
-        # As many numbers as a packed matrix has, for other sizes.
-        ({"head_dim": 8, "num_kv_heads": 2}, False),
+        ({"num_kv_heads": 2}, True),
+        ({"head_dim": 8}, True),
+        ({"head_dim": 8, "num_kv_heads": 2, "kdim": 8}, False),
     ],
     ids=str,
 )
-def test_one_matrix_serves_where_all_sizes_agree(changes: dict[str, Any], packed: bool) -> None:
+def test_one_matrix_serves_where_one_tensor_may_be_q_k_and_v(
+    changes: dict[str, Any], packed: bool
+) -> None:
     assert make(**changes).has_packed_weights is packed
 
 

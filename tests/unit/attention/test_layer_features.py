@@ -69,7 +69,7 @@ def plain_attention(
     config, length = module.config, x.shape[1]
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.size_of_head
     if module.in_proj_weight is not None:
-        matrices = module.in_proj_weight.chunk(3)
+        matrices = module.in_proj_weight.split((config.query_size, config.kv_size, config.kv_size))
     else:
         matrices = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     sizes = [matrix.shape[0] for matrix in matrices]
@@ -179,8 +179,9 @@ def test_only_what_is_used_adds_keys_to_the_state() -> None:
     assert set(make(rotary=ROTARY, window=(3, 0), softcap=2.0, scale=0.1).state_dict()) == base
     assert set(make(sinks=True).state_dict()) == base | {"sinks"}
     assert set(make(qk_norm=True).state_dict()) == base | {"q_norm.weight", "k_norm.weight"}
+    assert set(make(num_kv_heads=1).state_dict()) == base
     split = {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
-    assert set(make(num_kv_heads=1).state_dict()) == base - {"in_proj_weight"} | split
+    assert set(make(kdim=7).state_dict()) == base - {"in_proj_weight"} | split
 
 
 CACHED: dict[str, dict[str, Any]] = {
@@ -384,9 +385,9 @@ def test_a_layer_of_transformers_gives_the_same(with_cache: bool, padded: bool) 
         qk_norm_eps=config.rms_norm_eps,
         rotary=RotaryConfig(head_dim=12, base=1e4),
     )
-    renamed = {"q_proj.weight": "q_proj_weight", "k_proj.weight": "k_proj_weight"}
-    renamed |= {"v_proj.weight": "v_proj_weight", "o_proj.weight": "out_proj.weight"}
-    state = {renamed.get(name, name): item for name, item in theirs.state_dict().items()}
+    state = theirs.state_dict()
+    state["in_proj_weight"] = torch.cat([state.pop(f"{name}_proj.weight") for name in "qkv"])
+    state["out_proj.weight"] = state.pop("o_proj.weight")
     ours.load_state_dict(state)
     x = torch.randn(BATCH, LEN, EMBED)
     hidden = torch.zeros(BATCH, LEN, dtype=torch.bool)

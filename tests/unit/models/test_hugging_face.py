@@ -178,7 +178,7 @@ def test_dropouts_are_taken_over(theirs: Maker) -> None:
     ("name", "part", "other"),
     [
         ("llama", "mlp.gate.weight", "mlp.up.weight"),
-        ("llama", "attention.k_proj_weight", "attention.v_proj_weight"),
+        ("llama", "attention.in_proj_weight", (1, 2)),
         ("llama", "attention_norm.weight", "mlp_norm.weight"),
         ("qwen3", "attention.q_norm.weight", "attention.k_norm.weight"),
         ("bert", "attention_norm.bias", "mlp_norm.bias"),
@@ -186,12 +186,17 @@ def test_dropouts_are_taken_over(theirs: Maker) -> None:
 )
 @torch.no_grad()
 def test_tensors_in_each_others_place_are_beyond_the_bound(
-    theirs: Maker, tokens: Tokens, name: str, part: str, other: str
+    theirs: Maker, tokens: Tokens, name: str, part: str, other: str | tuple[int, int]
 ) -> None:
     source, rows = theirs(name), tokens()
     model = from_hugging_face(source)
     state = model.state_dict()
-    one, two = (state[f"blocks.0.{item}"] for item in (part, other))
+    if isinstance(other, str):
+        one, two = (state[f"blocks.0.{item}"] for item in (part, other))
+    else:  # the parts of one matrix
+        config = model.blocks[0].attention.config
+        sizes = config.query_size, config.kv_size, config.kv_size
+        one, two = (state[f"blocks.0.{part}"].split(sizes)[place] for place in other)
     kept = one.clone()
     one.copy_(two)
     two.copy_(kept)
