@@ -3,11 +3,16 @@
 python -m benchmarks.host
 """
 
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import timeit
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +21,8 @@ import torch.nn.functional as F
 import adaattn
 from benchmarks.timing import arguments, save
 
-_CALLS = 5000
+_CALLS = 2000
+_WARM_CALLS = 40
 _IMPORTS = {
     "adaattn": "import adaattn",
     "adaattn and its public call": "from adaattn import scaled_dot_product_attention",
@@ -27,38 +33,101 @@ _FORBIDDEN = ("triton", "transformers", "plotly")
 
 def call_overhead(device: str, rounds: int) -> list[dict[str, Any]]:
     """Return host microseconds of calls on tiny tensors: PyTorch's, ours, and the difference."""
-    tiny = torch.randn(1, 2, 16, 16, device=device)
-    group = torch.randn(1, 1, 16, 16, device=device)
-    bias = torch.zeros(16, 16, device=device)
-    cases: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
-        "plain": ((tiny, tiny, tiny), {}),
-        "causal": ((tiny, tiny, tiny), {"is_causal": True}),
-        "mask": ((tiny, tiny, tiny, bias), {}),
-        "grouped heads": ((tiny, group, group), {"enable_gqa": True}),
-    }
     rows = []
-    for name, (inputs, keywords) in cases.items():
-        peer = _bound(F.scaled_dot_product_attention, inputs, keywords)
-        ours = _bound(adaattn.scaled_dot_product_attention, inputs, keywords)
-        samples: dict[str, list[float]] = {"F.sdpa": [], "adaattn": []}
-        ours()
+    for name, (ours, peer) in _cases(device).items():
+        samples: dict[str, list[float]] = {"PyTorch": [], "adaattn": []}
+        for _ in range(_WARM_CALLS):
+            ours()
+        functions, modules = crossed(ours)
         for _ in range(rounds):
-            for key, function in (("F.sdpa", peer), ("adaattn", ours)):
+            for key, function in (("PyTorch", peer), ("adaattn", ours)):
                 seconds = timeit.timeit(function, number=_CALLS)
                 samples[key].append(1e6 * seconds / _CALLS)
         medians = {key: statistics.median(values) for key, values in samples.items()}
-        added = medians["adaattn"] - medians["F.sdpa"]
-        rows.append({"cell": f"call, {name}", "microseconds": medians, "added_us": added})
-        print(f"{name:<16} F.sdpa {medians['F.sdpa']:6.2f} us, adaattn adds {added:5.2f} us")
+        row: dict[str, Any] = {"cell": f"call, {name}", "microseconds": medians}
+        row |= {"added_us": medians["adaattn"] - medians["PyTorch"]}
+        rows.append(row | {"functions": functions, "modules": modules})
+        print(
+            f"{name:<32} PyTorch {medians['PyTorch']:6.2f} us, adaattn adds "
+            f"{row['added_us']:6.2f} us through {functions} functions of {modules} modules"
+        )
     return rows
 
 
+def _cases(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Return (ours, PyTorch's) by name; what PyTorch lacks a word for is a mask made before."""
+    attend, sdpa = adaattn.scaled_dot_product_attention, F.scaled_dot_product_attention
+    x = torch.randn(1, 2, 16, 16, device=device)
+    three, grouped = (x, x, x), (x, x[:, :1].clone(), x[:, :1].clone())
+    decode = (x[:, :, :1].clone(), *(torch.randn(1, 2, 64, 16, device=device) for _ in range(2)))
+    bias = torch.zeros(16, 16, device=device)
+    seen = torch.ones(16, 16, device=device, dtype=torch.bool).tril()
+    window = {"is_causal": True, "window": (3, 0)}
+    slopes = torch.tensor([0.5, 0.25], device=device)
+    starts = torch.tensor([0, 4, 10, 16], device=device, dtype=torch.int32)
+    packed = {"is_causal": True, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    module = adaattn.AdaAttention(32, 2, batch_first=True, device=device)
+    theirs = torch.nn.MultiheadAttention(32, 2, batch_first=True, device=device)
+    rows = torch.randn(1, 16, 32, device=device)
+    plain, masked = partial(sdpa, *three), partial(sdpa, *three, seen)
+    return {
+        "plain": (partial(attend, *three), plain),
+        "causal": (partial(attend, *three, is_causal=True), partial(sdpa, *three, is_causal=True)),
+        "mask": (partial(attend, *three, bias), partial(sdpa, *three, bias)),
+        "grouped heads": (
+            partial(attend, *grouped, enable_gqa=True),
+            partial(sdpa, *grouped, enable_gqa=True),
+        ),
+        "decoding": (partial(attend, *decode), partial(sdpa, *decode)),
+        "causal window": (partial(attend, *three, **window), masked),
+        "ALiBi": (
+            partial(attend, *three, is_causal=True, alibi_slopes=slopes),
+            partial(sdpa, *three, bias),
+        ),
+        "packed": (partial(attend, *three, **packed), masked),
+        "return_aux=True": (partial(attend, *three, return_aux=True), plain),
+        'policy="balanced"': (partial(attend, *three, policy="balanced"), plain),
+        "AdaAttention": (
+            partial(module, rows, rows, rows),
+            partial(theirs, rows, rows, rows, need_weights=False),
+        ),
+        "AdaAttention, MHA as it comes": (
+            partial(module, rows, rows, rows),
+            partial(theirs, rows, rows, rows),
+        ),
+    }
+
+
+def crossed(function: Callable[[], Any]) -> tuple[int, int]:
+    """Return how many Python functions of this package, in how many modules, one call runs."""
+    package = str(Path(adaattn.__file__).parent)
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            seen.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(seen), len(set(seen))
+
+
 def import_overhead(rounds: int) -> list[dict[str, Any]]:
-    """Return milliseconds that importing adds in fresh processes with torch, and what came in."""
+    """Return milliseconds that importing adds in fresh processes with torch, and what came in.
+
+    The first import compiles, as installing does, and is not counted.
+    """
     samples: dict[str, list[float]] = {name: [] for name in _IMPORTS}
-    for _ in range(rounds):
-        for name, statement in _IMPORTS.items():
-            samples[name].append(float(_fresh(_TIMED.format(statement))))
+    with tempfile.TemporaryDirectory() as compiled:
+        for number in range(rounds + 1):
+            for name, statement in _IMPORTS.items():
+                took = float(_fresh(_TIMED.format(statement), compiled))
+                if number:
+                    samples[name].append(took)
     medians = {name: statistics.median(values) for name, values in samples.items()}
     probe = (
         "import sys, torch; before = set(sys.modules); import adaattn; "
@@ -73,17 +142,15 @@ def import_overhead(rounds: int) -> list[dict[str, Any]]:
     return [*rows, {"cell": "modules brought in", "forbidden": _FORBIDDEN, "found": found}]
 
 
-def _fresh(code: str) -> str:
-    """Return what a fresh interpreter prints."""
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+def _fresh(code: str, compiled: str | None = None) -> str:
+    """Return what a fresh interpreter prints, which keeps compiled modules in a folder."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if compiled is not None:
+        env["PYTHONPYCACHEPREFIX"] = compiled
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env
+    )
     return run.stdout.strip()
-
-
-def _bound(
-    function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any]
-) -> Callable[[], Any]:
-    """Return the call with its arguments in place."""
-    return lambda: function(*inputs, **keywords)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ DECODERS = [
 GENERATING = ["llama", "mistral", "gemma2", "gemma3", "gpt2", "gpt_oss", "qwen2_moe", "llama4"]
 LENGTH = 14
 PADDING = 5
-SUMMANDS = 64  # the widest product of the tiny models
+SUMMANDS = 13 * 64  # six products a layer and the head, one behind another, the widest of 64
 
 
 @pytest.fixture(autouse=True)

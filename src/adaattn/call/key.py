@@ -63,17 +63,17 @@ def key_of(
 
     Raises:
         AttributeError, IndexError, TypeError, ValueError, RuntimeError: what is no tensor, or no
-            number, has no key; nor has a nested tensor, or keys of another rank than the query.
+            number, has no key; nor has a nested tensor.
     """
     policy, plan, history, backend, layer, return_aux = choice
     mask, sinks, slopes, starts_q, starts_k = companions
     shape, key_shape, device = query.shape, key.shape, query.device
     seen: object = None
     keys: tuple[Any, ...]
-    if len(shape) == 4 and shape[2] <= DECODE_ROWS < key_shape[2] and starts_q is None:
+    if shape[-2] <= DECODE_ROWS < key_shape[-2] and starts_q is None:
         keys = _growing(key, value, window)
         if mask is not None:
-            seen = _growing_mask(mask, key_shape[2])
+            seen = _growing_mask(mask, key_shape[-2])
     else:
         keys = (key_shape, key.stride(), value.shape, value.stride())
         if mask is not None:
@@ -129,22 +129,21 @@ def may_keep(arguments: Arguments, policy: object) -> bool:
 
 def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> tuple[Any, ...]:
     """Return what a choice depends on of the keys and values of decoding over a growing cache."""
-    batch, heads, length, dim = key.shape
-    value_batch, value_heads, value_length, value_dim = value.shape
+    *leading, length, dim = key.shape
+    *value_leading, value_length, value_dim = value.shape
     strides, value_strides = key.stride(), value.stride()
     return (
-        batch,
-        heads,
+        *leading,
+        *value_leading,
         (length - 1).bit_length(),
         dim,
-        strides[2],
-        strides[3],
-        value_batch,
-        value_heads,
+        strides[-2],
+        strides[-1],
+        len(leading),
         value_length - length,
         value_dim,
-        value_strides[2],
-        value_strides[3],
+        value_strides[-2],
+        value_strides[-1],
         # What a problem is simplified to depends on whether a window reaches all keys.
         None if window is NO_WINDOW else (window[0] >= length, window[1] >= length),
     )
