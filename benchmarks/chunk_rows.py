@@ -1,0 +1,103 @@
+"""Times chunks of every size on a CPU, beside the size that planning takes.
+
+python -m benchmarks.chunk_rows --rounds 40
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from adaattn.backends import run_group
+from adaattn.backends.chunked import choose_chunk_rows
+from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
+from adaattn.testing import make_problem, make_tensors
+from benchmarks.timing import arguments, save
+
+SIZES = (64, 128, 256, 512, 1024)
+
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "window 13+13, 128 heads, S225 D48": {
+        "batch": 8, "num_heads": 16, "len_q": 225, "head_dim": 48, "window": (13, 13),
+    },
+    "window 10, S1475 D64": {"num_heads": 1, "len_q": 1475, "head_dim": 64, "window": (10, 0)},
+    "window 128, 8 heads, S2048 D64": {
+        "num_heads": 8, "len_q": 2048, "head_dim": 64, "window": (128, 0),
+    },
+    "window 74, S292 D128 bf16": {
+        "num_heads": 1, "len_q": 292, "head_dim": 128, "window": (74, 0),
+        "precision": Precision.BF16,
+    },
+    "window 1, 4 heads, S130 D128": {
+        "num_heads": 4, "len_q": 130, "head_dim": 128, "window": (1, 0),
+    },
+    "window 32, 8 heads, S1024 D64": {
+        "batch": 2, "num_heads": 4, "len_q": 1024, "head_dim": 64, "window": (32, 0),
+    },
+    "ALiBi, S1084 D32": {
+        "num_heads": 1, "len_q": 1084, "head_dim": 32, "is_causal": True, "has_alibi": True,
+    },
+    "ALiBi, 2 heads, S300 D64": {
+        "num_heads": 2, "len_q": 300, "head_dim": 64, "is_causal": True, "has_alibi": True,
+    },
+}  # fmt: skip
+
+
+def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
+    """Return a call for each size of chunks; sizes past all rows are one."""
+    tensors = make_tensors(problem)
+    upstream = torch.randn_like(tensors.query).contiguous()
+    leaves = (tensors.query, tensors.key, tensors.value)
+
+    def call(group: HeadGroup) -> object:
+        output = run_group(tensors, problem, group).output
+        return torch.autograd.grad(output, leaves, upstream) if problem.requires_grad else output
+
+    found: dict[int, Callable[[], object]] = {}
+    for size in SIZES:
+        group = HeadGroup(
+            capability="chunked",
+            scheme=Scheme.of(problem.precision),
+            launch=Launch(chunk_rows=size),
+        )
+        found[size] = lambda group=group: call(group)  # type: ignore[misc]
+        if size >= problem.len_q:
+            break
+    return found
+
+
+def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]:
+    """Return the fastest time of each size, and of the one that planning takes."""
+    by_size = calls(problem)
+    for function in by_size.values():
+        function()
+        function()
+    best = dict.fromkeys(by_size, float("inf"))
+    for _ in range(rounds):
+        for size, function in by_size.items():
+            start = time.perf_counter()
+            function()
+            best[size] = min(best[size], 1e3 * (time.perf_counter() - start))
+    chosen = min(choose_chunk_rows(problem, None), max(by_size))
+    share = best[chosen] / min(best.values())
+    shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in best.items())
+    print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best")
+    return {"cell": name, "best_ms": best, "chosen": chosen, "chosen_over_best": share}
+
+
+def main() -> None:
+    """Measure every problem, forward and in training, and write the result."""
+    options = arguments(__doc__ or "").parse_args()
+    rows = []
+    for name, values in PROBLEMS.items():
+        for training in (False, True):
+            label = f"{name}, training" if training else name
+            if options.only in label:
+                problem = make_problem(**values, requires_grad=training)
+                rows.append(measure(label, problem, options.rounds))
+    print(save(f"chunk_rows_{options.device}", options, rows))
+
+
+if __name__ == "__main__":
+    main()
