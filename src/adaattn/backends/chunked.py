@@ -123,8 +123,8 @@ _CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
 """What a chunk costs beside its products, in multiplications: forward, and in training.
 
 Fitted to chunks of 64 to 1024 rows in sixteen problems: windows of 1 to 128 and ALiBi, 130 to 2048
-tokens, 1 to 128 heads. What it takes is 2 % above the best in the median, 23 % at most (AMD EPYC 9004
-with 2 cores, 2026-11, benchmarks/results/chunk_rows_cpu.json).
+tokens, 1 to 128 heads. What it takes is 2 % above the best in the median, 23 % at most (AMD EPYC
+9004 with 2 cores, 2026-11, benchmarks/results/chunk_rows_cpu.json).
 """
 
 _WORTH_CUTTING: Final = 0.9
