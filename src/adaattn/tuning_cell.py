@@ -24,6 +24,7 @@ from adaattn.backends import (
     capability_named,
     direct,
     exact_in_bounded_memory,
+    num_taken,
     run_group,
 )
 from adaattn.call.describe import Call, without_autocast
@@ -226,15 +227,12 @@ def _step(call: Call, group: HeadGroup) -> Callable[[], tuple[torch.Tensor, ...]
     leaves = _leaves(tensors) if problem.requires_grad else []
     upstream: list[torch.Tensor] = []
     short = direct(problem, group)  # which is what repeated calls run
-    given = (tensors.query, tensors.key, tensors.value, tensors.mask)
-    others = (tensors.sinks, tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    has_others = any(item is not None for item in others)
+    given = [tensors.query, tensors.key, tensors.value, tensors.mask]
+    given += [tensors.sinks, tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k]
+    taken = given[: num_taken(problem)]
 
     def step() -> tuple[torch.Tensor, ...]:
-        if short is None:
-            output = run_group(tensors, problem, group).output
-        else:
-            output = short(*given, *others) if has_others else short(*given)
+        output = short(*taken) if short else run_group(tensors, problem, group).output
         if not leaves:
             return (output,)
         if not upstream:

@@ -1,7 +1,7 @@
 """Executors. Each says what it can do (data) and does it; none chooses or falls back."""
 
 from adaattn.backends.execute import execute, run_group, slice_heads
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Direct, Result, Tensors, num_taken
 from adaattn.backends.registry import (
     capabilities,
     capabilities_asked_for,
@@ -23,6 +23,7 @@ __all__ = [
     "exact_in_bounded_memory",
     "execute",
     "load",
+    "num_taken",
     "register",
     "run_group",
     "slice_heads",

@@ -12,7 +12,7 @@ import torch
 
 from adaattn.spec import AttentionProblem, HeadGroup
 
-__all__ = ["Direct", "Executor", "Result", "Tensors", "combine"]
+__all__ = ["Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,12 @@ Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
 Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.
 
-Takes q, k, v and mask as the caller gave them, q, k and v in 4-D; where the problem has sinks,
-ALiBi or packed sequences also sinks, slopes and both cu_seqlens. Returns the output. The tensors
-of each call are like those that the problem was described from.
+Takes the first `num_taken` of q, k, v, mask, sinks, slopes and both cu_seqlens, as the caller gave
+them; q, k and v in 4-D. Returns the output. The tensors of each call are like those that the
+problem was described from.
 """
+
+
+def num_taken(problem: AttentionProblem) -> int:
+    """Return how many tensors a `Direct` takes: mask and before, or all where others are there."""
+    return 8 if problem.has_sinks or problem.has_alibi or problem.num_sequences else 4

@@ -180,10 +180,8 @@ def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
         tensors.key,
         tensors.value,
         attn_mask=mask,
-        dropout_p=problem.dropout_p,
         is_causal=problem.is_causal,
-        scale=problem.scale,
-        enable_gqa=problem.group_size > 1,
+        **sdpa_keywords(problem),
     )
 
 

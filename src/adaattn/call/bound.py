@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._events import AttentionEvent, emit, listeners, wants_timing
-from adaattn.backends import Direct, Result, Tensors, direct, load
+from adaattn.backends import Result, Tensors, direct, load, num_taken
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.describe import Call, build_call, packed_facts, without_autocast
@@ -29,6 +29,8 @@ Bound = Callable[..., Any]
 """Takes q, k, v, mask, sinks, slopes, both cu_seqlens and the tag; returns the call's result."""
 
 _KEPT_TAGS: Final = 256
+_ALL_TAKEN: Final = 9
+"""What a bound call takes, its tag among it."""
 
 
 def general(
@@ -104,42 +106,31 @@ class Exact:
         )
         self._by_tag.clear()
         self._direct: Bound | None = None
+        self._takes = 0
         if self._is_short and self._left < 0:
-            self._direct = _direct(self._alike, decision)
+            self._direct, self._takes = _direct(self._alike, decision)
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
         if not self._is_short:
             return self._general
-        problem, group = self._event.problem, self._decision.plan.groups[0]
-        run = None if self._direct is None or self._return_aux else direct(problem, group)
-        return self._quick if run is None else self._shortest(run, _has_companions(problem))
+        if self._direct is None or self._return_aux:
+            return self._quick
+        quick, takes = self._quick, self._takes
+        run: Bound | None = self._direct
 
-    def _shortest(self, run: Direct | None, companions: bool) -> Bound:
-        """Return a function that runs another while nobody listens and it does not fail."""
-        quick = self._quick
-
-        def with_companions(*given: Any) -> Any:
+        def shortest(*given: Any) -> Any:
             nonlocal run
-            if run is not None and not listeners():
-                try:
-                    return run(*given[:8])
-                except (torch.OutOfMemoryError, ExecutorError):
-                    run = self._direct = None
-            return quick(*given)
+            if run is None or listeners():
+                return quick(*given)
+            output: Any = None
+            try:
+                output = run(*given[:takes])
+            except (torch.OutOfMemoryError, ExecutorError):
+                run = self._direct = None
+            return self._general(*given) if output is None else output
 
-        def shortest(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Tensor, *rest: Any
-        ) -> Any:
-            nonlocal run
-            if run is not None and not listeners():
-                try:
-                    return run(query, key, value, mask)
-                except (torch.OutOfMemoryError, ExecutorError):
-                    run = self._direct = None
-            return quick(query, key, value, mask, *rest)
-
-        return with_companions if companions else shortest
+        return shortest
 
     def _quick(self, *given: Any) -> Any:
         """Return the result for canonical tensors; the general way where that has failed."""
@@ -148,7 +139,7 @@ class Exact:
             return self._general(*given)
         output: Any = None
         try:
-            output = self._direct(*given)
+            output = self._direct(*given[: self._takes])
         except (torch.OutOfMemoryError, ExecutorError):
             self._direct = None
         if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
@@ -199,14 +190,16 @@ def _is_as_given(call: Call, arguments: Arguments) -> bool:
     )
 
 
-def _direct(alike: "_Alike", decision: Decision) -> Bound:
-    """Return a function of what a bound call takes that runs one executor; None is not alike."""
+def _direct(alike: "_Alike", decision: Decision) -> tuple[Bound, int]:
+    """Return a function that runs one executor, and how much of a bound call's arguments it takes.
+
+    Its result is None for a call that is not alike.
+    """
     problem = alike.problem
     group = decision.plan.groups[0]
     known = direct(problem, group)
     if known is not None:
-        takes = 8 if _has_companions(problem) else 4
-        return lambda *given: known(*given[:takes])
+        return known, num_taken(problem)
     executor = load(group.capability)
     whole = problem.aux is not Aux.NONE
 
@@ -217,12 +210,7 @@ def _direct(alike: "_Alike", decision: Decision) -> Bound:
         result = executor(call.tensors, call.problem, group)
         return result if whole else result.output
 
-    return through_executor
-
-
-def _has_companions(problem: AttentionProblem) -> bool:
-    """Return whether there are tensors beside q, k, v and mask."""
-    return problem.has_sinks or problem.has_alibi or problem.num_sequences > 0
+    return through_executor, _ALL_TAKEN
 
 
 @dataclass(frozen=True, slots=True)
