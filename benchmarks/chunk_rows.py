@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from adaattn.backends import run_group
-from adaattn.backends.chunked import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
 from benchmarks.timing import arguments, save

@@ -30,55 +30,75 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lists:
-    """What is crossed for one kind of device.
-
-    Args:
-        precisions: dtypes.
-        head_dims: D.
-        sizes: (B, Hq).
-        groups: query heads for each key head.
-        lengths: Sq and Sk.
-        window_lengths: the same under a window.
-        decode_groups: of a single query.
-        decode_keys: Sk of a single query.
-        training_lengths: Sq and Sk where gradients are wanted.
-        compiled_lengths: of the problems that executors which compile take part in.
-    """
+    """What is crossed: dtypes, D, (B, Hq), query heads for each key head, Sq and Sk."""
 
     precisions: tuple[Precision, ...]
     head_dims: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
     groups: tuple[int, ...]
     lengths: tuple[int, ...]
-    window_lengths: tuple[int, ...]
-    decode_groups: tuple[int, ...]
-    decode_keys: tuple[int, ...]
-    training_lengths: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """Yield every choice with the sum of the places of its values."""
+        crossed = (self.precisions, self.head_dims, self.sizes, self.groups, self.lengths)
+        for choice in product(*(enumerate(values) for values in crossed)):
+            yield sum(place for place, _ in choice), tuple(value for _, value in choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """The lists of one kind of device.
+
+    Args:
+        square: of prefill.
+        masked: of what is a mask to SDPA, windows and packed sequences, in training too.
+        training: of the rest where gradients are wanted.
+        decode: of a single query; the lengths are of its keys.
+        omitted: classes that are left out: one executor alone serves them.
+        compiled_lengths: of the problems that executors which compile take part in.
+    """
+
+    square: _Lists
+    masked: _Lists
+    training: _Lists
+    decode: _Lists
+    omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
 
 
-_LISTS: Final = {
-    "cpu": _Lists(
-        precisions=(Precision.FP32, Precision.BF16),
-        head_dims=(64, 128),
-        sizes=((1, 8),),
-        groups=(1, 4),
-        lengths=(512, 2048, 128, 1024, 4096),
-        window_lengths=(2048, 1024, 4096),
-        decode_groups=(4, 8, 1),
-        decode_keys=(2048, 8192, 512, 1024, 4096, 16384),
-        training_lengths=(512, 2048, 1024),
+_CPU: Final = _Lists(
+    precisions=(Precision.FP32, Precision.BF16),
+    head_dims=(64, 128),
+    sizes=((1, 8),),
+    groups=(1, 4),
+    lengths=(512, 2048, 128, 1024, 4096),
+)
+_CUDA: Final = _Lists(
+    precisions=(Precision.BF16, Precision.FP32),
+    head_dims=(128, 64, 256, 512),
+    sizes=((1, 32), (4, 32)),
+    groups=(1, 4),
+    lengths=(2048, 512, 8192, 128),
+)
+_GRIDS: Final = {
+    "cpu": _Grid(
+        square=_CPU,
+        masked=replace(_CPU, lengths=(2048, 1024, 4096)),
+        training=replace(_CPU, lengths=(512, 2048, 1024)),
+        decode=replace(_CPU, groups=(4, 8, 1), lengths=(2048, 8192, 512, 1024, 4096, 16384)),
+        omitted=("window both ways", "thin window", "thin window both ways"),
     ),
-    "cuda": _Lists(
-        precisions=(Precision.BF16, Precision.FP32),
-        head_dims=(128, 64, 256, 512),
-        sizes=((1, 32), (4, 32)),
-        groups=(1, 4),
-        lengths=(2048, 512, 8192, 128),
-        window_lengths=(2048, 512, 8192),
-        decode_groups=(4, 8, 1),
-        decode_keys=(8192, 2048, 512, 1024, 4096, 16384),
-        training_lengths=(2048, 512, 1024),
+    "cuda": _Grid(
+        square=_CUDA,
+        masked=_Lists(
+            precisions=(Precision.BF16,),
+            head_dims=(128, 64, 256),
+            sizes=((1, 32), (1, 4)),
+            groups=(1, 4),
+            lengths=(2048, 512, 8192, 128, 32, 4),
+        ),
+        training=replace(_CUDA, lengths=(2048, 512, 1024)),
+        decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         compiled_lengths=(2048, 512, 8192),
     ),
 }
@@ -100,10 +120,15 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "softcap": {"is_causal": True, "softcap": 30.0},
     "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
     "bias": {"mask": MaskKind.ADDITIVE},
+    "window both ways": {"window": 8},
+    "thin window": {"is_causal": True, "window": 32},
+    "thin window both ways": {"window": 32},
 }
 """Fields of each class; a window is a share of the length."""
 
-_TRAINED: Final = ("causal", "full", "narrow window")
+_MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
+_COMPILED: Final = ("narrow window", "window both ways", "packed", "alibi", "softcap")
+_TRAINED: Final = ("causal", "full", *_MASKED)
 
 
 def default_grid(device_type: str) -> tuple[Asked, ...]:
@@ -114,51 +139,46 @@ def default_grid(device_type: str) -> tuple[Asked, ...]:
         >>> grid[0].problem.len_q, grid[0].problem.is_causal
         (512, True)
     """
-    lists = _LISTS[device_type]
-    found = [*_square(lists), *_training(lists), *_decode(lists)]
+    grid = _GRIDS[device_type]
+    found = [*_square(grid), *_decode(grid)]
     found.sort(key=lambda item: item[0])
-    return tuple(
-        Asked(
-            problem=simplify(replace(problem, device_type=device_type)),
-            compiles=_compiles(problem, lists),
-        )
-        for _, problem in found
-    )
+    asked: dict[AttentionProblem, Asked] = {}
+    for _, problem, compiles in found:
+        plain = simplify(replace(problem, device_type=device_type))
+        asked.setdefault(plain, Asked(problem=plain, compiles=compiles))
+    return tuple(asked.values())
 
 
-def _square(lists: _Lists) -> Iterator[tuple[float, AttentionProblem]]:
-    """Yield (how unusual, problem) of prefill, class by class."""
+def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
+    """Yield (how unusual, problem, whether to compile) class by class, then with gradients."""
     for name in _CLASSES:
-        lengths = lists.window_lengths if "window" in name else lists.lengths
-        for place, values in _crossed(lists, lists.groups, lengths):
+        if name in grid.omitted:
+            continue
+        masked = name in _MASKED
+        for place, values in grid.masked if masked else grid.square:
             problem = _problem(name, *values)
-            fits = name != "bias" or problem.len_q <= _LONGEST_BIAS
-            if fits and not (problem.num_sequences and problem.max_len_q < 128):
-                yield place + _class_place(name), problem
+            if name != "bias" or problem.len_q <= _LONGEST_BIAS:
+                compiles = name in _COMPILED and _is_usual(values, grid)
+                yield place + _class_place(name), problem, compiles
+        if name in _TRAINED:
+            for place, values in grid.masked if masked else grid.training:
+                problem = replace(_problem(name, *values), requires_grad=True)
+                yield place + _class_place(name) + 0.5, problem, False
 
 
-def _training(lists: _Lists) -> Iterator[tuple[float, AttentionProblem]]:
-    """Yield the same where gradients are wanted."""
-    for name in _TRAINED:
-        for place, values in _crossed(lists, lists.groups, lists.training_lengths):
-            problem = replace(_problem(name, *values), requires_grad=True)
-            yield place + _class_place(name) + 0.5, problem
-
-
-def _decode(lists: _Lists) -> Iterator[tuple[float, AttentionProblem]]:
+def _decode(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
     """Yield the same for a single query at the last key."""
-    for place, values in _crossed(lists, lists.decode_groups, lists.decode_keys):
+    for place, values in grid.decode:
         problem = replace(_problem("causal", *values), len_q=1, align=Align.BOTTOM_RIGHT)
-        yield place, problem
+        yield place, problem, False
 
 
-def _crossed(
-    lists: _Lists, groups: tuple[int, ...], lengths: tuple[int, ...]
-) -> Iterator[tuple[float, tuple[Any, ...]]]:
-    """Yield every choice from the lists with the sum of the places of its values."""
-    crossed = (lists.precisions, lists.head_dims, lists.sizes, groups, lengths)
-    for choice in product(*(enumerate(values) for values in crossed)):
-        yield sum(place for place, _ in choice), tuple(value for _, value in choice)
+def _is_usual(values: tuple[Any, ...], grid: _Grid) -> bool:
+    """Return whether executors that compile take part: lists begin with the usual values."""
+    *first, length = values
+    lists = grid.square
+    usual = (lists.precisions, lists.head_dims, lists.sizes, lists.groups)
+    return first == [values[0] for values in usual] and length in grid.compiled_lengths
 
 
 def _class_place(name: str) -> float:
@@ -177,7 +197,8 @@ def _problem(
     """Return the problem of a class and its sizes."""
     fields = dict(_CLASSES[name])
     if "window" in fields:
-        fields["window"] = (length // fields["window"] - 1, -1)
+        left = max(length // fields["window"] - 1, 0)
+        fields["window"] = (left, -1 if fields.get("is_causal") else left)
     if "mask" in fields:
         shapes = {
             "mask of keys": (size[0], 1, 1, length),
@@ -200,20 +221,4 @@ def _problem(
         precision=precision,
         scale=head_dim**-0.5,
         **fields,
-    )
-
-
-def _compiles(problem: AttentionProblem, lists: _Lists) -> bool:
-    """Return whether executors that compile take part: about 30 problems that SDPA lacks."""
-    usual = (lists.precisions[0], lists.sizes[0], lists.groups[0])
-    size = (problem.batch, problem.num_heads)
-    if problem.num_sequences:
-        size = lists.sizes[0] if problem.num_heads == lists.sizes[0][1] else size
-    lacking = problem.window != (-1, -1) or problem.has_alibi or problem.softcap > 0
-    lacking = (lacking or problem.num_sequences > 0) and not problem.requires_grad
-    return (
-        lacking
-        and (problem.precision, size, problem.group_size) == usual
-        and problem.head_dim in lists.head_dims[:2]
-        and problem.len_q in lists.compiled_lengths
     )

@@ -64,6 +64,20 @@ def test_packed_sequences_are_the_sequences_called_one_by_one(settings: dict[str
     assert_matches(actual, exact, eager, summands=8 + max(LENGTHS_K))
 
 
+@pytest.mark.parametrize("first", ["top_left", "bottom_right"])
+def test_the_corner_tells_packings_of_as_many_tokens_apart(first: str) -> None:
+    """A mask kept for one corner was once taken for the other, whose sums of lengths are equal."""
+    tensors = [torch.randn(1, 2, 24, 8) for _ in range(3)]
+    bounds = {"cu_seqlens_q": starts((4, 20)), "cu_seqlens_k": starts((12, 12))}
+    second = "top_left" if first == "bottom_right" else "bottom_right"
+    for align in (first, second):
+        settings = bounds | {"is_causal": True, "align": align}
+        actual = attend(*tensors, **settings)
+        exact = attend(*(item.double() for item in tensors), **settings, backend="reference")
+        eager = attend(*tensors, **settings, backend="reference")
+        assert_matches(actual, exact, eager, summands=8 + 12)
+
+
 def test_packed_tensors_may_come_without_a_batch_dimension() -> None:
     tensors, bounds = packed()
     flat = [item[0] for item in tensors]

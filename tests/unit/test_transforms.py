@@ -159,11 +159,21 @@ def test_packed_calls_compile_whole(settings: dict[str, Any]) -> None:
     "choice", [{"plan": one(capability="chunked")}, {"backend": "chunked"}], ids=["plan", "backend"]
 )
 def test_an_executor_that_reads_bounds_is_refused_inside_a_graph(choice: dict[str, Any]) -> None:
-    tensors = draw(batch=(1,))
-    attend(*tensors, **choice, **PACKED)
-    compiled = torch.compile(lambda *items: attend(*items, **choice, **PACKED), backend="aot_eager")
+    tensors, settings = draw(batch=(1,)), choice | PACKED | {"softcap": 5.0}
+    attend(*tensors, **settings)
+    compiled = torch.compile(lambda *items: attend(*items, **settings), backend="aot_eager")
     with pytest.raises(UnsupportedError, match="read on the host, which a graph cannot do"):
         compiled(*tensors)
+
+
+def test_a_few_packed_tokens_are_one_call_with_a_mask_in_a_graph_too() -> None:
+    tensors = draw(batch=(1,))
+
+    def call(*items: torch.Tensor) -> torch.Tensor:
+        return attend(*items, backend="chunked", **PACKED)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors), call(*tensors))
 
 
 def test_auxiliary_outputs_come_out_of_a_compiled_call() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.backends.common import (
     accumulation_dtype,
     fused_attention,
@@ -31,68 +32,23 @@ from adaattn.backends.common import (
     softmax_rows,
     tile_scores,
 )
-from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.masked import is_plain, packed_tile, sdpa_tile, tile_masks, whole_tile
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Scheme
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.masked import (
+    is_plain,
+    packed_tile,
+    sdpa_tile,
+    tile_masks,
+    whole_packed,
+    whole_tile,
+)
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, MaskKind
 
-__all__ = ["CAPABILITIES", "choose_chunk_rows", "direct", "run"]
+__all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
     """Return 30, a mask for SDPA; 70 for packed sequences on a GPU, whose bounds it waits for."""
     return 70 if problem.num_sequences and problem.device_type == "cuda" else 30
-
-
-def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
-    """Return the rows of a chunk: a power of two whose scores fit the memory budget.
-
-    On a CPU it is the one that takes least by the keys that chunks read and what each chunk
-    costs beside them (`_CHUNK_PRODUCTS`). On a GPU it is the largest, under a window the one near
-    its width: a chunk of w rows reads window + w keys.
-
-    Args:
-        problem: simplified.
-        memory_budget_bytes: the policy's limit; None takes 256 MiB, exceeded only where 16 rows
-            need more.
-    """
-    heads = problem.batch * problem.num_heads
-    available, smallest = _DEFAULT_BYTES, _MIN_ROWS
-    score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
-    if memory_budget_bytes is not None:
-        # Whatever the chunk, each query row has its log-sum-exp.
-        available = memory_budget_bytes - score_bytes * heads * problem.len_q
-        smallest = 1
-    row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
-    rows = max(available // max(row_bytes, 1), 1)
-    left, right = problem.window
-    if problem.device_type != "cpu" and left >= 0:
-        rows = min(rows, max(left, 128))
-    rows = min(rows, _MAX_ROWS)
-    most = 1 << (int(rows).bit_length() - 1)
-    if problem.device_type == "cpu" and (problem.is_causal or left >= 0 or right >= 0):
-        sizes = [1 << power for power in range(6, most.bit_length())]
-        best = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
-        if _products(problem, best) < _WORTH_CUTTING * _products(problem, most):
-            most = best
-    return max(most, smallest)
-
-
-def _products(problem: AttentionProblem, size: int) -> float:
-    """Return the multiplications of all chunks of a size, each chunk's own cost among them."""
-    packed = problem.num_sequences > 0
-    len_q = problem.max_len_q if packed else problem.len_q
-    len_k = problem.max_len_k if packed else problem.len_k
-    rows = min(size, max(len_q, 1))
-    left, right = problem.window
-    right = 0 if problem.is_causal else right
-    keys: float
-    if left >= 0 and right >= 0:
-        keys = min(rows + left + right, len_k)
-    else:  # rows at one end read all keys, those at the other a chunk's
-        keys = (len_k + min(rows + max(left, right), len_k)) / 2
-    per_pair = problem.batch * problem.num_heads * problem.head_dim
-    chunks = -(-len_q // rows)
-    return per_pair * len_q * keys + chunks * _CHUNK_PRODUCTS[problem.requires_grad]
 
 
 CAPABILITIES = (
@@ -112,38 +68,28 @@ _Piece = tuple[torch.Tensor, ...]
 _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
-_DEFAULT_BYTES: Final = 256 << 20
-"""Score workspace when the policy sets no limit; large enough to amortise launches."""
-
-_SCORE_COPIES: Final = 3
-"""Scores, weights and one temporary, in the precision of sums."""
-
-_MAX_ROWS: Final = 1024
-_CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
-"""What a chunk costs beside its products, in multiplications: forward, and in training.
-
-Fitted to chunks of 64 to 1024 rows in sixteen problems: windows of 1 to 128 and ALiBi, 130 to 2048
-tokens, 1 to 128 heads. What it takes is 2 % above the best in the median, 23 % at most (AMD EPYC
-9004 with 2 cores, 2026-11, benchmarks/results/chunk_rows_cpu.json).
-"""
-
-_WORTH_CUTTING: Final = 0.9
-"""Share of what one chunk takes below which several must be: short ones run at a lower rate."""
-
-_MIN_ROWS: Final = 16
-"""Fewer rows spend their time on launches; only a memory budget asks for less."""
-
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
+_MOST_PACKED: Final = 1 << 23
 """See `_is_small`."""
 
-_MOST_KEPT: Final = 64 << 20
+_MOST_KEPT: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
+
+_FUSED_DIM: Final = 128
+"""Largest D that every fused kernel of PyTorch for GPUs takes in training."""
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
 
 
-direct = whole_tile
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return the one call of SDPA that a problem is; None where it is several, or none."""
+    if not problem.num_sequences:
+        return whole_tile(problem, group)
+    bare = problem.mask is MaskKind.NONE and not problem.has_alibi and is_plain(problem)
+    # On a CPU each packing is checked.
+    on_gpu = problem.device_type == "cuda" and problem.len_q > 0 and problem.len_k > 0
+    return whole_packed(problem) if on_gpu and bare and _is_small(problem) else None
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -161,11 +107,11 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
     """Return attention of packed sequences that SDPA computes, together or one by one."""
-    bounds_q, bounds_k = host_bounds(tensors)
     query, key, value = tensors.query, tensors.key, tensors.value
     if tensors.alibi_slopes is None and _is_small(problem):
-        mask = packed_tile(bounds_q, bounds_k, problem, query)
+        mask = packed_tile(tensors, problem)
         return Result(output=fused_attention(query, key, value, mask, problem))
+    bounds_q, bounds_k = host_bounds(tensors)
     lengths_q, lengths_k = (
         [stop - start for start, stop in pairwise(bounds)] for bounds in (bounds_q, bounds_k)
     )
@@ -185,16 +131,18 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
 
 
 def _is_small(problem: AttentionProblem) -> bool:
-    """Return whether one call of SDPA with a mask beats one for each packed sequence, on a CPU.
+    """Return whether one call of SDPA with a mask is to serve all packed sequences.
 
-    A call costs 25 to 35 us, the scores between sequences 30 to 60 us for each million
-    multiplications. The two meet at 1 to 1.3 million a sequence (AMD EPYC 9004 with 2 cores,
-    float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11).
+    On a GPU it does where that mask is small: one call for each would wait for their bounds. On a
+    CPU it does where it beats those: a call costs 25 to 35 us, the scores between sequences 30 to
+    60 us for each million multiplications. The two meet at 1 to 1.3 million a sequence (AMD EPYC
+    9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11).
     """
     tokens = problem.len_q, problem.len_k
+    if problem.device_type == "cuda":
+        return tokens[0] * tokens[1] <= _MOST_PACKED
     products = problem.num_heads * problem.head_dim * tokens[0] * tokens[1]
-    few = products <= _PRODUCTS_OF_A_CALL * problem.num_sequences or max(tokens) <= _FEW_TOKENS
-    return problem.device_type == "cpu" and few
+    return products <= _PRODUCTS_OF_A_CALL * problem.num_sequences or max(tokens) <= _FEW_TOKENS
 
 
 def _joined_sequences(parts: list[Result], tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -300,17 +248,16 @@ def _differentiable(
 
 
 def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
-    """Return whether chunks need not be computed again: SDPA's kernel for CPUs keeps no scores.
+    """Return whether chunks need not be computed again: SDPA's fused kernels keep no scores.
 
-    What their backward pass reads, their masks and their keys and values, is 64 MiB at most.
+    What their backward pass reads, their masks and their keys and values, is 64 MiB at most, on a
+    GPU 512.
     """
-    flash = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
-    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
-    if problem.device_type != "cpu" or not flash or unserved or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _is_fused(problem):
         return False
-    if problem.value_dim != problem.head_dim:
-        return False
-    size = max(problem.precision.bits // 8, 4)
+    size = problem.precision.bits // 8
+    if problem.device_type == "cpu":
+        size = max(size, 4)
     heads = problem.batch * problem.num_heads if problem.has_alibi else 1
     if problem.mask_shape:
         heads = max(heads, math.prod(problem.mask_shape[:2]))
@@ -318,7 +265,19 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     elements = 0
     for rows in spans:
         elements += len(_keys(problem, rows)) * (heads * len(rows) + columns)
-    return size * elements <= _MOST_KEPT
+    return size * elements <= _MOST_KEPT[problem.device_type]
+
+
+def _is_fused(problem: AttentionProblem) -> bool:
+    """Return whether SDPA surely takes a kernel that writes no scores, with a mask too."""
+    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
+    if unserved or problem.value_dim != problem.head_dim:
+        return False
+    if problem.device_type == "cpu":
+        return problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
+    grouped = problem.group_size > 1 and problem.precision.bits > 16
+    fits = problem.head_dim % 8 == 0 and problem.head_dim <= _FUSED_DIM
+    return problem.allowed_sdpa is None and fits and not grouped
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

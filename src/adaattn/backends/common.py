@@ -15,7 +15,7 @@ from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import additive_mask
 from adaattn.errors import UnsupportedError
-from adaattn.spec import AttentionProblem, Aux
+from adaattn.spec import Align, AttentionProblem, Aux
 
 __all__ = [
     "RowStatistics",
@@ -26,6 +26,8 @@ __all__ = [
     "host_bounds",
     "key_range",
     "mask_part",
+    "packed_positions",
+    "packed_tile_seen",
     "part_of",
     "sdpa",
     "sdpa_keywords",
@@ -124,6 +126,41 @@ def host_bounds(tensors: Tensors) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(tensors.cu_seqlens_q.tolist()), tuple(tensors.cu_seqlens_k.tolist())
 
 
+def packed_positions(
+    starts_q: torch.Tensor, starts_k: torch.Tensor, problem: AttentionProblem
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return each query's and each key's packed sequence, and its place in it: int32 [T] each.
+
+    Nothing is read on the host. Where sequences are aligned at their ends a query's place is that
+    of the key beside it.
+    """
+    sequence_q, position_q = _places(starts_q, problem.len_q)
+    sequence_k, position_k = _places(starts_k, problem.len_k)
+    if problem.align is Align.BOTTOM_RIGHT:
+        longer = starts_k.diff() - starts_q.diff()
+        # Beyond bounds that end too early, which nothing has checked on a GPU, is none to read.
+        position_q = position_q + longer[sequence_q.clamp(max=len(longer) - 1)]
+    return sequence_q, sequence_k, position_q, position_k
+
+
+def _places(starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed sequence of each token, and the token's place in it: int32 [T] each."""
+    tokens = torch.arange(length, device=starts.device, dtype=starts.dtype)
+    sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True, out_int32=True)
+    return sequence, tokens - starts[sequence]
+
+
+def packed_tile_seen(
+    starts_q: torch.Tensor, starts_k: torch.Tensor, problem: AttentionProblem
+) -> torch.Tensor:
+    """Return which keys the rows of all packed sequences see by position: boolean [Tq, Tk]."""
+    sequence_q, sequence_k, rows, cols = packed_positions(starts_q, starts_k, problem)
+    seen = sequence_q.unsqueeze(-1) == sequence_k
+    # The places are counted from the corner already.
+    visible = visible_tile(replace(problem, align=Align.TOP_LEFT), rows, cols)
+    return seen if visible is None else seen & visible
+
+
 def key_range(problem: AttentionProblem, start: int, stop: int) -> tuple[int, int]:
     """Return the range of keys that rows ``start..stop`` can see at all."""
     left, right = problem.window
@@ -141,7 +178,7 @@ def visible_tile(
     """Return which keys are seen, by position alone: boolean [..., R, C], or None for all.
 
     Args:
-        problem: not packed.
+        problem: not packed, or in places of one packed sequence.
         rows: [..., R] query row numbers.
         cols: [..., C] key numbers.
     """

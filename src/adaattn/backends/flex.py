@@ -18,9 +18,10 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.nn.functional as F
 
+from adaattn.backends.common import packed_positions
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
-from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -260,21 +261,10 @@ def _packing(tensors: Tensors, problem: AttentionProblem) -> tuple[Any, Any, Any
         return None, None, None, None
 
     def made() -> tuple[Any, Any, Any, Any]:
-        sequence_q, position_q = _places(starts_q, problem.len_q)
-        sequence_k, position_k = _places(starts_k, problem.len_k)
-        if problem.align is Align.BOTTOM_RIGHT:
-            position_q = position_q + (starts_k.diff() - starts_q.diff())[sequence_q]
-        return sequence_q, sequence_k, position_q, position_k
+        return packed_positions(starts_q, starts_k, problem)
 
     facts = ("packing", problem.len_q, problem.len_k, problem.align)
     return _kept(facts, (starts_q, starts_k), made)
-
-
-def _places(starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed sequence of each token, and the token's place in it: int32 [T] each."""
-    tokens = torch.arange(length, device=starts.device, dtype=starts.dtype)
-    sequence = torch.searchsorted(starts[1:].contiguous(), tokens, right=True, out_int32=True)
-    return sequence, tokens - starts[sequence]
 
 
 _KEPT: OrderedDict[object, tuple[tuple[weakref.ref[torch.Tensor], ...], Any]] = OrderedDict()

@@ -6,11 +6,13 @@ What it takes is what SDPA has a fused kernel for, so it never writes the scores
 and no fp64, and values as wide as keys.
 """
 
-from adaattn.backends.common import sdpa, with_dense_columns
-from adaattn.backends.interface import Result, Tensors
+import torch
+
+from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
+from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
-__all__ = ["CAPABILITIES", "run"]
+__all__ = ["CAPABILITIES", "direct", "run"]
 
 CAPABILITIES = (
     Capability(
@@ -29,12 +31,21 @@ CAPABILITIES = (
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention of [B, Hkv, G * Sq, D] queries, unfolded again."""
-    batch, heads, len_q, dim = tensors.query.shape
-    folded = tensors.query.reshape(batch, problem.num_kv_heads, -1, dim)
-    output = sdpa(
-        with_dense_columns(folded),
-        with_dense_columns(tensors.key),
-        with_dense_columns(tensors.value),
-        scale=problem.scale,
-    )
-    return Result(output=output.reshape(batch, heads, len_q, tensors.value.shape[-1]))
+    return Result(output=direct(problem, group)(tensors.query, tensors.key, tensors.value))
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
+    """Return the call of SDPA."""
+    shape = (problem.batch, problem.num_heads, problem.len_q, problem.value_dim)
+    folded = (problem.batch, problem.num_kv_heads, -1, problem.head_dim)
+    keywords = sdpa_keywords(problem)
+    keywords.pop("enable_gqa", None)
+
+    def call(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: None
+    ) -> torch.Tensor:
+        rows = with_dense_columns(query.reshape(folded))
+        key, value = with_dense_columns(key), with_dense_columns(value)
+        return sdpa(rows, key, value, **keywords).reshape(shape)
+
+    return call

@@ -3,10 +3,9 @@
 The mask is kept between calls, as a caller of SDPA would keep it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Final
 
 import torch
 
@@ -14,21 +13,18 @@ from adaattn.backends.common import (
     fused_attention,
     hides_nothing,
     key_range,
+    packed_tile_seen,
     part_of,
     sdpa,
     sdpa_keywords,
     tile_mask,
-    visible_tile,
 )
 from adaattn.backends.interface import Direct, Tensors
-from adaattn.backends.masks import may_keep
-from adaattn.backends.tiles import kept, kept_tile, made_tile, seen_tile, tile_key
+from adaattn.backends.masks import aligned_bias, may_keep, stream_of
+from adaattn.backends.tiles import identity, kept, made_tile, seen_tile, tile_key
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
-__all__ = ["is_plain", "packed_tile", "sdpa_tile", "tile_masks", "whole_tile"]
-
-_SMALL_BYTES: Final = 1 << 16
-"""Slopes of which a bias is kept, and which it keeps alive, are no larger."""
+__all__ = ["is_plain", "packed_tile", "sdpa_tile", "tile_masks", "whole_packed", "whole_tile"]
 
 
 def is_plain(problem: AttentionProblem) -> bool:
@@ -61,7 +57,7 @@ def sdpa_tile(
 
 
 def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return the call of SDPA that a problem on a CPU is, with its mask; None where it is none.
+    """Return the call of SDPA that a problem is, with its mask; None where it is none.
 
     A window over a hundred tokens takes 15 us more than SDPA through `sdpa_tile`, 5 us through
     this (AMD EPYC 9004, PyTorch 2.13, 2026-11).
@@ -69,9 +65,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
     is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
     given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad
-    if problem.device_type != "cpu" or not (is_one and rows and cols) or given:
-        return None
-    if not is_plain(problem):
+    if given or not (is_one and rows and cols and is_plain(problem)):
         return None
     keywords = sdpa_keywords(problem)
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
@@ -100,72 +94,87 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         place = place or tile_key(problem, rows, cols, query, query.dtype)
         bias: torch.Tensor | None = None
         if slopes is not None:
-            make = partial(_bias, slopes, problem, rows, cols, query)
-            bias = kept((_numbers(slopes), place), make)
+            bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
         elif hidden:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
-            bias = kept(((), place), make)
+            bias = kept((place, stream_of(query)), make)
         return sdpa(query, key, value, bias, **keywords)
 
     return run
 
 
-def packed_tile(
-    bounds_q: tuple[int, ...],
-    bounds_k: tuple[int, ...],
-    problem: AttentionProblem,
-    query: torch.Tensor,
-) -> torch.Tensor:
-    """Return which keys the rows of all packed sequences see, [T, T] to be added; kept.
+def whole_packed(problem: AttentionProblem) -> Direct:
+    """Return the call of SDPA that packed sequences on a GPU are, with a mask over all tokens."""
+    keywords = sdpa_keywords(problem)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None,
+        sinks: None,
+        slopes: None,
+        starts_q: torch.Tensor,
+        starts_k: torch.Tensor,
+    ) -> torch.Tensor:
+        tensors = Tensors(
+            query=query, key=key, value=value, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k
+        )
+        return sdpa(query, key, value, packed_tile(tensors, problem), **keywords)
+
+    return run
+
+
+def packed_tile(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
+    """Return which keys the rows of all packed sequences see, [Tq, Tk] to be added; kept.
 
     Args:
-        bounds_q: of the sequences' rows.
-        bounds_k: of their keys.
+        tensors: packed.
         problem: without mask and ALiBi; what it hides, it hides in each sequence.
-        query: tells dtype and device.
     """
-    rows, cols = range(problem.len_q), range(problem.len_k)
+    query, starts_q, starts_k = tensors.query, tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    assert starts_q is not None and starts_k is not None
 
     def make() -> torch.Tensor:
-        found = query.new_full((len(rows), len(cols)), float("-inf"))
-        for (start, stop), (first, last) in zip(
-            pairwise(bounds_q), pairwise(bounds_k), strict=True
-        ):
-            part = replace(problem, num_sequences=0, len_q=stop - start, len_k=last - first)
-            numbers = torch.arange(part.len_q, device=query.device)
-            keys = torch.arange(part.len_k, device=query.device)
-            seen = visible_tile(part, numbers, keys)
-            block = found[start:stop, first:last]
-            block.zero_() if seen is None else block.masked_fill_(seen, 0.0)
-        return found
+        seen = packed_tile_seen(starts_q, starts_k, problem)
+        return aligned_bias(seen, query.dtype)
 
     if not may_keep(query):
         return make()
-    return kept((bounds_q, bounds_k, tile_key(problem, rows, cols, query, query.dtype)), make)
+    known: tuple[object, object] | None = ((tensors.bounds_q, tensors.bounds_k), None)
+    if not tensors.bounds_q:
+        known = identity((starts_q, starts_k))
+    if known is None:
+        return make()
+    lengths = range(problem.len_q), range(problem.len_k)
+    place = (problem.align, tile_key(problem, *lengths, query, query.dtype))
+    return kept((known[0], place, stream_of(query)), make, known[1])
 
 
 def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> torch.Tensor:
     """Return ALiBi's bias and what position hides, [B or 1, Hq, R, C] in the query's dtype."""
     slopes, query = tile.alibi_slopes, tile.query
     assert slopes is not None
-    make = partial(_bias, slopes, problem, rows, cols, query)
+    make = partial(_bias, slopes, problem, rows, cols)
     if not may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
-        return make()
+        return make(query)
+    return _kept_bias(slopes, tile_key(problem, rows, cols, query, query.dtype), query, make)
+
+
+def _kept_bias(
+    slopes: torch.Tensor,
+    place: object,
+    query: torch.Tensor,
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return ALiBi's bias of a tile, kept by the slopes' numbers, on a GPU by their identity."""
     if not slopes.is_cuda:
-        return kept_tile(_numbers(slopes), problem, rows, cols, query, query.dtype, make)
-    # A write through ``.data``, which PyTorch does not count, is not noticed on a GPU.
-    own = slopes._base if slopes._base is not None else slopes
-    if own.is_inference() or own.untyped_storage().nbytes() > _SMALL_BYTES:
-        return make()
-    place = (own._version, own.data_ptr(), slopes.shape, slopes.stride(), slopes.storage_offset())
-    return kept_tile(("alibi", id(own), *place), problem, rows, cols, query, query.dtype, make, own)
-
-
-def _numbers(slopes: torch.Tensor) -> tuple[object, ...]:
-    """Return what a bias depends on of slopes, [Hq] or [B or 1, Hq], on a CPU."""
-    if slopes.dim() == 1:
-        return ("alibi", 1, *slopes.tolist())
-    return ("alibi", slopes.shape[0], *slopes.flatten().tolist())
+        leading = 1 if slopes.dim() == 1 else slopes.shape[0]
+        return kept(("alibi", leading, *slopes.flatten().tolist(), place), partial(make, query))
+    known = identity((slopes,))
+    if known is None:
+        return make(query)
+    return kept(("alibi", known[0], place, stream_of(query)), partial(make, query), known[1])
 
 
 def _bias(
@@ -177,7 +186,8 @@ def _bias(
     bias, seen = tile_masks(tile, problem, rows, cols)
     assert bias is not None
     bias = bias.to(query.dtype)
-    return bias if seen is None else torch.where(seen, bias, float("-inf"))
+    bias = bias if seen is None else torch.where(seen, bias, float("-inf"))
+    return aligned_bias(bias, query.dtype)
 
 
 def _blind(tile: Tensors) -> tuple[torch.Tensor, ...]:

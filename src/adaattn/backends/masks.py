@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["additive_mask", "kept_bias", "may_keep"]
+__all__ = ["additive_mask", "aligned_bias", "kept_bias", "may_keep", "stream_of"]
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -31,14 +31,13 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
     if mask.dtype != torch.bool:
         return mask
     if given is None or given.is_inference() or not may_keep(given):
-        return _bias(mask, dtype)
-    stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else 0
-    place = (given._version, given.data_ptr(), stream, mask.shape, dtype)
+        return aligned_bias(mask, dtype)
+    place = (given._version, given.data_ptr(), stream_of(mask), mask.shape, dtype)
     known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, mask)
     if known[0] == place:
         return known[1]
     with torch.inference_mode(False):
-        made = _bias(mask, dtype)
+        made = aligned_bias(mask, dtype)
     _KNOWN[given] = (place, made)
     return made
 
@@ -46,12 +45,20 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 
-def _bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers, in rows that begin at multiples of 16 bytes as kernels want them."""
+def stream_of(tensor: torch.Tensor) -> int:
+    """Return the stream on which a tensor's device computes now; 0 on a CPU."""
+    if not tensor.is_cuda:
+        return 0
+    found: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    return found
+
+
+def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `additive_mask`, on a GPU in rows that begin at multiples of 16 bytes for kernels."""
     made = additive_mask(mask, dtype)
     assert made is not None
     columns = made.shape[-1]
-    if columns % 8 == 0:
+    if columns % 8 == 0 or not made.is_cuda:
         return made
     return torch.nn.functional.pad(made, (0, -columns % 8))[..., :columns]
 

@@ -6,6 +6,7 @@ costs microseconds a call. Each kernel declares only what it does natively: mask
 stand for windows or packed sequences belong to other executors.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -159,15 +160,28 @@ def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return PyTorch's function with the problem's keywords; None where it needs more than that."""
-    # cuDNN is handed a boolean mask as numbers.
-    as_numbers = problem.mask is MaskKind.BOOLEAN and problem.sdpa_default == "sdpa.cudnn"
-    if as_numbers or not goes_through_sdpa(problem, group):
-        return None
+    """Return PyTorch's function with the problem's keywords, or FlashAttention-2's operator."""
+    if not goes_through_sdpa(problem, group):
+        dense = problem.head_dim % _ALIGNMENT == 0
+        return _flash2_direct(problem) if dense and group.capability == "sdpa.flash2" else None
     keywords = sdpa_keywords(problem)
     if problem.is_causal:
         keywords["is_causal"] = True
+    if problem.mask is MaskKind.BOOLEAN and problem.sdpa_default == "sdpa.cudnn":
+        return _with_bias(keywords)
     return partial(sdpa, **keywords) if keywords else sdpa
+
+
+def _with_bias(keywords: dict[str, Any]) -> Direct:
+    """Return PyTorch's function for a boolean mask, which cuDNN is handed as numbers."""
+
+    def run(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *rest: None
+    ) -> torch.Tensor:
+        seen = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+        return sdpa(query, key, value, kept_bias(seen, mask, query.dtype), **keywords)
+
+    return run
 
 
 def _through_sdpa(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
@@ -201,37 +215,84 @@ def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return FlashAttention-2's output; its causal order and windows count from the last key."""
-    query, key, value = (_padded(item) for item in (tensors.query, tensors.key, tensors.value))
-    window = problem.window
-    edges: dict[str, Any] = {}
-    if window != (-1, -1):
-        right = 0 if problem.is_causal else window[1]
-        edges = {"window_size_left": window[0], "window_size_right": right}
-    packed = problem.num_sequences > 0
-    if packed:
-        query, key, value = (item[0].transpose(0, 1) for item in (query, key, value))
-    else:
-        query, key, value = (item.transpose(1, 2) for item in (query, key, value))
-    output, lse, *_ = _ATEN._flash_attention_forward.default(
-        query,
-        key,
-        value,
-        tensors.cu_seqlens_q if packed else None,
-        tensors.cu_seqlens_k if packed else None,
-        problem.max_len_q if packed else problem.len_q,
-        problem.max_len_k if packed else problem.len_k,
-        problem.dropout_p,
-        problem.is_causal,
-        False,
-        scale=problem.scale,
-        **edges,
+    output, lse = _flash2_call(problem)(
+        _padded(tensors.query),
+        _padded(tensors.key),
+        _padded(tensors.value),
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
     )
-    output = output.transpose(0, 1).unsqueeze(0) if packed else output.transpose(1, 2)
-    if packed and lse.dim() == 2:
+    if lse.dim() == 2:
         lse = lse.unsqueeze(0)
     if Aux.LSE in problem.aux:
         lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     return Result(output=output[..., : problem.value_dim], lse=lse)
+
+
+def _flash2_direct(problem: AttentionProblem) -> Direct:
+    """Return FlashAttention-2's operator for columns that need no padding."""
+    call = _flash2_call(problem)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None = None,
+        sinks: None = None,
+        slopes: None = None,
+        starts_q: torch.Tensor | None = None,
+        starts_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query, key, value = map(with_dense_columns, (query, key, value))
+        return call(query, key, value, starts_q, starts_k)[0]
+
+    return run
+
+
+def _flash2_call(
+    problem: AttentionProblem,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return the operator for a problem: from [B, H, S, D] and bounds to (output, log-sum-exp)."""
+    forward = _ATEN._flash_attention_forward.default
+    edges: dict[str, Any] = {"scale": problem.scale}
+    if problem.window != (-1, -1):
+        right = 0 if problem.is_causal else problem.window[1]
+        edges |= {"window_size_left": problem.window[0], "window_size_right": right}
+    dropout_p, is_causal = problem.dropout_p, problem.is_causal
+    longest = problem.max_len_q, problem.max_len_k
+
+    def dense(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *bounds: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, lse, *_ = forward(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            dropout_p,
+            is_causal,
+            False,
+            **edges,
+        )
+        return output.transpose(1, 2), lse
+
+    def packed(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts_q: torch.Tensor,
+        starts_k: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, keys, values = (item[0].transpose(0, 1) for item in (query, key, value))
+        output, lse, *_ = forward(
+            rows, keys, values, starts_q, starts_k, *longest, dropout_p, is_causal, False, **edges
+        )
+        return output.transpose(0, 1).unsqueeze(0), lse
+
+    return packed if problem.num_sequences else dense
 
 
 def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:

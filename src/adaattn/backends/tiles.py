@@ -1,8 +1,8 @@
 """Masks of rectangular tiles that follow from positions alone, kept between calls.
 
 A caller of SDPA makes such a mask once and passes it to each call; so does this. 64 MiB of them
-are kept in all, the least recently used go first. Nothing is kept of what a trace, a transform, a
-CUDA graph or another stream could see.
+are kept on a CPU, a 64th of its memory on a GPU; the least recently used go first. Nothing is kept
+of what a trace, a transform, a CUDA graph or another stream could see.
 """
 
 import threading
@@ -13,13 +13,16 @@ from typing import Final
 import torch
 
 from adaattn.backends.common import visible_tile
-from adaattn.backends.masks import additive_mask, may_keep
+from adaattn.backends.masks import aligned_bias, may_keep, stream_of
 from adaattn.spec import AttentionProblem
 
-__all__ = ["kept", "kept_tile", "made_tile", "seen_tile", "tile_key"]
+__all__ = ["identity", "kept", "made_tile", "seen_tile", "tile_key"]
 
 _KEPT_TILES: Final = 64
-_KEPT_BYTES: Final = 64 << 20
+_CPU_BYTES: Final = 64 << 20
+_GPU_SHARE: Final = 64
+_SMALL_BYTES: Final = 1 << 16
+"""Tensors that a tile is made from, and which it keeps alive, are no larger."""
 
 _TILES: OrderedDict[object, tuple[torch.Tensor, object]] = OrderedDict()
 _LOCK: Final = threading.Lock()
@@ -41,47 +44,45 @@ def seen_tile(
     def make() -> torch.Tensor:
         return made_tile(problem, rows, cols, query.device, dtype)
 
-    return kept_tile((), problem, rows, cols, query, dtype, make) if may_keep(query) else make()
+    if not may_keep(query):
+        return make()
+    return kept((tile_key(problem, rows, cols, query, dtype), stream_of(query)), make)
 
 
-def kept_tile(
-    more: tuple[object, ...],
-    problem: AttentionProblem,
-    rows: range,
-    cols: range,
-    query: torch.Tensor,
-    dtype: torch.dtype,
-    make: Callable[[], torch.Tensor],
-    owner: object = None,
-) -> torch.Tensor:
-    """Return a tile that was made before for the same positions, or make and keep it.
+def identity(tensors: tuple[torch.Tensor, ...]) -> tuple[object, object] | None:
+    """Return (what tells the numbers of small tensors that the host cannot read, whom to keep).
 
-    Args:
-        more: what it depends on beside positions.
-        problem: says how positions hide keys.
-        rows: the query rows.
-        cols: the keys.
-        query: tells the device.
-        dtype: of the tile.
-        make: makes it.
-        owner: kept beside it, so that its identity in ``more`` is not reused.
+    The owners are to be kept beside what is made, so that their identities are not reused. A write
+    through ``.data``, which PyTorch does not count, is not noticed. None where nothing may be kept.
     """
-    return kept((more, tile_key(problem, rows, cols, query, dtype)), make, owner)
+    owners = [tensor if tensor._base is None else tensor._base for tensor in tensors]
+    if any(own.is_inference() or own.untyped_storage().nbytes() > _SMALL_BYTES for own in owners):
+        return None
+    places = [
+        (id(own), own._version, tensor.data_ptr(), tensor.shape, tensor.stride())
+        for own, tensor in zip(owners, tensors, strict=True)
+    ]
+    return tuple(places), owners
 
 
 def tile_key(
     problem: AttentionProblem, rows: range, cols: range, query: torch.Tensor, dtype: torch.dtype
 ) -> tuple[object, ...]:
-    """Return what a tile depends on of positions, dtype and device."""
-    stream = torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0
+    """Return what a tile depends on of positions, dtype and device; its stream comes beside it."""
     first = rows.start + problem.offset - cols.start
     right = 0 if problem.is_causal else problem.window[1]
     pattern = (first, len(rows), len(cols), problem.window[0], right, problem.dilation)
-    return (*pattern, dtype, query.device, stream)
+    return (*pattern, dtype, query.device)
 
 
 def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) -> torch.Tensor:
-    """Return the tile of a key that was made before, or make and keep it; see `kept_tile`."""
+    """Return the tile of a key that was made before, or make and keep it.
+
+    Args:
+        key: everything that it depends on, on a GPU the stream too.
+        make: makes it.
+        owner: kept beside it, so that its identity in the key is not reused.
+    """
     with _LOCK:
         known = _TILES.get(key)
         if known is not None:
@@ -91,9 +92,23 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
         made = make()
     with _LOCK:
         _TILES[key] = (made, owner)
-        while len(_TILES) > _KEPT_TILES or sum(t.nbytes for t, _ in _TILES.values()) > _KEPT_BYTES:
+        limit = _most_bytes(made.device)
+        while len(_TILES) > _KEPT_TILES or _held_bytes(made.device) > limit:
             _TILES.popitem(last=False)
     return made
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Return the bytes of all tiles on a device."""
+    return sum(tile.nbytes for tile, _ in _TILES.values() if tile.device == device)
+
+
+def _most_bytes(device: torch.device) -> int:
+    """Return the bytes of tiles that are kept on a device."""
+    if device.type != "cuda":
+        return _CPU_BYTES
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total // _GPU_SHARE
 
 
 def made_tile(
@@ -104,6 +119,4 @@ def made_tile(
     keys = torch.arange(cols.start, cols.stop, device=device)
     visible = visible_tile(problem, numbers, keys)
     assert visible is not None
-    mask = visible if dtype == torch.bool else additive_mask(visible, dtype)
-    assert mask is not None
-    return mask
+    return visible if dtype == torch.bool else aligned_bias(visible, dtype)

@@ -11,8 +11,8 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
     """Return a problem that attends to exactly the same keys, with fewer features in use.
 
     A window that no pair reaches is dropped, a right edge of 0 becomes causality, and
-    alignment is reset where both corners are the same one. A single bottom-right row is
-    at the last key, so causality hides nothing from it.
+    alignment is reset where both corners are the same one. Causality hides nothing from a
+    single bottom-right row, nor does it of a single key.
 
     Args:
         problem: any problem; packed lengths are judged by their maxima.
@@ -25,8 +25,8 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
     align = problem.align
     if problem.packed_square if problem.num_sequences else len_q == len_k:
         align = Align.TOP_LEFT
-    single_last = len_q == 1 and align is Align.BOTTOM_RIGHT and problem.num_sequences == 0
-    if single_last and is_causal:
+    at_last_key = len_q == 1 if align is Align.BOTTOM_RIGHT else len_k == 1
+    if is_causal and at_last_key and problem.num_sequences == 0:
         is_causal, right = False, -1
     if is_causal:
         right = -1

@@ -4,14 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn.backends.chunked import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.planning.cost import estimate
-from adaattn.spec import Capability, HeadGroup, Launch
+from adaattn.spec import Capability, HeadGroup, Launch, Precision
 from adaattn.testing import fake_facts, make_problem
 
 CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
 
 WIDE = {"len_q": 4096, "head_dim": 64}
+GPU = WIDE | {"device_type": "cuda"}
+HALF = {"precision": Precision.BF16}
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,16 @@ WIDE = {"len_q": 4096, "head_dim": 64}
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096 * 64 - 1, 32),
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096, 1),
         ({"len_q": 4096, "num_heads": 1}, 0, 1),
-        ({"len_q": 4096, "num_heads": 1, "window": (300, -1), "device_type": "cuda"}, None, 256),
-        ({"len_q": 4096, "num_heads": 1, "window": (5, -1), "device_type": "cuda"}, None, 128),
-        ({"len_q": 4096, "num_heads": 1, "window": (-1, 5), "device_type": "cuda"}, None, 1024),
+        (GPU | {"num_heads": 1, "window": (5, -1)}, None, 8192),
+        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)}, None, 256),
+        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)} | HALF, None, 1024),
+        (GPU | {"num_heads": 128, "head_dim": 128, "is_causal": True} | HALF, None, 256),
+        (GPU | {"num_heads": 8, "batch": 4, "head_dim": 128, "is_causal": True}, None, 1024),
+        (
+            GPU | {"num_heads": 8, "batch": 4, "window": (3000, 0), "requires_grad": True},
+            None,
+            1024,
+        ),
         (WIDE | {"num_heads": 1, "window": (300, 0)}, None, 128),
         (WIDE | {"num_heads": 1, "window": (300, 0), "requires_grad": True}, None, 256),
         (WIDE | {"num_heads": 64, "window": (300, 0)}, None, 64),

@@ -121,7 +121,7 @@ def test_chunks_that_keep_no_scores_run_once_in_training(
     sdpa = masked.fused_attention
     monkeypatch.setattr(masked, "fused_attention", lambda *given: calls.append(0) or sdpa(*given))
     for most, runs in ((1 << 26, 1), (0, 2)):
-        monkeypatch.setattr(chunked, "_MOST_KEPT", most)
+        monkeypatch.setitem(chunked._MOST_KEPT, "cpu", most)
         calls.clear()
         gradients_of(run(tensors, problem, 32), tensors)
         assert len(calls) == runs * 8
@@ -231,6 +231,34 @@ def test_what_is_bound_gives_what_is_run(name: str, training: bool) -> None:
         assert torch.equal(output, chunked.run(tensors, problem, group).output)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"is_causal": True}, {"window": (2, 1)}, {"is_causal": True, "align": Align.BOTTOM_RIGHT}],
+    ids=str,
+)
+def test_packed_sequences_are_one_call_that_reads_no_bounds(values: dict[str, Any]) -> None:
+    """As on a GPU, where the bounds are not known to the host."""
+    lengths = {"lengths_q": (5, 0, 9, 2), "lengths_k": (7, 3, 9, 0)}
+    problem = make_problem(num_heads=4, num_kv_heads=2, head_dim=8, **lengths, **values)
+    tensors = make_tensors(problem, **lengths)
+    group = HeadGroup(capability="chunked")
+    call = chunked.direct(replace(problem, device_type="cuda"), group)
+    assert call is not None and tensors.cu_seqlens_q is not None
+    starts = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    for bounds_q in (tensors.bounds_q, (0, 6, 6, 14, 16)):
+        tensors.cu_seqlens_q.copy_(torch.tensor(bounds_q, dtype=torch.int32))
+        tensors = replace(tensors, bounds_q=bounds_q)
+        for _ in range(2):
+            with Operators() as seen:
+                output = call(tensors.query, tensors.key, tensors.value, None, None, None, *starts)
+            exact = attention(cast_tensors(tensors, torch.float64), problem)
+            summands = num_summands(problem, output)
+            eager = attention(tensors, problem)
+            assert_results_match(Result(output=output), exact, eager, summands=summands)
+        # The host has read none, and what it made is kept.
+        assert seen.names == ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+
+
 class Operators(TorchDispatchMode):
     """Notes the operators that run, views left out."""
 
@@ -256,7 +284,7 @@ def test_one_chunk_with_a_kept_mask_is_one_kernel() -> None:
 
 
 def test_kept_masks_keep_to_their_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_KEPT_BYTES", 40_000)
+    monkeypatch.setattr(tiles, "_CPU_BYTES", 40_000)
     monkeypatch.setattr(tiles, "_KEPT_TILES", 5)
     for width in range(1, 12):
         for length in (24, 64, 200):  # the last is too large to keep

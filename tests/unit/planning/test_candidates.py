@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaattn.backends.chunked import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.planning.candidates import (
     BLOCK_SIZE,
     KEPT_MASSES,

@@ -100,6 +100,11 @@ def test_a_simplified_problem_has_nothing_left_to_simplify(
             {"len_q": 1, "len_k": 9, "is_causal": True, "align": Align.BOTTOM_RIGHT},
             {"is_causal": False, "align": Align.TOP_LEFT},
         ),
+        ({"len_q": 5, "len_k": 1, "is_causal": True}, {"is_causal": False}),
+        (
+            {"len_q": 5, "len_k": 1, "is_causal": True, "align": Align.BOTTOM_RIGHT},
+            {"is_causal": True, "align": Align.BOTTOM_RIGHT},
+        ),
         (
             {"len_q": 1, "len_k": 9, "window": (4, 0), "align": Align.BOTTOM_RIGHT},
             {"window": (4, -1), "is_causal": False, "align": Align.BOTTOM_RIGHT},

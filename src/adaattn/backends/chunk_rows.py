@@ -1,0 +1,93 @@
+"""How many query rows `chunked` takes at once."""
+
+from typing import Final
+
+from adaattn.spec import AttentionProblem, Scheme
+
+__all__ = ["choose_chunk_rows"]
+
+_DEFAULT_BYTES: Final = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""Score workspace when the policy sets no limit; large enough to amortise launches.
+
+SDPA's fused kernels write no scores; its math path, which serves what they do not, does.
+"""
+
+_SCORE_COPIES: Final = 3
+"""Scores, weights and one temporary, in the precision of sums."""
+
+_MAX_ROWS: Final = {"cpu": 1024, "cuda": 8192}
+_CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
+"""What a chunk costs beside its products, in multiplications: forward, and in training.
+
+Fitted to chunks of 64 to 1024 rows in sixteen problems: windows of 1 to 128 and ALiBi, 130 to 2048
+tokens, 1 to 128 heads. What it takes is 2 % above the best in the median, 23 % at most (AMD EPYC
+9004 with 2 cores, 2026-11, benchmarks/results/chunk_rows_cpu.json).
+"""
+
+_GPU_CHUNK_PRODUCTS: Final = {True: (2e9, 4e9), False: (2e8, 4e8)}
+"""The same on a GPU by whether the input has 16 bits: some 30 us of launches at a fused kernel's
+rate. It keeps chunks few; which executor serves is for measured times to say."""
+
+_AGAIN: Final = 4.5 / 3.5
+"""What computing chunks again in the backward pass costs: five products and two, and two more."""
+
+_WORTH_CUTTING: Final = 0.9
+"""Share of what one chunk takes below which several must be: short ones run at a lower rate."""
+
+_MIN_ROWS: Final = 16
+"""Fewer rows spend their time on launches; only a memory budget asks for less."""
+
+
+def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
+    """Return the rows of a chunk: a power of two whose scores fit the memory budget.
+
+    It is the one that takes least by the keys that chunks read and what each chunk costs beside
+    them (`_CHUNK_PRODUCTS`).
+
+    Args:
+        problem: simplified.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB, on a GPU 2 GiB, exceeded
+            only where 16 rows need more.
+    """
+    heads = problem.batch * problem.num_heads
+    available, smallest = _DEFAULT_BYTES[problem.device_type], _MIN_ROWS
+    score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
+    if memory_budget_bytes is not None:
+        # Whatever the chunk, each query row has its log-sum-exp.
+        available = memory_budget_bytes - score_bytes * heads * problem.len_q
+        smallest = 1
+    row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
+    rows = max(available // max(row_bytes, 1), 1)
+    left, right = problem.window
+    rows = min(rows, _MAX_ROWS[problem.device_type])
+    most = 1 << (int(rows).bit_length() - 1)
+    if problem.is_causal or left >= 0 or right >= 0:
+        sizes = [1 << power for power in range(6, most.bit_length())]
+        best = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
+        if _products(problem, best) < _WORTH_CUTTING * _products(problem, most):
+            most = best
+    return max(most, smallest)
+
+
+def _products(problem: AttentionProblem, size: int) -> float:
+    """Return the multiplications of all chunks of a size, each chunk's own cost among them."""
+    packed = problem.num_sequences > 0
+    len_q = problem.max_len_q if packed else problem.len_q
+    len_k = problem.max_len_k if packed else problem.len_k
+    rows = min(size, max(len_q, 1))
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    keys: float
+    if left >= 0 and right >= 0:
+        keys = min(rows + left + right, len_k)
+    else:  # rows at one end read all keys, those at the other a chunk's
+        keys = (len_k + min(rows + max(left, right), len_k)) / 2
+    per_pair = problem.batch * problem.num_heads * problem.head_dim
+    chunks = -(-len_q // rows)
+    products = per_pair * len_q * keys
+    if problem.device_type == "cpu":
+        return products + chunks * _CHUNK_PRODUCTS[problem.requires_grad]
+    if chunks > 1 and problem.requires_grad:
+        products *= _AGAIN
+    half = problem.precision.bits <= 16
+    return products + chunks * _GPU_CHUNK_PRODUCTS[half][problem.requires_grad]
