@@ -6,7 +6,7 @@ values are to the heads of their lists, so that a run cut short has measured the
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final
 
 from adaattn.planning import simplify
@@ -52,6 +52,7 @@ class _Grid:
     Args:
         square: of prefill.
         masked: of what is a mask to SDPA, windows and packed sequences, in training too.
+        folded: of grouped heads that SDPA serves by math, short and in training too.
         training: of the rest where gradients are wanted.
         decode: of a single query; the lengths are of its keys.
         omitted: classes that are left out: one executor alone serves them.
@@ -62,6 +63,7 @@ class _Grid:
     masked: _Lists
     training: _Lists
     decode: _Lists
+    folded: tuple[_Lists, ...] = ()
     omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
 
@@ -98,6 +100,19 @@ _GRIDS: Final = {
             lengths=(2048, 512, 8192, 128, 32, 4),
         ),
         training=replace(_CUDA, lengths=(2048, 512, 1024)),
+        folded=tuple(
+            _Lists(
+                precisions=(precision,),
+                head_dims=head_dims,
+                sizes=((1, 32), (1, 4)),
+                groups=(4,),
+                lengths=(32, 4),
+            )
+            for precision, head_dims in (
+                (Precision.BF16, (512,)),
+                (Precision.FP32, (128, 64, 256, 512)),
+            )
+        ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         compiled_lengths=(2048, 512, 8192),
     ),
@@ -128,6 +143,7 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
 
 _MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
 _COMPILED: Final = ("narrow window", "window both ways", "packed", "alibi", "softcap")
+_FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 
 
@@ -160,6 +176,13 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
             if name != "bias" or problem.len_q <= _LONGEST_BIAS:
                 compiles = name in _COMPILED and _is_usual(values, grid)
                 yield place + _class_place(name), problem, compiles
+        if name in _FOLDED:
+            for place, values in chain.from_iterable(grid.folded):
+                problem = _problem(name, *values)
+                yield place + _class_place(name) + 2.0, problem, False
+                if name in _TRAINED:
+                    training = replace(problem, requires_grad=True)
+                    yield place + _class_place(name) + 2.5, training, False
         if name in _TRAINED:
             for place, values in grid.masked if masked else grid.training:
                 problem = replace(_problem(name, *values), requires_grad=True)

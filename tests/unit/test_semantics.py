@@ -106,16 +106,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 DECODE: dict[str, Any] = {"len_q": 1, "len_k": 100, "align": Align.BOTTOM_RIGHT, "is_causal": True}
 GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
+MASKED_DECODE = DECODE | {
+    "is_causal": False,
+    "mask": MaskKind.BOOLEAN,
+    "mask_shape": (2, 1, 1, 100),
+}
 COMBINED: dict[str, dict[str, Any]] = {
     "decode": DECODE,
     "grouped decode": DECODE | GROUPS,
     "grouped decode of few rows": GROUPS | {"len_q": 3, "len_k": 100},
+    "grouped decode over a masked cache": MASKED_DECODE | GROUPS,
+    "grouped decode with a bias of keys": MASKED_DECODE | GROUPS | {"mask": MaskKind.ADDITIVE},
+    "grouped decode with a bias of heads": MASKED_DECODE
+    | GROUPS
+    | {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 8, 1, 100)},
+    "grouped decode of few rows over a masked cache": MASKED_DECODE | GROUPS | {"len_q": 3},
+    "grouped decode of few rows with masks of their own": MASKED_DECODE
+    | GROUPS
+    | {"len_q": 3, "mask_shape": (1, 1, 3, 100)},
     "grouped decode with values of another size": DECODE | GROUPS | {"value_dim": 40},
     "grouped decode, deterministic": DECODE | GROUPS | {"deterministic": True},
     "decode in a window": DECODE | GROUPS | {"window": (20, -1)},
     "decode with sinks": DECODE | GROUPS | {"has_sinks": True},
-    "decode over a masked cache": DECODE
-    | {"is_causal": False, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 100)},
+    "decode over a masked cache": MASKED_DECODE,
     "decode with statistics": DECODE | {"aux": ALL_AUX},
     "sinks over hidden rows": {"has_sinks": True, "aux": ALL_AUX, "mask": MaskKind.BOOLEAN}
     | {"num_hidden_rows": 2},

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from adaattn.attention._causal_hint import is_plain_causal
 from adaattn.attention._layout import Layout
+from adaattn.backends.masks import kept_beside
 from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError, expected_got
 
@@ -133,9 +134,13 @@ def _padding_mask(mask: torch.Tensor | None, layout: Layout) -> torch.Tensor | N
     """Return [B, 1, 1, S]: True = attend, or added."""
     if mask is None:
         return None
-    shape = (layout.batch, layout.len_k) if layout.is_batched else (layout.len_k,)
-    _check_mask("key_padding_mask", mask, [shape])
-    return _attending(mask).view(layout.batch, 1, 1, layout.len_k)
+    given = (layout.batch, layout.len_k) if layout.is_batched else (layout.len_k,)
+    _check_mask("key_padding_mask", mask, [given])
+    shape = (layout.batch, 1, 1, layout.len_k)
+    if mask.is_cuda and mask.dtype == torch.bool:
+        # Every layer is given it, and what PyTorch's kernels are handed is kept by identity.
+        return kept_beside(mask, ("attending", shape), lambda: (~mask).view(shape))
+    return _attending(mask).view(shape)
 
 
 def _pair_mask(mask: torch.Tensor | None, layout: Layout, num_heads: int) -> torch.Tensor | None:

@@ -47,8 +47,10 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
-    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU, whose bounds it waits for."""
-    return 70 if problem.num_sequences and problem.device_type == "cuda" else 30
+    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU if it waits for their bounds."""
+    if not problem.num_sequences or problem.device_type != "cuda":
+        return 30
+    return 30 if _is_one_call(problem) else 70
 
 
 CAPABILITIES = (
@@ -71,12 +73,12 @@ _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
 _MOST_PACKED: Final = 1 << 23
-"""See `_is_small`."""
+"""See `_is_one_call`."""
 
 _MOST_KEPT: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 
-_FUSED_DIM: Final = 128
-"""Largest D that every fused kernel of PyTorch for GPUs takes in training."""
+_FUSED_DIM: Final = 256
+"""Largest D that PyTorch's fused kernels for GPUs surely take in training."""
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
@@ -86,16 +88,19 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the one call of SDPA that a problem is; None where it is several, or none."""
     if not problem.num_sequences:
         return whole_tile(problem, group)
-    bare = problem.mask is MaskKind.NONE and not problem.has_alibi and is_plain(problem)
     # On a CPU each packing is checked.
-    on_gpu = problem.device_type == "cuda" and problem.len_q > 0 and problem.len_k > 0
-    return whole_packed(problem) if on_gpu and bare and _is_small(problem) else None
+    on_gpu = problem.device_type == "cuda"
+    return whole_packed(problem) if on_gpu and _is_one_call(problem) else None
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention computed some query rows at a time, as ``group.launch`` says."""
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
+    if _is_one_call(problem):
+        mask = packed_tile(tensors, problem)
+        output = fused_attention(tensors.query, tensors.key, tensors.value, mask, problem)
+        return Result(output=output)
     if problem.len_q and problem.len_k and is_plain(problem) and tensors.mask is None:
         return _plain_sequences(tensors, problem, group.launch.chunk_rows)
     parts = [
@@ -106,11 +111,8 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 
 def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
-    """Return attention of packed sequences that SDPA computes, together or one by one."""
+    """Return attention of packed sequences that SDPA computes one by one."""
     query, key, value = tensors.query, tensors.key, tensors.value
-    if tensors.alibi_slopes is None and _is_small(problem):
-        mask = packed_tile(tensors, problem)
-        return Result(output=fused_attention(query, key, value, mask, problem))
     bounds_q, bounds_k = host_bounds(tensors)
     lengths_q, lengths_k = (
         [stop - start for start, stop in pairwise(bounds)] for bounds in (bounds_q, bounds_k)
@@ -130,7 +132,7 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
     return Result(output=outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))
 
 
-def _is_small(problem: AttentionProblem) -> bool:
+def _is_one_call(problem: AttentionProblem) -> bool:
     """Return whether one call of SDPA with a mask is to serve all packed sequences.
 
     On a GPU it does where that mask is small: one call for each would wait for their bounds. On a
@@ -139,6 +141,9 @@ def _is_small(problem: AttentionProblem) -> bool:
     9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11).
     """
     tokens = problem.len_q, problem.len_k
+    others = problem.mask is not MaskKind.NONE or problem.has_alibi
+    if not is_plain(problem) or others or 0 in tokens:
+        return False
     if problem.device_type == "cuda":
         return tokens[0] * tokens[1] <= _MOST_PACKED
     products = problem.num_heads * problem.head_dim * tokens[0] * tokens[1]

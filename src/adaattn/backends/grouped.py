@@ -1,37 +1,64 @@
 """Decoding with grouped heads: the heads of a group become rows of one query matrix.
 
 Without this, k and v are read once for each query head. It holds for any number of query
-rows as long as position hides nothing, which is the case for one row aligned to the end.
+rows as long as position hides nothing, which is the case for one row aligned to the end, and a
+mask says the same to all rows of a group.
 What it takes is what SDPA has a fused kernel for, so it never writes the scores out: no dropout
 and no fp64, and values as wide as keys.
 """
+
+from typing import Final
 
 import torch
 
 from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.masks import kept_bias
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "direct", "run"]
+
+_SHORT_KEYS: Final = 512
+"""Up to this many keys one block of a kernel that does not split them is fast enough."""
+
+
+def _rows_differ(problem: AttentionProblem) -> str:
+    """Return why a mask keeps the rows of a group apart, or ""."""
+    shape = problem.mask_shape
+    if not shape or (shape[2] == 1 and (shape[1] == 1 or problem.len_q == 1)):
+        return ""
+    return f"it takes masks that all rows of a group share, got {list(shape)}"
+
+
+def _order(problem: AttentionProblem) -> int:
+    """Return 5 in the place of math, unless its kernel would read many keys in one block."""
+    unsplit = problem.device_type == "cuda" and problem.precision.bits > 16
+    if problem.sdpa_default != "sdpa.math" or (unsplit and problem.len_k > _SHORT_KEYS):
+        return 61
+    return 5
+
 
 CAPABILITIES = (
     Capability(
         name="grouped",
         backend="grouped",
         precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
-        features=Feature.BACKWARD,
+        features=Feature.BACKWARD | Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK,
+        rules=(_rows_differ,),
         min_group_size=2,
         max_len_q=8,
         is_fused=True,
         efficiency=0.3,
         num_launches=2,
+        order=_order,
     ),
 )
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention of [B, Hkv, G * Sq, D] queries, unfolded again."""
-    return Result(output=direct(problem, group)(tensors.query, tensors.key, tensors.value))
+    mask = tensors.mask if tensors.mask_given is None else tensors.mask_given
+    return Result(output=direct(problem, group)(tensors.query, tensors.key, tensors.value, mask))
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
@@ -40,12 +67,22 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     folded = (problem.batch, problem.num_kv_heads, -1, problem.head_dim)
     keywords = sdpa_keywords(problem)
     keywords.pop("enable_gqa", None)
+    by_head = problem.mask_shape[1:2] not in ((), (1,))
 
     def call(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: None
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *rest: None,
     ) -> torch.Tensor:
         rows = with_dense_columns(query.reshape(folded))
         key, value = with_dense_columns(key), with_dense_columns(value)
-        return sdpa(rows, key, value, **keywords).reshape(shape)
+        if mask is not None:
+            seen = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+            mask = kept_bias(seen, mask, query.dtype) if query.is_cuda else seen
+            if by_head:
+                mask = mask.reshape(mask.shape[0], problem.num_kv_heads, -1, mask.shape[-1])
+        return sdpa(rows, key, value, mask, **keywords).reshape(shape)
 
     return call

@@ -3,6 +3,7 @@
 The mask is kept between calls, as a caller of SDPA would keep it.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hidden = not hides_nothing(problem, rows, cols)
     place: object = None
+    recent = _Recent()
 
     def run(
         query: torch.Tensor,
@@ -90,17 +92,42 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             return sdpa_tile(part_of(tensors, rows, read), grown, rows, read)[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
-        nonlocal place
+        nonlocal place, recent
         place = place or tile_key(problem, rows, cols, query, query.dtype)
         bias: torch.Tensor | None = None
         if slopes is not None:
-            bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
+            bias = recent.bias_of(slopes)
+            if bias is None:
+                bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
+                recent = _Recent(slopes, bias)
         elif hidden:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
             bias = kept((place, stream_of(query)), make)
         return sdpa(query, key, value, bias, **keywords)
 
     return run
+
+
+class _Recent:
+    """The bias that slopes on a GPU gave last; both may be gone. A CPU reads them at each call."""
+
+    __slots__ = ("bias", "slopes", "stream", "version")
+
+    def __init__(
+        self, slopes: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> None:
+        known = slopes is not None and slopes.is_cuda and not slopes.is_inference()
+        self.slopes = weakref.ref(slopes) if known and slopes is not None else None
+        self.bias = weakref.ref(bias) if bias is not None else None
+        self.version = slopes._version if known and slopes is not None else 0
+        self.stream = stream_of(slopes) if known and slopes is not None else 0
+
+    def bias_of(self, slopes: torch.Tensor) -> torch.Tensor | None:
+        """Return the bias of these very slopes, unchanged and on the same stream, or None."""
+        if self.slopes is None or self.bias is None or self.slopes() is not slopes:
+            return None
+        same = slopes._version == self.version and stream_of(slopes) == self.stream
+        return self.bias() if same else None
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:

@@ -5,12 +5,13 @@ without a key; PyTorch hands it -1e38 there, not -inf. With -inf as numbers ever
 PyTorch gives zeros (H200, PyTorch 2.11, cuDNN 9.19, 2026-11), and converts nothing itself.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["additive_mask", "aligned_bias", "kept_bias", "may_keep", "stream_of"]
+__all__ = ["additive_mask", "aligned_bias", "kept_beside", "kept_bias", "may_keep", "stream_of"]
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -30,14 +31,31 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
     """
     if mask.dtype != torch.bool:
         return mask
-    if given is None or given.is_inference() or not may_keep(given):
+    if given is None:
         return aligned_bias(mask, dtype)
-    place = (given._version, given.data_ptr(), stream_of(mask), mask.shape, dtype)
-    known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, mask)
+    return kept_beside(given, (mask.shape, dtype), lambda: aligned_bias(mask, dtype))
+
+
+def kept_beside(
+    given: torch.Tensor, facts: tuple[object, ...], make: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Return what is made of a caller's tensor, made once while that lives unchanged.
+
+    A write that PyTorch does not count, through ``.data``, is not noticed.
+
+    Args:
+        given: the tensor.
+        facts: what it depends on beside the tensor's numbers; one value is kept for each tensor.
+        make: makes it; what it returns must not hold the tensor.
+    """
+    if given.is_inference() or not may_keep(given):
+        return make()
+    place = (given._version, given.data_ptr(), stream_of(given), facts)
+    known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, given)
     if known[0] == place:
         return known[1]
     with torch.inference_mode(False):
-        made = aligned_bias(mask, dtype)
+        made = make()
     _KNOWN[given] = (place, made)
     return made
 

@@ -16,127 +16,19 @@ import torch.nn.functional as F
 from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import additive_mask, kept_bias
+from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
     Align,
     AttentionProblem,
     Aux,
-    Capability,
-    Feature,
     HeadGroup,
     MaskKind,
-    Precision,
 )
 
 __all__ = ["CAPABILITIES", "direct", "goes_through_sdpa", "run"]
 
 _ATEN = torch.ops.aten
-_HALF = (Precision.BF16, Precision.FP16)
 _ALIGNMENT = 8
-_MASKS = Feature.BOOLEAN_MASK | Feature.ADDITIVE_MASK
-_TRAINING = Feature.BACKWARD | Feature.DETERMINISTIC_BACKWARD
-
-
-def _is_allowed(name: str, problem: AttentionProblem) -> str:
-    """Return the reason that an ambient ``sdpa_kernel`` gives against a kernel, or ""."""
-    allowed = problem.allowed_sdpa
-    if allowed is None or name in allowed:
-        return ""
-    return f"the ambient sdpa_kernel allows {', '.join(allowed) or 'none'}"
-
-
-CAPABILITIES = (
-    Capability(
-        name="sdpa.flash",
-        backend="sdpa",
-        rules=(partial(_is_allowed, "sdpa.flash"),),
-        device_types=("cpu",),
-        features=Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.WIDE_MASK | _TRAINING | Feature.LSE,
-        skips_hidden=True,
-        is_fused=True,
-        efficiency=0.55,
-        order=lambda problem: 10,
-    ),
-    Capability(
-        name="sdpa.flash2",
-        backend="sdpa",
-        rules=(partial(_is_allowed, "sdpa.flash2"),),
-        device_types=("cuda",),
-        precisions=_HALF,
-        features=(
-            Feature.CAUSAL_BOTTOM_RIGHT
-            | Feature.WINDOW
-            | Feature.PACKED
-            | Feature.DROPOUT
-            | _TRAINING
-            | Feature.LSE
-        ),
-        max_head_dim=256,
-        min_compute_capability=(8, 0),
-        skips_hidden=True,
-        is_fused=True,
-        efficiency=0.45,
-        order=lambda problem: 10,
-    ),
-    Capability(
-        name="sdpa.efficient",
-        backend="sdpa",
-        rules=(partial(_is_allowed, "sdpa.efficient"),),
-        device_types=("cuda",),
-        precisions=(Precision.FP32, *_HALF),
-        features=(
-            Feature.CAUSAL_TOP_LEFT
-            | _MASKS
-            | Feature.MASK_GRADIENT
-            | Feature.DROPOUT
-            | Feature.BACKWARD
-            | Feature.VALUE_DIM
-            | Feature.LSE
-        ),
-        min_compute_capability=(5, 0),
-        skips_hidden=True,
-        expands_kv=True,
-        is_fused=True,
-        efficiency=0.3,
-        order=lambda problem: 10,
-    ),
-    Capability(
-        name="sdpa.cudnn",
-        backend="sdpa",
-        rules=(partial(_is_allowed, "sdpa.cudnn"),),
-        device_types=("cuda",),
-        precisions=_HALF,
-        features=(
-            Feature.CAUSAL_TOP_LEFT | _MASKS | Feature.DROPOUT | Feature.BACKWARD | Feature.LSE
-        ),
-        max_head_dim=256,
-        min_compute_capability=(9, 0),
-        skips_hidden=True,
-        is_fused=True,
-        efficiency=0.8,
-        # Where cuDNN can serve, PyTorch takes it before its own kernels.
-        order=lambda problem: 9,
-    ),
-    Capability(
-        name="sdpa.math",
-        backend="sdpa",
-        rules=(partial(_is_allowed, "sdpa.math"),),
-        features=(
-            Feature.CAUSAL_TOP_LEFT
-            | _MASKS
-            | Feature.MASK_GRADIENT
-            | Feature.SCALE_SIGN
-            | Feature.DROPOUT
-            | _TRAINING
-            | Feature.VALUE_DIM
-        ),
-        materialises_scores=True,
-        expands_kv=True,
-        efficiency=0.5,
-        num_launches=8,
-        # Scores written out are what PyTorch falls back on.
-        order=lambda problem: 60,
-    ),
-)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -286,7 +178,7 @@ def _flash2_call(
         starts_q: torch.Tensor,
         starts_k: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, keys, values = (item[0].transpose(0, 1) for item in (query, key, value))
+        rows, keys, values = (item.squeeze(0).transpose(0, 1) for item in (query, key, value))
         output, lse, *_ = forward(
             rows, keys, values, starts_q, starts_k, *longest, dropout_p, is_causal, False, **edges
         )

@@ -7,6 +7,7 @@ way that there is.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -90,6 +91,8 @@ class Exact:
         self._general = general(arguments, return_aux, layer, self._run)
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
+        shape, device = call.tensors.query.shape[:2], call.tensors.query.device
+        self._no_errors = partial(torch.zeros, shape, device=device)
         self._alike = _Alike(call.problem, arguments.max_seqlen_q, arguments.max_seqlen_k)
         self._by_tag: dict[tuple[str, int], AttentionEvent] = {}
         self._event = AttentionEvent(
@@ -105,6 +108,7 @@ class Exact:
             self._event, decision=decision, workspace_bytes=decision.workspace_bytes
         )
         self._by_tag.clear()
+        self._aux = AuxOutput(decision=decision, errors=self._no_errors)
         self._direct: Bound | None = None
         self._takes = 0
         if self._is_short and self._left < 0:
@@ -148,9 +152,15 @@ class Exact:
             emit(self._event_of(tag=given[8], len_k=given[1].shape[2]))
         if not self._return_aux:
             return output
-        result = output if isinstance(output, Result) else Result(output=output)
-        errors = torch.zeros(result.output.shape[:2], device=result.output.device)
-        return result.output, AuxOutput.of(result, self._decision, errors)
+        if not isinstance(output, Result):
+            return output, self._aux
+        return output.output, replace(
+            self._aux,
+            lse=output.lse,
+            row_max=output.row_max,
+            entropy=output.entropy,
+            weights=output.weights,
+        )
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""

@@ -1,7 +1,7 @@
 """What a caller may ask for beside the attention result, and what it gets."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -53,8 +53,7 @@ class AuxOutput:
         row_max: [B, Hq, Sq] after softcap, bias and masks.
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
-        error_estimate: [B, Hq] fp32 relative Frobenius error found on sampled rows; zeros
-            where the call was exact; None where nobody looked.
+        errors: what `error_estimate` returns, or makes when it is asked for.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
     """
@@ -64,7 +63,15 @@ class AuxOutput:
     row_max: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    error_estimate: torch.Tensor | None = None
+    errors: torch.Tensor | Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def error_estimate(self) -> torch.Tensor | None:
+        """Relative Frobenius errors found on sampled rows, [B, Hq] fp32.
+
+        Zeros where the call was exact; None where nobody looked.
+        """
+        return self.errors() if callable(self.errors) else self.errors
 
     @classmethod
     def of(
@@ -92,7 +99,7 @@ class AuxOutput:
             row_max=row_max,
             entropy=entropy,
             weights=weights,
-            error_estimate=estimate,
+            errors=estimate,
         )
 
 

@@ -13,6 +13,7 @@ Architectures that never call the attention function are refused.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from adaattn.integrations._transformers_support import expects_additive_masks
 __all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
 
 _UNLIMITED = -1
+_NUMBERS = ("q_length", "kv_length", "q_offset", "kv_offset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,36 +156,82 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     Raises:
         UnsupportedError: the architecture would misread the mask.
     """
-    from transformers.masking_utils import eager_mask, sdpa_mask
-
     config = request.get("config")
-    is_additive = config is not None and expects_additive_masks(
-        type(config), str(getattr(config, "_attn_implementation", None))
-    )
-    if _is_traced():
+    traced = _is_traced()
+    expects = expects_additive_masks if traced else _expects_additive_masks
+    name = str(getattr(config, "_attn_implementation", None))
+    is_additive = config is not None and expects(type(config), name)  # type: ignore[arg-type]
+    if traced:
         if not is_additive:
-            return sdpa_mask(**request)  # type: ignore[no-any-return]
-        return eager_mask(**{**request, "allow_is_bidirectional_skip": False})  # type: ignore[no-any-return]
+            return _boolean_mask(request)
+        return _additive_mask({**request, "allow_is_bidirectional_skip": False})
     dtype = request.get("dtype", torch.float32) if is_additive else torch.bool
-    pattern = _recognise(request)
-    structure = None if pattern is None else _structure(pattern, request)
+    structure = _described(request)
     if structure is not None and not _is_padded(structure, request):
         if not is_additive and request["q_length"] == 1:
             if _may_skip(structure, request):
                 return None
             if not request.get("allow_is_causal_skip", True):
                 # A compiled graph may take it, and a row of booleans is cheap.
-                return sdpa_mask(**request)  # type: ignore[no-any-return]
+                return _boolean_mask(request)
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
         return StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    seen: torch.Tensor = sdpa_mask(**{**request, **skips})
+    seen = _boolean_mask({**request, **skips})
+    assert seen is not None
     return StructuredMask(seen, tuple(seen.shape), seen.device, dtype) if is_additive else seen
+
+
+_expects_additive_masks = cache(expects_additive_masks)
+"""The same, asked once; a trace cannot look through a cache."""
+
+
+def _boolean_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the mask that Transformers makes for SDPA."""
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(**request)  # type: ignore[no-any-return]
+
+
+def _additive_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the mask that Transformers makes for eager attention."""
+    from transformers.masking_utils import eager_mask
+
+    return eager_mask(**request)  # type: ignore[no-any-return]
 
 
 def _is_traced() -> bool:
     """Return whether a graph is being made, which cannot hold a structure."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+def _described(request: Mapping[str, Any]) -> MaskStructure | None:
+    """Return the structure that a request asks for, or None where it is more than that.
+
+    What captures nothing and counts in numbers is described once.
+    """
+    function = request.get("mask_function")
+    captured = getattr(function, "__closure__", ())
+    numbers = {name: request[name] for name in _NUMBERS if name in request}
+    if captured is None and not request.get("use_vmap") and _are_integers(numbers):
+        return _described_once(function, tuple(numbers.items()))
+    pattern = _recognise(request)
+    return None if pattern is None else _structure(pattern, request)
+
+
+def _are_integers(numbers: Mapping[str, Any]) -> bool:
+    """Return whether no number is a tensor, or one of a trace."""
+    return all(type(number) is int for number in numbers.values())
+
+
+@lru_cache(maxsize=64)
+def _described_once(
+    function: Callable[..., Any], numbers: tuple[tuple[str, int], ...]
+) -> MaskStructure | None:
+    """Return `_described` for a function without captured values."""
+    request = {"mask_function": function, **dict(numbers)}
+    pattern = _recognise(request)
+    return None if pattern is None else _structure(pattern, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,7 +4,8 @@ Transformers says it in four ways: a mask, no mask (causality and a window are t
 FlashAttention's packed sequences, and a bias by position. Shape legend in `adaattn.spec`.
 """
 
-from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ __all__ = ["Visibility", "masked", "packed", "unmasked", "with_bias"]
 _UNLIMITED = (-1, -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visibility:
+class Visibility(NamedTuple):
     """Which keys are seen, as arguments of the public call.
 
     Args:
@@ -42,7 +42,7 @@ class Visibility:
 def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     """Return what a mask says; keys beyond a narrower mask (a static cache) are cut off."""
     if isinstance(mask, StructuredMask):
-        structure = mask.materialise() if mask.is_dense else mask.structure
+        structure = mask.structure if mask._dense is None else mask._dense
         if isinstance(structure, MaskStructure):
             return _structured(structure)
         mask = structure
@@ -63,8 +63,9 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     return Visibility(num_keys=len_k if width == 1 else width, mask=mask)
 
 
+@lru_cache(maxsize=4)
 def _structured(structure: MaskStructure) -> Visibility:
-    """Return the structure that stands for a mask."""
+    """Return the structure that stands for a mask; all layers of a forward pass ask for it."""
     return Visibility(
         num_keys=structure.num_keys,
         is_causal=structure.is_causal,
@@ -74,6 +75,7 @@ def _structured(structure: MaskStructure) -> Visibility:
     )
 
 
+@lru_cache(maxsize=64)
 def unmasked(is_causal: bool, sliding_window: int | None, len_q: int, len_k: int) -> Visibility:
     """Return what a call without a mask means in Transformers.
 
@@ -149,4 +151,4 @@ def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visib
         mask = bias.masked_fill(~seen.mask, float("-inf"))
     else:
         mask = bias + seen.mask
-    return replace(seen, mask=mask, is_causal=False, window=window)
+    return seen._replace(mask=mask, is_causal=False, window=window)

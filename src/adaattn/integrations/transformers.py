@@ -16,6 +16,7 @@ indices of DeepSeek V3.2 and its kin. Both end in an error, never in another res
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,14 +189,8 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
                 )
             )
 
-    learnt = History()
-
-    def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return attention_forward(module, *args, policy=resolved, history=learnt, **kwargs)
-
-    def mask(**request: Any) -> torch.Tensor | None:
-        return make_mask(**request)
-
+    attend = partial(attention_forward, policy=resolved, history=History())
+    mask = partial(make_mask)  # an object of its own, by which undoing knows it
     attention_registry.register(name, attend)
     mask_registry.register(name, mask)
     made = ((attention_registry, attend), (mask_registry, mask))
@@ -294,39 +289,47 @@ def attention_forward(
         ShapeError: q is not 4-D, or a mask is not.
         UnsupportedError: sinks that differ by token.
     """
-    _refuse_unknown(kwargs)
-    if query.dim() != 4:
-        raise ShapeError(expected_got("query", "[B, Hq, Sq, D]", tuple(query.shape)))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    len_k = key.shape[2]
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        starts = (cu_seq_lens_q, cu_seq_lens_k)
-        seen = packed(attention_mask, starts, causal, sliding_window, query, len_k)
-    elif attention_mask is None:
-        seen = unmasked(causal, sliding_window, query.shape[2], len_k)
-    else:
+    if not kwargs.keys() <= IGNORED_KEYWORDS:
+        _refuse_unknown(kwargs)
+    shape = query.shape
+    if len(shape) != 4:
+        raise ShapeError(expected_got("query", "[B, Hq, Sq, D]", tuple(shape)))
+    _, kv_heads, len_k, _ = key.shape
+    if cu_seq_lens_q is None and cu_seq_lens_k is None and attention_mask is not None:
         seen = masked(attention_mask, len_k, query.dtype)
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if cu_seq_lens_q is None and cu_seq_lens_k is None:
+            seen = unmasked(causal, sliding_window, shape[2], len_k)
+        else:
+            starts = (cu_seq_lens_q, cu_seq_lens_k)
+            seen = packed(attention_mask, starts, causal, sliding_window, query, len_k)
     if position_bias is not None:
         seen = with_bias(seen, position_bias, query.dtype)
+    if seen.num_keys < len_k:
+        key, value = key[:, :, : seen.num_keys], value[:, :, : seen.num_keys]
+    if sinks is None:
+        sinks = s_aux
+    layer = _layer(module)
     result = scaled_dot_product_attention(
         query,
-        key[:, :, : seen.num_keys],
-        value[:, :, : seen.num_keys],
+        key,
+        value,
         attn_mask=seen.mask,
         dropout_p=dropout if module.training else 0.0,
         is_causal=seen.is_causal,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=shape[1] != kv_heads,
         align=seen.align,
         window=seen.window,
         softcap=softcap,
-        sinks=_head_sinks(s_aux if sinks is None else sinks, query.shape[1]),
+        sinks=None if sinks is None else _head_sinks(sinks, shape[1]),
         cu_seqlens_q=seen.cu_seqlens_q,
         cu_seqlens_k=seen.cu_seqlens_k,
         policy=policy,
         return_aux=AuxRequest(weights=True) if output_attentions else None,
-        tag=_tag(module),
-        layer=_layer(module),
+        tag="" if layer < 0 else f"layer{layer}",
+        layer=layer,
         history=history,
     )
     if not output_attentions:
@@ -357,10 +360,8 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _head_sinks(sinks: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
+def _head_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return sinks as [Hq]."""
-    if sinks is None:
-        return None
     if sinks.numel() != num_heads:
         raise UnsupportedError(
             "adaattn",
@@ -374,8 +375,3 @@ def _layer(module: torch.nn.Module) -> int:
     """Return the number of the layer, -1 if it has none."""
     index = getattr(module, "layer_idx", None)
     return -1 if index is None else int(index)
-
-
-def _tag(module: torch.nn.Module) -> str:
-    """Return the name of the call in events."""
-    return "" if _layer(module) < 0 else f"layer{_layer(module)}"

@@ -258,8 +258,7 @@ def _best_exact(
     if not usable:
         return ()
     by_name = {item.group.capability: item for item in usable}
-    incumbent = by_name.get(problem.sdpa_default)
-    incumbent = incumbent or min(usable, key=lambda item: item.capability.order(problem))
+    incumbent = _incumbent(usable, problem)
     if hardware.timings is None:
         return (incumbent,)
     own = incumbent.group.capability
@@ -269,6 +268,25 @@ def _best_exact(
     now = by_name[min(ready, key=faster.__getitem__)] if ready else incumbent
     best = by_name[min(faster, key=faster.__getitem__)] if faster else incumbent
     return (best,) if best is now or not _compile_ms(best) else (best, now)
+
+
+def _incumbent(usable: Sequence[Candidate], problem: AttentionProblem) -> Candidate:
+    """Return what PyTorch would run, else what its user would write.
+
+    Grouped heads that PyTorch would serve by math are written by folding them into rows or by
+    repeating k and v, which fused kernels take.
+    """
+
+    def order(item: Candidate) -> int:
+        return item.capability.order(problem)
+
+    default = next((it for it in usable if it.group.capability == problem.sdpa_default), None)
+    if default is None:
+        return min(usable, key=order)
+    if problem.group_size == 1 or not default.capability.materialises_scores:
+        return default
+    fused = [it for it in usable if it.capability.is_fused and not it.capability.compiles]
+    return min((default, *fused), key=order)
 
 
 def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:

@@ -28,8 +28,8 @@ HALF = {"precision": Precision.BF16}
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096, 1),
         ({"len_q": 4096, "num_heads": 1}, 0, 1),
         (GPU | {"num_heads": 1, "window": (5, -1)}, None, 8192),
-        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)}, None, 256),
-        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)} | HALF, None, 1024),
+        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)}, None, 512),
+        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)} | HALF, None, 2048),
         (GPU | {"num_heads": 128, "head_dim": 128, "is_causal": True} | HALF, None, 256),
         (GPU | {"num_heads": 8, "batch": 4, "head_dim": 128, "is_causal": True}, None, 1024),
         (
