@@ -65,6 +65,7 @@ median, on a CPU the second fastest from the fastest."""
 _PATIENCE: Final = 4
 """Times that have not settled get so many times the rounds that were asked for."""
 
+_VANISHING: Final = 1e-3
 _BATCH_MS: Final = 2.0
 _MAX_BATCH: Final = 200
 _HOST_BATCH, _HOST_BATCH_MS = 20, 50.0
@@ -254,12 +255,17 @@ def _leaves(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest relative Frobenius error of a head; NaN where there is one."""
+    """Return the largest relative Frobenius error of a head; NaN where there is one.
+
+    What vanishes, as the gradients of rows that see one key, is held against a thousandth of the
+    inputs' size, which is 1.
+    """
     dims = (-2, -1) if found.dim() == 4 else tuple(range(found.dim()))
     exact = expected.to(torch.promote_types(expected.dtype, torch.float32))
     difference = torch.linalg.vector_norm(found.to(exact.dtype) - exact, dim=dims)
     size = torch.linalg.vector_norm(exact, dim=dims)
-    return float(torch.where(difference == 0, 0.0, difference / size).max())
+    count = exact.numel() / max(size.numel(), 1)
+    return float((difference / size.clamp(min=_VANISHING * math.sqrt(count))).max())
 
 
 def _allowed(problem: AttentionProblem, device: torch.device) -> float:

@@ -88,7 +88,12 @@ _GRIDS: Final = {
         masked=replace(_CPU, lengths=(2048, 1024, 4096)),
         training=replace(_CPU, lengths=(512, 2048, 1024)),
         decode=replace(_CPU, groups=(4, 8, 1), lengths=(2048, 8192, 512, 1024, 4096, 16384)),
-        omitted=("window both ways", "thin window", "thin window both ways"),
+        omitted=(
+            "window both ways",
+            "thin window",
+            "thin window both ways",
+            "wide window both ways",
+        ),
     ),
     "cuda": _Grid(
         square=_CUDA,
@@ -138,6 +143,7 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "window both ways": {"window": 8},
     "thin window": {"is_causal": True, "window": 32},
     "thin window both ways": {"window": 32},
+    "wide window both ways": {"window": 2},
 }
 """Fields of each class; a window is a share of the length."""
 

@@ -121,7 +121,8 @@ def mask_arguments(
     mask = pairs if padding is None else padding if pairs is None else _both(pairs, padding)
     if mask is None:
         return order.flags()
-    mask = mask[..., num_dropped:]
+    if num_dropped:
+        mask = mask[..., num_dropped:]
     if num_extra:
         mask = functional.pad(mask, (0, num_extra), value=float(mask.dtype == torch.bool))
     if order.is_causal:

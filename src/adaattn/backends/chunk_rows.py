@@ -2,15 +2,16 @@
 
 from typing import Final
 
+from adaattn.backends.masked import is_plain
 from adaattn.spec import AttentionProblem, Scheme
 
 __all__ = ["choose_chunk_rows"]
 
-_DEFAULT_BYTES: Final = {"cpu": 256 << 20, "cuda": 2 << 30}
-"""Score workspace when the policy sets no limit; large enough to amortise launches.
+_DEFAULT_BYTES: Final = 256 << 20
+"""Score workspace when the policy sets no limit; large enough to amortise launches."""
 
-SDPA's fused kernels write no scores; its math path, which serves what they do not, does.
-"""
+_GPU_BYTES: Final = 2 << 30
+"""The same on a GPU of chunks that are calls of SDPA, whose fused kernels write no scores."""
 
 _SCORE_COPIES: Final = 3
 """Scores, weights and one temporary, in the precision of sums."""
@@ -46,11 +47,12 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
 
     Args:
         problem: simplified.
-        memory_budget_bytes: the policy's limit; None takes 256 MiB, on a GPU 2 GiB, exceeded
-            only where 16 rows need more.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB, for calls of SDPA on a GPU
+            2 GiB, exceeded only where 16 rows need more.
     """
     heads = problem.batch * problem.num_heads
-    available, smallest = _DEFAULT_BYTES[problem.device_type], _MIN_ROWS
+    on_gpu = problem.device_type == "cuda" and is_plain(problem)
+    available, smallest = _GPU_BYTES if on_gpu else _DEFAULT_BYTES, _MIN_ROWS
     score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
     if memory_budget_bytes is not None:
         # Whatever the chunk, each query row has its log-sum-exp.

@@ -31,11 +31,10 @@ def _rows_differ(problem: AttentionProblem) -> str:
 
 
 def _order(problem: AttentionProblem) -> int:
-    """Return 5 in the place of math, unless its kernel would read many keys in one block."""
+    """Return 5 in the place of math, if no gradient is wanted and the keys are few or split."""
     unsplit = problem.device_type == "cuda" and problem.precision.bits > 16
-    if problem.sdpa_default != "sdpa.math" or (unsplit and problem.len_k > _SHORT_KEYS):
-        return 61
-    return 5
+    slow = problem.requires_grad or (unsplit and problem.len_k > _SHORT_KEYS)
+    return 61 if slow or problem.sdpa_default != "sdpa.math" else 5
 
 
 CAPABILITIES = (
