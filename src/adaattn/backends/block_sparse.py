@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from adaattn.backends.common import (
     accumulation_dtype,
-    fused_attention,
     grouped_product,
     key_range,
     softmax_rows,
@@ -22,6 +21,7 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, BlockSparse, Capability, Feature, HeadGroup, Method
 
 __all__ = [

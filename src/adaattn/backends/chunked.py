@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.backends.common import (
     accumulation_dtype,
-    fused_attention,
     grouped_product,
     host_bounds,
     key_range,
@@ -41,6 +40,7 @@ from adaattn.backends.masked import (
     whole_packed,
     whole_tile,
 )
+from adaattn.backends.sdpa_call import fused_attention, needs_care
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -89,7 +89,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     if not problem.num_sequences:
         return whole_tile(problem, group)
     # On a CPU each packing is checked.
-    on_gpu = problem.device_type == "cuda"
+    on_gpu = problem.device_type == "cuda" and not needs_care(problem)
     return whole_packed(problem) if on_gpu and _is_one_call(problem) else None
 
 

@@ -6,21 +6,17 @@ mistake in one shows as a difference.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
-from adaattn.backends.masks import additive_mask
 from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux
 
 __all__ = [
     "RowStatistics",
     "accumulation_dtype",
-    "fused_attention",
     "grouped_product",
     "hides_nothing",
     "host_bounds",
@@ -29,8 +25,6 @@ __all__ = [
     "packed_positions",
     "packed_tile_seen",
     "part_of",
-    "sdpa",
-    "sdpa_keywords",
     "sequences",
     "softmax_rows",
     "tile_mask",
@@ -38,24 +32,6 @@ __all__ = [
     "visible_tile",
     "with_dense_columns",
 ]
-
-sdpa = F.scaled_dot_product_attention
-"""PyTorch's own function, as it was at import: a caller may put ours in its place."""
-
-
-def sdpa_keywords(problem: AttentionProblem) -> dict[str, Any]:
-    """Return what `sdpa` is told of a problem beside q, k, v, mask and causal order.
-
-    What is its default is left out: parsing it costs a microsecond.
-    """
-    found: dict[str, Any] = {}
-    if problem.dropout_p:
-        found["dropout_p"] = problem.dropout_p
-    if problem.scale != problem.head_dim**-0.5:
-        found["scale"] = problem.scale
-    if problem.group_size > 1:
-        found["enable_gqa"] = True
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,30 +210,6 @@ def tile_mask(
         else:
             bias = mask.to(dtype) if bias is None else bias + mask.to(dtype)
     return bias, visible
-
-
-def fused_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    problem: AttentionProblem,
-    *,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds."""
-    if mask is not None and query.is_cuda:
-        mask = additive_mask(mask, query.dtype)
-    return sdpa(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=problem.dropout_p,
-        is_causal=is_causal,
-        scale=problem.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

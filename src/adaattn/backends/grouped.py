@@ -11,9 +11,10 @@ from typing import Final
 
 import torch
 
-from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
+from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import kept_bias
+from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -25,9 +26,10 @@ _SHORT_KEYS: Final = 512
 def _rows_differ(problem: AttentionProblem) -> str:
     """Return why a mask keeps the rows of a group apart, or ""."""
     shape = problem.mask_shape
-    if not shape or (shape[2] == 1 and (shape[1] == 1 or problem.len_q == 1)):
+    shared = shape[2:3] == (1,) and (shape[1] == 1 or problem.len_q == 1)
+    if not shape or (shared and shape[3] == problem.len_k):
         return ""
-    return f"it takes masks that all rows of a group share, got {list(shape)}"
+    return f"it takes masks over keys that all rows of a group share, got {list(shape)}"
 
 
 def _order(problem: AttentionProblem) -> int:

@@ -8,9 +8,9 @@ exact. Gradients are those of exact attention, see `adaattn.backends.projected`.
 
 import torch
 
-from adaattn.backends.common import fused_attention
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.projected import attention_with_whole_gradients, project
+from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, LowRank, Method
 
 __all__ = ["CAPABILITIES", "run"]

@@ -10,22 +10,22 @@ from functools import partial
 
 import torch
 
-from adaattn.backends.common import (
-    fused_attention,
-    hides_nothing,
-    key_range,
-    packed_tile_seen,
-    part_of,
-    sdpa,
-    sdpa_keywords,
-    tile_mask,
-)
+from adaattn.backends.common import hides_nothing, key_range, packed_tile_seen, part_of, tile_mask
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
+from adaattn.backends.sdpa_call import fused_attention, needs_care, sdpa, sdpa_keywords
 from adaattn.backends.tiles import identity, kept, made_tile, seen_tile, tile_key
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
-__all__ = ["is_plain", "packed_tile", "sdpa_tile", "tile_masks", "whole_packed", "whole_tile"]
+__all__ = [
+    "is_plain",
+    "needs_care",
+    "packed_tile",
+    "sdpa_tile",
+    "tile_masks",
+    "whole_packed",
+    "whole_tile",
+]
 
 
 def is_plain(problem: AttentionProblem) -> bool:
@@ -66,7 +66,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
     is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
     given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad
-    if given or not (is_one and rows and cols and is_plain(problem)):
+    if given or needs_care(problem) or not (is_one and rows and cols and is_plain(problem)):
         return None
     keywords = sdpa_keywords(problem)
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None

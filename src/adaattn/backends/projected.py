@@ -20,13 +20,9 @@ from typing import Any, Final
 
 import torch
 
-from adaattn.backends.common import (
-    accumulation_dtype,
-    grouped_product,
-    sdpa,
-    with_dense_columns,
-)
+from adaattn.backends.common import accumulation_dtype, grouped_product, with_dense_columns
 from adaattn.backends.masks import additive_mask
+from adaattn.backends.sdpa_call import careful_sdpa
 from adaattn.linalg.projections import ScoreProjections, score_projections, value_basis
 
 __all__ = ["Projected", "attention_with_whole_gradients", "project"]
@@ -127,10 +123,7 @@ def attention_with_whole_gradients(
             scale=scale,
         )
     else:
-        grouped = query.shape[1] != key.shape[1]
-        output = sdpa(
-            *columns, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
-        )
+        output = careful_sdpa(*columns, mask, is_causal=is_causal, scale=scale)
         lse = output.new_empty(0)
     if lse.numel():
         lse = lse.masked_fill(~(_score_change(query, key, found, scale) <= _TRUSTED), float("nan"))

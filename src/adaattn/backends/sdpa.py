@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import sdpa, sdpa_keywords, with_dense_columns
+from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import additive_mask, kept_bias
+from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
     Align,
@@ -42,9 +43,11 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
     """Return whether ``F.scaled_dot_product_attention`` itself would run this kernel.
 
-    A mask goes to it as it was given, broadcast dimensions unexpanded.
+    A mask goes to it as it was given, broadcast dimensions unexpanded, but for one column that
+    stands for all keys, which kernels for GPUs misread.
     """
-    if problem.sdpa_default != group.capability:
+    one_column = problem.mask_shape[-1:] == (1,) and problem.len_k > 1
+    if problem.sdpa_default != group.capability or (one_column and problem.device_type == "cuda"):
         return False
     special = problem.num_sequences > 0 or problem.window != (-1, -1)
     corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT

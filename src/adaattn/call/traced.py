@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from adaattn.backends import Result, capability_named, run_group
-from adaattn.backends.common import sdpa
-from adaattn.backends.masks import additive_mask
 from adaattn.backends.reference import attention, visible_keys
+from adaattn.backends.sdpa_call import fused_attention
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome
 from adaattn.call.describe import Call, build_call, without_autocast
@@ -121,16 +120,8 @@ def _exact(call: Call, backend: str) -> Result:
             seen = visible_keys(tensors, problem)
             additive = mask is not None and mask.dtype != torch.bool
             mask = mask.masked_fill(~seen, float("-inf")) if mask is not None and additive else seen
-        if mask is not None and mask.is_cuda:
-            mask = additive_mask(mask, tensors.query.dtype)
-        output = sdpa(
-            tensors.query,
-            tensors.key,
-            tensors.value,
-            attn_mask=mask,
-            dropout_p=problem.dropout_p,
-            is_causal=problem.is_causal and not by_mask,
-            scale=problem.scale,
-            enable_gqa=problem.group_size > 1,
+        in_order = problem.is_causal and not by_mask
+        output = fused_attention(
+            tensors.query, tensors.key, tensors.value, mask, problem, is_causal=in_order
         )
         return Result(output=output)

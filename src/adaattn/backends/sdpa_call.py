@@ -1,0 +1,100 @@
+"""PyTorch's own function, and how executors call it."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from adaattn.backends.masks import additive_mask
+from adaattn.spec import AttentionProblem
+
+__all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords"]
+
+sdpa = F.scaled_dot_product_attention
+"""PyTorch's own function, as it was at import: a caller may put ours in its place."""
+
+
+def sdpa_keywords(problem: AttentionProblem) -> dict[str, Any]:
+    """Return what `sdpa` is told of a problem beside q, k, v, mask and causal order.
+
+    What is its default is left out: parsing it costs a microsecond.
+    """
+    found: dict[str, Any] = {}
+    if problem.dropout_p:
+        found["dropout_p"] = problem.dropout_p
+    if problem.scale != problem.head_dim**-0.5:
+        found["scale"] = problem.scale
+    if problem.group_size > 1:
+        found["enable_gqa"] = True
+    return found
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    problem: AttentionProblem,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Return SDPA's output for tensors of any length, zeros in rows that a mask blinds."""
+    return careful_sdpa(
+        query,
+        key,
+        value,
+        mask,
+        dropout_p=problem.dropout_p,
+        is_causal=is_causal,
+        scale=problem.scale,
+    )
+
+
+def careful_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Return SDPA's output; what its kernels for GPUs get wrong is said in other words.
+
+    Rows that a boolean mask blinds are means of all values, or NaN. A mask of one column for all
+    keys is refused, or read at misaligned addresses, which ends the process's use of the GPU. A
+    scale of 0 or less beside a mask gives NaN gradients (H200, PyTorch 2.11, cuDNN 9.19, 2026-11).
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D].
+        value: [B, Hkv, Sk, Dv].
+        mask: boolean (True = attend) or added, broadcastable to [B, Hq, Sq, Sk].
+        scale: factor of the scores.
+        is_causal: top-left aligned.
+        dropout_p: probability of dropping a weight.
+    """
+    if query.is_cuda:
+        mask = additive_mask(mask, query.dtype)
+        if mask is not None and mask.shape[-1] == 1 < key.shape[2]:
+            mask = mask.expand(*mask.shape[:-1], key.shape[2]).contiguous()
+        if scale < 0:
+            query, scale = -query, -scale
+        elif scale == 0:
+            query, scale = 0.0 * query, 1.0
+    return sdpa(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def needs_care(problem: AttentionProblem) -> bool:
+    """Return whether a call of SDPA alone would get the scale wrong; see `careful_sdpa`."""
+    return problem.device_type == "cuda" and problem.scale <= 0
