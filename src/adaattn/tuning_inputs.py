@@ -45,6 +45,9 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
     if problem.has_alibi:
         exponents = torch.arange(1, problem.num_heads + 1, device=device) / problem.num_heads
         slopes = torch.exp2(-8.0 * exponents).requires_grad_(problem.alibi_requires_grad)
+    starts_q = _starts(problem.len_q, problem.num_sequences, device)
+    # That they are the same is known of one tensor, on a GPU of no two.
+    starts_k = starts_q if problem.packed_square else _starts(length, problem.num_sequences, device)
     arguments = Arguments(
         attn_mask=mask,
         dropout_p=problem.dropout_p,
@@ -58,8 +61,8 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
         softcap=problem.softcap,
         sinks=sinks,
         alibi_slopes=slopes,
-        cu_seqlens_q=_starts(problem.len_q, problem.num_sequences, device),
-        cu_seqlens_k=_starts(length, problem.num_sequences, device),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
     )
     return build_call(query, key, value, arguments, problem.aux)
 

@@ -1,22 +1,29 @@
-"""How many query rows `chunked` takes at once."""
+"""How many query rows `chunked` takes at once, and what each allocates."""
 
+import math
 from typing import Final
 
 from adaattn.backends.masked import is_plain
-from adaattn.spec import AttentionProblem, Scheme
+from adaattn.spec import AttentionProblem, Precision, Scheme
 
-__all__ = ["choose_chunk_rows"]
+__all__ = ["choose_chunk_rows", "is_fused", "row_bytes"]
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Score workspace when the policy sets no limit; large enough to amortise launches."""
 
-_GPU_BYTES: Final = 2 << 30
-"""The same on a GPU of chunks that are calls of SDPA, whose fused kernels write no scores."""
+_GPU_BYTES: Final = {True: 4 << 30, False: 2 << 30}
+"""The same on a GPU of chunks that are calls of SDPA, by whether a kernel writes no scores."""
+
+_FUSED_DIM: Final = 256
+"""Largest D that PyTorch's fused kernels for GPUs surely take in training."""
+
+_PAIR_BYTES, _BIAS_BYTES = 24, 10
+"""A mask's pair of a row and a key while it is made, and what ALiBi adds for each head."""
 
 _SCORE_COPIES: Final = 3
 """Scores, weights and one temporary, in the precision of sums."""
 
-_MAX_ROWS: Final = {"cpu": 1024, "cuda": 8192}
+_MAX_ROWS: Final = {"cpu": 1024, "cuda": 1 << 15}
 _CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
 """What a chunk costs beside its products, in multiplications: forward, and in training.
 
@@ -40,7 +47,7 @@ _MIN_ROWS: Final = 16
 
 
 def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
-    """Return the rows of a chunk: a power of two whose scores fit the memory budget.
+    """Return the rows of a chunk: a power of two; those that there are fit the memory budget.
 
     It is the one that takes least by the keys that chunks read and what each chunk costs beside
     them (`_CHUNK_PRODUCTS`).
@@ -48,27 +55,58 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
     Args:
         problem: simplified.
         memory_budget_bytes: the policy's limit; None takes 256 MiB, for calls of SDPA on a GPU
-            2 GiB, exceeded only where 16 rows need more.
+            2 or 4 GiB, exceeded only where 16 rows need more.
     """
-    heads = problem.batch * problem.num_heads
-    on_gpu = problem.device_type == "cuda" and is_plain(problem)
-    available, smallest = _GPU_BYTES if on_gpu else _DEFAULT_BYTES, _MIN_ROWS
-    score_bytes = Scheme.of(problem.precision).accumulate.bits // 8
+    available, smallest = _DEFAULT_BYTES, _MIN_ROWS
+    if problem.device_type == "cuda" and is_plain(problem):
+        available = _GPU_BYTES[is_fused(problem)]
     if memory_budget_bytes is not None:
         # Whatever the chunk, each query row has its log-sum-exp.
-        available = memory_budget_bytes - score_bytes * heads * problem.len_q
+        rows = problem.batch * problem.num_heads * problem.len_q
+        available = memory_budget_bytes - _score_bytes(problem) * rows
         smallest = 1
-    row_bytes = _SCORE_COPIES * score_bytes * heads * max(problem.len_k, 1)
-    rows = max(available // max(row_bytes, 1), 1)
+    rows = max(available // max(row_bytes(problem), 1), 1)
     left, right = problem.window
     rows = min(rows, _MAX_ROWS[problem.device_type])
     most = 1 << (int(rows).bit_length() - 1)
+    if most < problem.len_q <= rows:  # all of them fit, though no power of two does
+        most *= 2
     if problem.is_causal or left >= 0 or right >= 0:
         sizes = [1 << power for power in range(6, most.bit_length())]
         best = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
         if _products(problem, best) < _WORTH_CUTTING * _products(problem, most):
             most = best
     return max(most, smallest)
+
+
+def row_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes that a row of a chunk allocates: its scores, or on a GPU its mask alone."""
+    len_k = max(problem.len_k, 1)
+    if problem.device_type == "cuda" and is_plain(problem) and is_fused(problem):
+        heads = problem.num_heads if problem.has_alibi else 0
+        if problem.mask_shape and (problem.is_positional or problem.has_alibi):
+            heads = max(heads, math.prod(problem.mask_shape[:2]))
+        return (_PAIR_BYTES + _BIAS_BYTES * heads) * len_k
+    heads = problem.batch * problem.num_heads
+    return _SCORE_COPIES * _score_bytes(problem) * heads * len_k
+
+
+def _score_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes of a number in the precision of sums."""
+    return Scheme.of(problem.precision).accumulate.bits // 8
+
+
+def is_fused(problem: AttentionProblem) -> bool:
+    """Return whether SDPA surely takes a kernel that writes no scores, with a mask too."""
+    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
+    if unserved or problem.value_dim != problem.head_dim:
+        return False
+    if problem.device_type == "cpu":
+        return problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
+    grouped = problem.group_size > 1 and problem.sdpa_default != "sdpa.cudnn"
+    fits = problem.head_dim % 8 == 0 and problem.head_dim <= _FUSED_DIM
+    known = problem.precision is not Precision.FP64
+    return problem.allowed_sdpa is None and fits and known and not grouped
 
 
 def _products(problem: AttentionProblem, size: int) -> float:

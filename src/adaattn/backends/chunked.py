@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from adaattn.backends.chunk_rows import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows, is_fused, row_bytes
 from adaattn.backends.common import (
     accumulation_dtype,
     grouped_product,
@@ -47,10 +47,19 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
-    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU if it waits for their bounds."""
-    if not problem.num_sequences or problem.device_type != "cuda":
+    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU if it waits for their bounds.
+
+    On a GPU a short problem in training goes to SDPA before FlashAttention-2: there the host is
+    the slower one, and that kernel's views and backward pass cost it 30 to 100 us more. Windows of
+    128 tokens take it 1.25 times the time on the device too (H200, PyTorch 2.11, 2026-11).
+    """
+    if problem.device_type != "cuda":
         return 30
-    return 30 if _is_one_call(problem) else 70
+    if problem.num_sequences and not _is_one_call(problem):
+        return 70
+    short = problem.len_q * problem.len_k <= _SHORT_TRAINING
+    ungrouped = problem.group_size == 1 or problem.sdpa_default == "sdpa.cudnn"
+    return 8 if problem.requires_grad and short and ungrouped and is_plain(problem) else 30
 
 
 CAPABILITIES = (
@@ -63,6 +72,7 @@ CAPABILITIES = (
         num_launches=14,
         order=_order,
         chunk_rows=choose_chunk_rows,
+        row_bytes=row_bytes,
     ),
 )
 
@@ -75,10 +85,10 @@ _FEW_TOKENS: Final = 48
 _MOST_PACKED: Final = 1 << 23
 """See `_is_one_call`."""
 
-_MOST_KEPT: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
+_SHORT_TRAINING: Final = 1 << 18
+"""Pairs of tokens; see `_order`."""
 
-_FUSED_DIM: Final = 256
-"""Largest D that PyTorch's fused kernels for GPUs surely take in training."""
+_MOST_KEPT: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 
 _BLOCK: Final = 512
 """Keys that a window's gradients are added up in; a chunk joins the blocks that it reads."""
@@ -258,7 +268,7 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     What their backward pass reads, their masks and their keys and values, is 64 MiB at most, on a
     GPU 512.
     """
-    if torch.compiler.is_compiling() or not _is_fused(problem):
+    if torch.compiler.is_compiling() or not is_fused(problem):
         return False
     size = problem.precision.bits // 8
     if problem.device_type == "cpu":
@@ -271,18 +281,6 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     for rows in spans:
         elements += len(_keys(problem, rows)) * (heads * len(rows) + columns)
     return size * elements <= _MOST_KEPT[problem.device_type]
-
-
-def _is_fused(problem: AttentionProblem) -> bool:
-    """Return whether SDPA surely takes a kernel that writes no scores, with a mask too."""
-    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
-    if unserved or problem.value_dim != problem.head_dim:
-        return False
-    if problem.device_type == "cpu":
-        return problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
-    grouped = problem.group_size > 1 and problem.precision.bits > 16
-    fits = problem.head_dim % 8 == 0 and problem.head_dim <= _FUSED_DIM
-    return problem.allowed_sdpa is None and fits and not grouped
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

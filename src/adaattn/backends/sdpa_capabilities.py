@@ -23,7 +23,7 @@ def _is_allowed(name: str, problem: AttentionProblem) -> str:
 
 
 _SHORT_ROWS, _SHORT_KEYS = 8, 512
-_FEW_SCORES = 1 << 24
+_FEW_SCORES = 1 << 27
 
 
 def _order(problem: AttentionProblem) -> int:

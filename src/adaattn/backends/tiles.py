@@ -1,7 +1,7 @@
 """Masks of rectangular tiles that follow from positions alone, kept between calls.
 
 A caller of SDPA makes such a mask once and passes it to each call; so does this. 64 MiB of them
-are kept on a CPU, a 64th of its memory on a GPU; the least recently used go first. Nothing is kept
+are kept on a CPU, a 32nd of its memory on a GPU; the least recently used go first. Nothing is kept
 of what a trace, a transform, a CUDA graph or another stream could see.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["identity", "kept", "made_tile", "seen_tile", "tile_key"]
 
 _KEPT_TILES: Final = 64
 _CPU_BYTES: Final = 64 << 20
-_GPU_SHARE: Final = 64
+_GPU_SHARE: Final = 32
 _SMALL_BYTES: Final = 1 << 16
 """Tensors that a tile is made from, and which it keeps alive, are no larger."""
 

@@ -323,7 +323,7 @@ def _workspace(
         total += 2 * score * heads * problem.len_q * problem.len_k
     if group.launch.chunk_rows:
         rows = min(group.launch.chunk_rows, problem.len_q)
-        total += 3 * score * heads * rows * problem.len_k
+        total += rows * capability.row_bytes(problem)
     if capability.expands_kv and problem.group_size > 1:
         total += _expanded_bytes(problem, group)
     columns = problem.head_dim + problem.value_dim

@@ -205,6 +205,12 @@ def _usual_order(problem: AttentionProblem) -> int:
     return 50
 
 
+def _no_bytes(problem: AttentionProblem) -> int:
+    """Return 0."""
+    del problem
+    return 0
+
+
 def _all_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
     """Return 0: all rows at once."""
     del problem, memory_budget_bytes
@@ -242,6 +248,7 @@ class Capability:
         compiles: its first call of a kind compiles a kernel.
         chunk_rows: how many query rows it takes at once for a problem and a memory budget; 0 is
             all.
+        row_bytes: what each of these rows allocates.
     """
 
     name: str
@@ -272,3 +279,4 @@ class Capability:
     waits: bool = False
     compiles: bool = False
     chunk_rows: Callable[["AttentionProblem", int | None], int] = _all_rows
+    row_bytes: Callable[["AttentionProblem"], int] = _no_bytes

@@ -84,7 +84,7 @@ def num_summands(problem: AttentionProblem, tensor: torch.Tensor) -> int:
     """Return how many terms the sums behind one element of a result or gradient may have.
 
     A GPU's exponential is within two units in the last place (``ex2.approx``), four roundings
-    above the line and four below: as much as the random walk of 64.
+    above the line and four below, in each pass: as much as the random walk of 128.
 
     Args:
         problem: the call.
@@ -93,7 +93,7 @@ def num_summands(problem: AttentionProblem, tensor: torch.Tensor) -> int:
     """
     scores = problem.batch * problem.num_heads * problem.len_q * problem.len_k
     products = problem.head_dim + problem.value_dim
-    exponential = 64 if problem.device_type == "cuda" else 0
+    exponential = 128 if problem.device_type == "cuda" else 0
     return products + problem.len_k + scores // max(tensor.numel(), 1) + exponential
 
 

@@ -4,16 +4,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn.backends.chunk_rows import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.planning.cost import estimate
 from adaattn.spec import Capability, HeadGroup, Launch, Precision
 from adaattn.testing import fake_facts, make_problem
 
-CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
+CHUNKED = Capability(
+    name="chunked", backend="chunked", skips_hidden=True, num_launches=14, row_bytes=row_bytes
+)
 
 WIDE = {"len_q": 4096, "head_dim": 64}
 GPU = WIDE | {"device_type": "cuda"}
 HALF = {"precision": Precision.BF16}
+WINDOW = {"num_heads": 16, "head_dim": 128, "window": (100, 100)}
+D512_WINDOW = GPU | HALF | {"len_q": 4204, "head_dim": 512, "num_heads": 6, "window": (303, 0)}
+ALIBI = GPU | HALF | {"len_q": 4239, "is_causal": True, "has_alibi": True}
 
 
 @pytest.mark.parametrize(
@@ -27,16 +32,15 @@ HALF = {"precision": Precision.BF16}
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096 * 64 - 1, 32),
         ({"len_q": 4096, "num_heads": 1}, 16384 + 12 * 4096, 1),
         ({"len_q": 4096, "num_heads": 1}, 0, 1),
-        (GPU | {"num_heads": 1, "window": (5, -1)}, None, 8192),
-        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)}, None, 512),
-        (GPU | {"num_heads": 16, "head_dim": 128, "window": (100, 100)} | HALF, None, 2048),
-        (GPU | {"num_heads": 128, "head_dim": 128, "is_causal": True} | HALF, None, 256),
-        (GPU | {"num_heads": 8, "batch": 4, "head_dim": 128, "is_causal": True}, None, 1024),
-        (
-            GPU | {"num_heads": 8, "batch": 4, "window": (3000, 0), "requires_grad": True},
-            None,
-            1024,
-        ),
+        (GPU | {"num_heads": 1, "window": (5, -1)}, None, 32768),
+        (GPU | WINDOW, None, 512),
+        (GPU | WINDOW | HALF, None, 2048),
+        (GPU | HALF | {"num_heads": 128, "head_dim": 128, "is_causal": True}, None, 1024),
+        (GPU | {"num_heads": 32, "head_dim": 128, "is_causal": True}, None, 512),
+        (GPU | {"num_heads": 32, "window": (3000, 0), "requires_grad": True}, None, 32768),
+        (D512_WINDOW, None, 1024),
+        (D512_WINDOW | {"requires_grad": True}, None, 8192),
+        (ALIBI | {"num_heads": 11, "batch": 3, "requires_grad": True}, None, 8192),
         (WIDE | {"num_heads": 1, "window": (300, 0)}, None, 128),
         (WIDE | {"num_heads": 1, "window": (300, 0), "requires_grad": True}, None, 256),
         (WIDE | {"num_heads": 64, "window": (300, 0)}, None, 64),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaattn.backends.chunk_rows import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.planning.candidates import (
     BLOCK_SIZE,
     KEPT_MASSES,
@@ -32,7 +32,13 @@ FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 ANY = ~Feature(0)
 FUSED = Capability(name="fused", backend="fused", features=ANY, is_fused=True)
 NAIVE = Capability(name="naive", backend="naive", features=ANY, materialises_scores=True)
-CHUNKED = Capability(name="chunked", backend="chunked", features=ANY, chunk_rows=choose_chunk_rows)
+CHUNKED = Capability(
+    name="chunked",
+    backend="chunked",
+    features=ANY,
+    chunk_rows=choose_chunk_rows,
+    row_bytes=row_bytes,
+)
 LOW_RANK = Capability(name="low_rank", backend="low_rank", features=ANY, method=Method.LOW_RANK)
 SPARSE = Capability(name="sparse", backend="sparse", features=ANY, method=Method.BLOCK_SPARSE)
 ALL = (FUSED, NAIVE, CHUNKED, LOW_RANK, SPARSE)

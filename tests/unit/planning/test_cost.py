@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends.chunk_rows import row_bytes
 from adaattn.planning.cost import (
     SELECTION_STRIDE,
     computed_pairs,
@@ -34,7 +35,9 @@ from adaattn.testing import fake_facts, make_problem
 FUSED = Capability(name="fused", backend="x", is_fused=True, skips_hidden=True)
 NAIVE = Capability(name="naive", backend="x", materialises_scores=True, num_launches=8)
 COPIES = replace(FUSED, name="copies", expands_kv=True)
-CHUNKED = Capability(name="chunked", backend="chunked", skips_hidden=True, num_launches=14)
+CHUNKED = Capability(
+    name="chunked", backend="chunked", skips_hidden=True, num_launches=14, row_bytes=row_bytes
+)
 LOW_RANK = Capability(name="low_rank", backend="x", method=Method.LOW_RANK, skips_hidden=True)
 SPARSE = Capability(name="sparse", backend="x", method=Method.BLOCK_SPARSE, skips_hidden=True)
 GROUPED = replace(FUSED, name="grouped", min_group_size=2, max_len_q=8)
