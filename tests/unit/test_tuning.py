@@ -1,6 +1,7 @@
 """Tuning: which problems, who is timed and who is left out, what is kept when it stops early."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,7 @@ from adaattn.spec import (
 from adaattn.spec.evidence import problem_class
 from adaattn.testing.inputs import make_problem
 from adaattn.tuning_grid import default_grid
+from adaattn.tuning_inputs import random_call
 
 PLAIN = make_problem(num_heads=4, num_kv_heads=2, len_q=32, len_k=32, is_causal=True)
 
@@ -262,6 +264,22 @@ def test_a_file_that_cannot_be_loaded_is_an_error_and_saves_nothing(tmp_path: Pa
     with pytest.raises(TableError, match=r"expected .*, got"):
         adaattn.tune(device="cpu", load=path)
     assert not (tmp_path / "timings").exists()
+
+
+def test_what_vanishes_is_held_against_the_size_of_the_inputs() -> None:
+    """A row that sees one key has no gradient: any rounding was an infinite error."""
+    exact = torch.zeros(1, 2, 8, 4)
+    assert tuning_cell._error(exact + 1e-7, exact) < 1e-3
+    assert tuning_cell._error(exact + 1.0, exact) > 100
+    assert math.isnan(tuning_cell._error(exact * math.nan, exact))
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_packed_sequences_of_equal_lengths_share_their_bounds(square: bool) -> None:
+    """Of two tensors on a GPU nobody knows that they are the same."""
+    problem = make_problem(lengths_q=(8, 8), lengths_k=(8, 8))
+    call = random_call(replace(problem, packed_square=square), torch.device("cpu"))
+    assert (call.tensors.cu_seqlens_q is call.tensors.cu_seqlens_k) == square
 
 
 def test_interrupted_it_keeps_and_saves_what_was_measured(

@@ -22,6 +22,7 @@ from adaattn.spec import (
     Feature,
     HeadGroup,
     LowRank,
+    MaskKind,
     Measured,
     Method,
     Plan,
@@ -36,6 +37,7 @@ from adaattn.testing import fake_facts, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 MACHINES = ("h200", "l40s", "a100", "v100", "pascal", "cpu", "cpu_amx")
+MASKED = {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 4096), "len_k": 4096}
 Executors = tuple[Capability, ...]
 
 
@@ -391,6 +393,60 @@ def test_the_exact_path_of_each_machine(
     decision = decide(problem, None, fake_facts(machine), Policy(), executors)
     assert decision.plan.groups[0].capability == capability
     assert decision.policy == "custom"
+
+
+GROUPED: dict[str, object] = {"num_kv_heads": 1, "sdpa_default": "sdpa.math"}
+DECODING: dict[str, object] = GROUPED | {"len_q": 1}
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "capability"),
+    [
+        ("h200", GROUPED, "sdpa.efficient"),
+        ("h200", GROUPED | {"num_kv_heads": 4}, "sdpa.math"),
+        ("h200", GROUPED | {"len_q": 8, "len_k": 600}, "sdpa.math"),
+        ("h200", GROUPED | {"len_q": 9, "len_k": 600}, "sdpa.efficient"),
+        ("h200", GROUPED | {"requires_grad": True}, "sdpa.efficient"),
+        ("h200", GROUPED | {"requires_grad": True, "len_q": 1024}, "sdpa.math"),
+        ("h200", GROUPED | {"dropout_p": 0.1, "requires_grad": True}, "sdpa.efficient"),
+        ("h200", DECODING | {"len_k": 512}, "grouped"),
+        ("h200", DECODING | {"len_k": 8192}, "sdpa.math"),
+        ("h200", DECODING | {"len_k": 8192, "precision": BF16}, "grouped"),
+        ("h200", DECODING | {"len_k": 512, "requires_grad": True}, "sdpa.math"),
+        ("a100", DECODING | {"precision": BF16, **MASKED}, "grouped"),
+        ("cpu", GROUPED | {"precision": Precision.FP64}, "sdpa.math"),
+    ],
+)
+def test_grouped_heads_that_pytorch_serves_by_math_are_folded_or_repeated(
+    executors: Executors, machine: str, values: dict[str, object], capability: str
+) -> None:
+    """As Transformers does: ``enable_gqa`` alone would write the scores out."""
+    values = {"len_k": values.get("len_q", 8192)} | values
+    problem = _problem(machine, **values)
+    decision = decide(problem, None, fake_facts(machine), Policy(), executors)
+    assert decision.plan.groups[0].capability == capability
+
+
+@pytest.mark.parametrize(
+    ("values", "capability"),
+    [
+        ({"window": (5, 0), "requires_grad": True}, "chunked"),
+        ({"window": (5, 0)}, "sdpa.flash2"),
+        ({"window": (5, 0), "requires_grad": True, "len_q": 520, "len_k": 520}, "sdpa.flash2"),
+        ({"window": (5, 0), "requires_grad": True, "num_kv_heads": 1}, "sdpa.flash2"),
+        (
+            {"window": (5, 0), "requires_grad": True, "num_kv_heads": 1}
+            | {"sdpa_default": "sdpa.cudnn"},
+            "chunked",
+        ),
+    ],
+)
+def test_short_windows_in_training_are_a_mask_for_sdpa_on_a_gpu(
+    executors: Executors, values: dict[str, object], capability: str
+) -> None:
+    problem = _problem("h200", **{"len_q": 512, "len_k": 512, "precision": BF16} | values)
+    decision = decide(problem, None, fake_facts("h200"), Policy(), executors)
+    assert decision.plan.groups[0].capability == capability
 
 
 def _table(problem: AttentionProblem, times: dict[str, Measured]) -> TimingTable:

@@ -1,0 +1,117 @@
+"""What is kept beside a caller's mask, and what kernels for GPUs are never handed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from adaattn.backends import masked, masks, sdpa_call
+from adaattn.backends.masks import kept_beside
+from adaattn.backends.sdpa_call import careful_sdpa
+
+
+def test_what_is_made_of_a_mask_is_made_once_until_it_is_written_to() -> None:
+    mask, made = torch.rand(3, 4) > 0.5, []
+
+    def invert() -> torch.Tensor:
+        made.append(~mask)
+        return made[-1]
+
+    assert kept_beside(mask, ("inverse",), invert) is kept_beside(mask, ("inverse",), invert)
+    mask.logical_not_()
+    again = kept_beside(mask, ("inverse",), invert)
+    assert len(made) == 2 and torch.equal(again, ~mask)
+    kept_beside(mask, ("another",), invert)
+    assert len(made) == 3
+
+
+def test_nothing_is_kept_of_an_inference_tensor_whose_writes_nobody_counts() -> None:
+    with torch.inference_mode():
+        mask = torch.rand(3) > 0.5
+    assert kept_beside(mask, (), lambda: ~mask) is not kept_beside(mask, (), lambda: ~mask)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make tensors that say they are on a GPU and hold nothing."""
+    for module in (masked, masks):
+        monkeypatch.setattr(module, "stream_of", lambda tensor: 7)
+    with FakeTensorMode():
+        yield
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in main memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Note what PyTorch's function is called with."""
+    found: list[dict[str, Any]] = []
+
+    def sdpa(query: torch.Tensor, *rest: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        found.append({"query": query, **keywords})
+        return query
+
+    monkeypatch.setattr(sdpa_call, "sdpa", sdpa)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_one_column_for_all_keys_is_stored_for_a_gpu(
+    handed: list[dict[str, Any]], dtype: torch.dtype
+) -> None:
+    """Kernels refused it, or read misaligned addresses."""
+    x = on_gpu(1, 4, 33, 16, dtype=torch.bfloat16)
+    mask = on_gpu(1, 4, 1, 1, dtype=dtype)
+    careful_sdpa(x, x, x, mask, scale=0.25)
+    (keywords,) = handed
+    assert keywords["attn_mask"].shape == (1, 4, 1, 33)
+    assert keywords["attn_mask"].stride(-1) == 1
+    assert keywords["attn_mask"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("scale", "used"), [(-0.3, 0.3), (0.0, 1.0), (0.3, 0.3)])
+def test_no_kernel_for_a_gpu_is_handed_a_scale_of_0_or_less(
+    handed: list[dict[str, Any]], scale: float, used: float
+) -> None:
+    x = on_gpu(1, 4, 33, 16)
+    careful_sdpa(x, x, x, None, scale=scale)
+    assert handed[0]["scale"] == used
+    assert (handed[0]["query"] is x) == (scale > 0)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_another_sign_of_the_query_is_another_sign_of_the_scale(scale: float) -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64)
+    expected = careful_sdpa(query, key, value, None, scale=scale)
+    turned = 0.0 * query if scale == 0 else -query
+    actual = careful_sdpa(turned, key, value, None, scale=abs(scale) or 1.0)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_bias_is_found_again_by_its_slopes_on_a_gpu() -> None:
+    slopes = torch.empty(4, device="cuda")
+    bias = torch.empty(1, 4, 8, 8, device="cuda")
+    recent = masked._Recent(slopes, bias)
+    assert recent.bias_of(slopes) is bias
+    assert recent.bias_of(torch.empty(4, device="cuda")) is None
+    slopes.mul_(2)
+    assert recent.bias_of(slopes) is None
+    recent = masked._Recent(slopes, bias)
+    del bias
+    assert recent.bias_of(slopes) is None
+
+
+def test_slopes_on_a_cpu_are_read_at_each_call() -> None:
+    slopes, bias = torch.rand(4), torch.rand(1, 4, 8, 8)
+    assert masked._Recent(slopes, bias).bias_of(slopes) is None
