@@ -78,6 +78,18 @@ def test_the_corner_tells_packings_of_as_many_tokens_apart(first: str) -> None:
         assert_matches(actual, exact, eager, summands=8 + 12)
 
 
+@pytest.mark.parametrize("scale", [-0.25, 0.0])
+def test_long_packed_sequences_in_order_take_any_scale(scale: float) -> None:
+    """PyTorch's kernel for CPUs multiplies the -inf of causal order by the scale."""
+    tensors = [torch.randn(1, 1, 1200, 64) for _ in range(3)]
+    bounds = {"cu_seqlens_q": starts((600, 600)), "cu_seqlens_k": starts((600, 600))}
+    settings = bounds | {"is_causal": True, "scale": scale}
+    actual = attend(*tensors, **settings)
+    exact = attend(*(item.double() for item in tensors), **settings, backend="reference")
+    eager = attend(*tensors, **settings, backend="reference")
+    assert_matches(actual, exact, eager, summands=64 + 600)
+
+
 def test_packed_tensors_may_come_without_a_batch_dimension() -> None:
     tensors, bounds = packed()
     flat = [item[0] for item in tensors]

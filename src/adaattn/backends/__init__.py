@@ -11,6 +11,7 @@ from adaattn.backends.registry import (
     load,
     register,
 )
+from adaattn.backends.tiles import forget as forget_tiles
 
 __all__ = [
     "Direct",
@@ -22,6 +23,7 @@ __all__ = [
     "direct",
     "exact_in_bounded_memory",
     "execute",
+    "forget_tiles",
     "load",
     "num_taken",
     "register",

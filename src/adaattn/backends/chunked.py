@@ -6,7 +6,7 @@ sinks and auxiliary outputs take matrix products and an explicit softmax, recomp
 backward pass. Not for speed on a GPU where FlexAttention can serve.
 
 The gradients of k and v, sums over chunks, add up in fp32. Masks that follow from positions
-alone are kept between calls, 64 MiB of them in all.
+alone are kept between calls (`adaattn.backends.tiles`).
 """
 
 import math

@@ -292,7 +292,7 @@ def _kept(
             _KEPT.move_to_end(key)
             kept: _Value = value
             return kept
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         made = make()
     with _LOCK:
         _KEPT[key] = (

@@ -7,13 +7,14 @@ What it takes is what SDPA has a fused kernel for, so it never writes the scores
 and no fp64, and values as wide as keys.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.masks import kept_bias
+from adaattn.backends.masks import begins_aligned, kept_bias
 from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
@@ -58,12 +59,32 @@ CAPABILITIES = (
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention of [B, Hkv, G * Sq, D] queries, unfolded again."""
-    mask = tensors.mask if tensors.mask_given is None else tensors.mask_given
-    return Result(output=direct(problem, group)(tensors.query, tensors.key, tensors.value, mask))
+    call = _call(problem)
+    output = call(tensors.query, tensors.key, tensors.value, tensors.mask, tensors.mask_given)
+    return Result(output=output)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
-    """Return the call of SDPA."""
+    """Return the call of SDPA for masks of up to four dimensions."""
+    call = _call(problem)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *rest: None,
+    ) -> torch.Tensor:
+        seen = mask
+        if mask is not None and mask.dim() < 4:
+            seen = mask[(None,) * (4 - mask.dim())]
+        return call(query, key, value, seen, mask)
+
+    return run
+
+
+def _call(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
+    """Return what takes q, k, v, the mask in four dimensions, and as the caller gave it."""
     shape = (problem.batch, problem.num_heads, problem.len_q, problem.value_dim)
     folded = (problem.batch, problem.num_kv_heads, -1, problem.head_dim)
     keywords = sdpa_keywords(problem)
@@ -74,16 +95,16 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *rest: None,
+        mask: torch.Tensor | None,
+        given: torch.Tensor | None,
     ) -> torch.Tensor:
         rows = with_dense_columns(query.reshape(folded))
         key, value = with_dense_columns(key), with_dense_columns(value)
-        if mask is not None:
-            seen = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
-            mask = kept_bias(seen, mask, query.dtype) if query.is_cuda else seen
-            if by_head:
-                mask = mask.reshape(mask.shape[0], problem.num_kv_heads, -1, mask.shape[-1])
+        if mask is not None and query.is_cuda:
+            mask = kept_bias(mask, given, query.dtype)
+            mask = mask if begins_aligned(mask) else mask.clone()
+        if mask is not None and by_head:
+            mask = mask.reshape(mask.shape[0], problem.num_kv_heads, -1, mask.shape[-1])
         return sdpa(rows, key, value, mask, **keywords).reshape(shape)
 
     return call

@@ -111,23 +111,26 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
 class _Recent:
     """The bias that slopes on a GPU gave last; both may be gone. A CPU reads them at each call."""
 
-    __slots__ = ("bias", "slopes", "stream", "version")
+    __slots__ = ("bias", "place", "slopes")
 
     def __init__(
         self, slopes: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> None:
-        known = slopes is not None and slopes.is_cuda and not slopes.is_inference()
-        self.slopes = weakref.ref(slopes) if known and slopes is not None else None
-        self.bias = weakref.ref(bias) if bias is not None else None
-        self.version = slopes._version if known and slopes is not None else 0
-        self.stream = stream_of(slopes) if known and slopes is not None else 0
+        self.slopes = self.bias = self.place = None
+        if slopes is not None and bias is not None and slopes.is_cuda and not slopes.is_inference():
+            self.slopes, self.bias = weakref.ref(slopes), weakref.ref(bias)
+            self.place = self._place_of(slopes)
+
+    @staticmethod
+    def _place_of(slopes: torch.Tensor) -> tuple[int, int, int]:
+        """Return what changes with the numbers of slopes, as far as PyTorch knows."""
+        return slopes._version, slopes.data_ptr(), stream_of(slopes)
 
     def bias_of(self, slopes: torch.Tensor) -> torch.Tensor | None:
         """Return the bias of these very slopes, unchanged and on the same stream, or None."""
         if self.slopes is None or self.bias is None or self.slopes() is not slopes:
             return None
-        same = slopes._version == self.version and stream_of(slopes) == self.stream
-        return self.bias() if same else None
+        return self.bias() if self._place_of(slopes) == self.place else None
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:

@@ -11,7 +11,15 @@ from typing import Any, Final
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["additive_mask", "aligned_bias", "kept_beside", "kept_bias", "may_keep", "stream_of"]
+__all__ = [
+    "additive_mask",
+    "aligned_bias",
+    "begins_aligned",
+    "kept_beside",
+    "kept_bias",
+    "may_keep",
+    "stream_of",
+]
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -41,7 +49,8 @@ def kept_beside(
 ) -> torch.Tensor:
     """Return what is made of a caller's tensor, made once while that lives unchanged.
 
-    A write that PyTorch does not count, through ``.data``, is not noticed.
+    A write that PyTorch does not count is not noticed: through ``.data``, by a kernel of one's own,
+    or by the replay of a CUDA graph. ``torch.autograd.graph.increment_version(given)`` tells of it.
 
     Args:
         given: the tensor.
@@ -54,13 +63,19 @@ def kept_beside(
     known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, given)
     if known[0] == place:
         return known[1]
-    with torch.inference_mode(False):
+    # Leaving inference mode would turn gradients on: what is kept has no graph.
+    with torch.inference_mode(False), torch.no_grad():
         made = make()
     _KNOWN[given] = (place, made)
     return made
 
 
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
+
+
+def begins_aligned(mask: torch.Tensor) -> bool:
+    """Return whether a mask begins at a multiple of 16 bytes of its storage, as kernels want it."""
+    return mask.storage_offset() * mask.element_size() % 16 == 0
 
 
 def stream_of(tensor: torch.Tensor) -> int:
@@ -83,7 +98,9 @@ def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def may_keep(tensor: torch.Tensor) -> bool:
     """Return whether what is made now stays valid: no trace, transform or CUDA graph sees it."""
-    if torch.compiler.is_compiling() or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False

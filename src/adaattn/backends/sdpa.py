@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.masks import additive_mask, kept_bias
+from adaattn.backends.masks import additive_mask, begins_aligned, kept_bias
 from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
@@ -270,7 +270,8 @@ def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | No
     bias = kept_bias(tensors.mask, tensors.mask_given, tensors.query.dtype)
     if bias.shape[-1] == 1:
         bias = bias.expand(*bias.shape[:-1], problem.len_k).contiguous()
-    if bias.stride(-1) != 1 or any(step % 8 for step in bias.stride()[:-1]):
+    steps = bias.stride()
+    if steps[-1] != 1 or any(step % 8 for step in steps[:-1]) or not begins_aligned(bias):
         bias = _aligned(bias.contiguous())
     return bias.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.masks import additive_mask
+from adaattn.backends.masks import additive_mask, begins_aligned
 from adaattn.spec import AttentionProblem
 
 __all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords"]
@@ -60,11 +60,12 @@ def careful_sdpa(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> torch.Tensor:
-    """Return SDPA's output; what its kernels for GPUs get wrong is said in other words.
+    """Return SDPA's output; what its kernels get wrong is said in other words.
 
-    Rows that a boolean mask blinds are means of all values, or NaN. A mask of one column for all
-    keys is refused, or read at misaligned addresses, which ends the process's use of the GPU. A
-    scale of 0 or less beside a mask gives NaN gradients (H200, PyTorch 2.11, cuDNN 9.19, 2026-11).
+    On a GPU rows that a boolean mask blinds are means of all values, or NaN. A mask of one column
+    for all keys is refused, or read at misaligned addresses, which ends the process's use of the
+    GPU. A scale of 0 or less beside a mask gives NaN gradients there (H200, PyTorch 2.11, cuDNN
+    9.19, 2026-11), and NaN beside causal order on a CPU too.
 
     Args:
         query: [B, Hq, Sq, D].
@@ -75,14 +76,14 @@ def careful_sdpa(
         is_causal: top-left aligned.
         dropout_p: probability of dropping a weight.
     """
-    if query.is_cuda:
-        mask = additive_mask(mask, query.dtype)
-        if mask is not None and mask.shape[-1] == 1 < key.shape[2]:
+    mask = additive_mask(mask, query.dtype) if query.is_cuda else mask
+    if query.is_cuda and mask is not None:
+        if mask.shape[-1] == 1 < key.shape[2]:
             mask = mask.expand(*mask.shape[:-1], key.shape[2]).contiguous()
-        if scale < 0:
-            query, scale = -query, -scale
-        elif scale == 0:
-            query, scale = 0.0 * query, 1.0
+        elif not begins_aligned(mask):
+            mask = mask.clone()
+    if scale <= 0 and (query.is_cuda or is_causal):
+        query, scale = (-query, -scale) if scale < 0 else (0.0 * query, 1.0)
     return sdpa(
         query,
         key,

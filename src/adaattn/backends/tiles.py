@@ -16,7 +16,7 @@ from adaattn.backends.common import visible_tile
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
 from adaattn.spec import AttentionProblem
 
-__all__ = ["identity", "kept", "made_tile", "seen_tile", "tile_key"]
+__all__ = ["forget", "identity", "kept", "made_tile", "seen_tile", "tile_key"]
 
 _KEPT_TILES: Final = 64
 _CPU_BYTES: Final = 64 << 20
@@ -52,8 +52,8 @@ def seen_tile(
 def identity(tensors: tuple[torch.Tensor, ...]) -> tuple[object, object] | None:
     """Return (what tells the numbers of small tensors that the host cannot read, whom to keep).
 
-    The owners are to be kept beside what is made, so that their identities are not reused. A write
-    through ``.data``, which PyTorch does not count, is not noticed. None where nothing may be kept.
+    The owners are to be kept beside what is made, so that their identities are not reused. None
+    where nothing may be kept. A write that PyTorch does not count is missed; see `kept_beside`.
     """
     owners = [tensor if tensor._base is None else tensor._base for tensor in tensors]
     if any(own.is_inference() or own.untyped_storage().nbytes() > _SMALL_BYTES for own in owners):
@@ -88,19 +88,36 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
         if known is not None:
             _TILES.move_to_end(key)
             return known[0]
-    with torch.inference_mode(False):
+    # Leaving inference mode would turn gradients on: a kept tile has no graph.
+    with torch.inference_mode(False), torch.no_grad():
         made = make()
+    limit = _most_bytes(made.device)
+    if made.nbytes > limit:
+        return made
     with _LOCK:
         _TILES[key] = (made, owner)
-        limit = _most_bytes(made.device)
-        while len(_TILES) > _KEPT_TILES or _held_bytes(made.device) > limit:
+        while len(_TILES) > _KEPT_TILES:
             _TILES.popitem(last=False)
+        sizes = {key: tile.nbytes for key, (tile, _) in _TILES.items() if _is_on(tile, made)}
+        held = sum(sizes.values())
+        for oldest, size in sizes.items():
+            if held <= limit:
+                break
+            del _TILES[oldest]
+            held -= size
     return made
 
 
-def _held_bytes(device: torch.device) -> int:
-    """Return the bytes of all tiles on a device."""
-    return sum(tile.nbytes for tile, _ in _TILES.values() if tile.device == device)
+def _is_on(tile: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are on one device."""
+    return tile.device == other.device
+
+
+def forget(device: torch.device) -> None:
+    """Drop the tiles of a device, whose memory is wanted."""
+    with _LOCK:
+        for key in [key for key, (tile, _) in _TILES.items() if tile.device == device]:
+            del _TILES[key]
 
 
 def _most_bytes(device: torch.device) -> int:

@@ -108,7 +108,7 @@ class Exact:
             self._event, decision=decision, workspace_bytes=decision.workspace_bytes
         )
         self._by_tag.clear()
-        self._aux = AuxOutput(decision=decision, errors=self._no_errors)
+        self._aux = AuxOutput(decision=decision, _errors=self._no_errors)
         self._direct: Bound | None = None
         self._takes = 0
         if self._is_short and self._left < 0:

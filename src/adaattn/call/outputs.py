@@ -53,7 +53,7 @@ class AuxOutput:
         row_max: [B, Hq, Sq] after softcap, bias and masks.
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
-        errors: what `error_estimate` returns, or makes when it is asked for.
+        _errors: what `error_estimate` returns, or makes when it is read.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
     """
@@ -63,7 +63,7 @@ class AuxOutput:
     row_max: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    errors: torch.Tensor | Callable[[], torch.Tensor] | None = field(default=None, repr=False)
+    _errors: torch.Tensor | Callable[[], torch.Tensor] | None = field(default=None, repr=False)
 
     @property
     def error_estimate(self) -> torch.Tensor | None:
@@ -71,7 +71,7 @@ class AuxOutput:
 
         Zeros where the call was exact; None where nobody looked.
         """
-        return self.errors() if callable(self.errors) else self.errors
+        return self._errors() if callable(self._errors) else self._errors
 
     @classmethod
     def of(
@@ -99,7 +99,7 @@ class AuxOutput:
             row_max=row_max,
             entropy=entropy,
             weights=weights,
-            errors=estimate,
+            _errors=estimate,
         )
 
 

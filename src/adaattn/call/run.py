@@ -9,7 +9,7 @@ import torch
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, listeners
-from adaattn.backends import capabilities, capability_named, execute
+from adaattn.backends import capabilities, capability_named, execute, forget_tiles
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.errors import (
@@ -51,6 +51,7 @@ def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -
             if backend != "auto" or names <= excluded:
                 raise
             excluded |= names
+            forget_tiles(call.tensors.query.device)
             failed.append(_step_down(sorted(names), error))
             decision = _smaller(call, policy, excluded, error)
             decision = replace(decision, notes=(*decision.notes, *failed))

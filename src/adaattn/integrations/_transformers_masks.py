@@ -82,6 +82,8 @@ class StructuredMask(torch.Tensor):
     """
 
     structure: MaskStructure | torch.Tensor
+    said: object
+    """What the structure is as arguments of the public call, once a layer has asked for it."""
     _dense: torch.Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -99,6 +101,7 @@ class StructuredMask(torch.Tensor):
             cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask.structure = structure
+        mask.said = None
         mask._dense = None
         return mask
 

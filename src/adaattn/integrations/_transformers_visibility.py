@@ -4,7 +4,6 @@ Transformers says it in four ways: a mask, no mask (causality and a window are t
 FlashAttention's packed sequences, and a bias by position. Shape legend in `adaattn.spec`.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,9 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     if isinstance(mask, StructuredMask):
         structure = mask.structure if mask._dense is None else mask._dense
         if isinstance(structure, MaskStructure):
-            return _structured(structure)
+            if not isinstance(mask.said, Visibility):
+                mask.said = _structured(structure)
+            return mask.said
         mask = structure
     if mask.dim() != 4:
         raise ShapeError(
@@ -63,9 +64,8 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     return Visibility(num_keys=len_k if width == 1 else width, mask=mask)
 
 
-@lru_cache(maxsize=4)
 def _structured(structure: MaskStructure) -> Visibility:
-    """Return the structure that stands for a mask; all layers of a forward pass ask for it."""
+    """Return the structure that stands for a mask."""
     return Visibility(
         num_keys=structure.num_keys,
         is_causal=structure.is_causal,
@@ -75,7 +75,6 @@ def _structured(structure: MaskStructure) -> Visibility:
     )
 
 
-@lru_cache(maxsize=64)
 def unmasked(is_causal: bool, sliding_window: int | None, len_q: int, len_k: int) -> Visibility:
     """Return what a call without a mask means in Transformers.
 

@@ -30,8 +30,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
     ),
     (
         Feature.SCALE_SIGN,
-        lambda p: p.is_causal and p.scale <= 0,
-        "causal order with a scale of 0 or less",
+        lambda p: (
+            p.scale <= 0
+            and (p.is_causal or (p.device_type == "cuda" and p.mask is not MaskKind.NONE))
+        ),
+        "causal order with a scale of 0 or less, nor on a GPU a mask with it",
     ),
     (
         Feature.WIDE_MASK,

@@ -294,6 +294,28 @@ def test_kept_masks_keep_to_their_bytes_and_number(monkeypatch: pytest.MonkeyPat
             assert len(tiles._TILES) <= 5
 
 
+def test_a_tile_too_large_to_keep_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_CPU_BYTES", 40_000)
+    small = make_problem(window=(3, 0), len_q=24)
+    run(make_tensors(small), small, 0)
+    large = make_problem(window=(3, 0), len_q=200)
+    run(make_tensors(large), large, 0)
+    assert len(tiles._TILES) == 1
+    tiles.forget(torch.device("cpu"))
+    assert not tiles._TILES
+
+
+def test_a_bias_made_where_no_gradient_is_wanted_holds_no_graph() -> None:
+    """Leaving inference mode turned gradients on: training then went through an old graph."""
+    problem = make_problem(has_alibi=True, is_causal=True, len_q=24)
+    tensors = make_tensors(problem)
+    assert tensors.alibi_slopes is not None
+    tensors.alibi_slopes.requires_grad_()
+    with torch.no_grad():
+        run(tensors, problem, 0)
+    assert not any(tile.requires_grad for tile, _ in tiles._TILES.values())
+
+
 def test_a_mask_made_in_inference_mode_serves_training() -> None:
     """A tensor made there can never be saved for a backward pass."""
     problem = make_problem(**WINDOW)

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import grouped
 from adaattn.planning import reasons
 from adaattn.spec import HeadGroup, Precision
 from adaattn.testing import (
     Layout,
+    assert_matches,
     assert_results_match,
     attention,
     cast_tensors,
@@ -71,3 +73,16 @@ def test_it_runs_one_fused_kernel(
 def test_it_refuses_what_no_fused_kernel_computes(values: dict[str, Any], reason: str) -> None:
     """It is counted as a fused kernel, and SDPA computed these without one on some device."""
     assert reasons(GROUPED, make_problem(**DECODE, **values), fake_facts("cpu")) == (reason,)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 20), (3, 1, 1, 20), (1, 1, 20), (20,)])
+def test_a_mask_of_any_rank_is_taken_as_the_call_takes_it(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, 3, 8, 1, 16), torch.randn(2, 3, 2, 20, 16)
+    mask = torch.rand(shape) > 0.3
+    found = {
+        name: attend(query, key, key, mask, enable_gqa=True, backend=name)
+        for name in ("grouped", "reference")
+    }
+    wide = [item.double() for item in (query, key, key)]
+    exact = attend(*wide, mask, enable_gqa=True, backend="reference")
+    assert_matches(found["grouped"], exact, found["reference"], summands=16 + 20)

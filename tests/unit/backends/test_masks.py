@@ -1,13 +1,11 @@
 """What is kept beside a caller's mask, and what kernels for GPUs are never handed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from adaattn.backends import masked, masks, sdpa_call
+from adaattn.backends import masked, sdpa_call
 from adaattn.backends.masks import kept_beside
 from adaattn.backends.sdpa_call import careful_sdpa
 
@@ -31,15 +29,6 @@ def test_nothing_is_kept_of_an_inference_tensor_whose_writes_nobody_counts() -> 
     with torch.inference_mode():
         mask = torch.rand(3) > 0.5
     assert kept_beside(mask, (), lambda: ~mask) is not kept_beside(mask, (), lambda: ~mask)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make tensors that say they are on a GPU and hold nothing."""
-    for module in (masked, masks):
-        monkeypatch.setattr(module, "stream_of", lambda tensor: 7)
-    with FakeTensorMode():
-        yield
 
 
 class OnGpu(torch.Tensor):
@@ -98,14 +87,16 @@ def test_another_sign_of_the_query_is_another_sign_of_the_scale(scale: float) ->
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.usefixtures("gpu")
-def test_a_bias_is_found_again_by_its_slopes_on_a_gpu() -> None:
-    slopes = torch.empty(4, device="cuda")
-    bias = torch.empty(1, 4, 8, 8, device="cuda")
+def test_a_bias_is_found_again_by_its_slopes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked, "stream_of", lambda tensor: 7)
+    slopes, bias = on_gpu(4), on_gpu(1, 4, 8, 8)
     recent = masked._Recent(slopes, bias)
     assert recent.bias_of(slopes) is bias
-    assert recent.bias_of(torch.empty(4, device="cuda")) is None
+    assert recent.bias_of(on_gpu(4)) is None
     slopes.mul_(2)
+    assert recent.bias_of(slopes) is None
+    recent = masked._Recent(slopes, bias)
+    slopes.data = on_gpu(4)  # which no version counts
     assert recent.bias_of(slopes) is None
     recent = masked._Recent(slopes, bias)
     del bias
