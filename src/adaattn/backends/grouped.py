@@ -14,7 +14,7 @@ import torch
 
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.masks import begins_aligned, kept_bias
+from adaattn.backends.masks import kept_bias, stored_columns, with_rank
 from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
@@ -75,9 +75,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
         mask: torch.Tensor | None = None,
         *rest: None,
     ) -> torch.Tensor:
-        seen = mask
-        if mask is not None and mask.dim() < 4:
-            seen = mask[(None,) * (4 - mask.dim())]
+        seen = None if mask is None else with_rank(mask, 4)
         return call(query, key, value, seen, mask)
 
     return run
@@ -101,8 +99,7 @@ def _call(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
         rows = with_dense_columns(query.reshape(folded))
         key, value = with_dense_columns(key), with_dense_columns(value)
         if mask is not None and query.is_cuda:
-            mask = kept_bias(mask, given, query.dtype)
-            mask = mask if begins_aligned(mask) else mask.clone()
+            mask = stored_columns(kept_bias(mask, given, query.dtype), key.shape[2])
         if mask is not None and by_head:
             mask = mask.reshape(mask.shape[0], problem.num_kv_heads, -1, mask.shape[-1])
         return sdpa(rows, key, value, mask, **keywords).reshape(shape)

@@ -19,7 +19,6 @@ from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = [
     "is_plain",
-    "needs_care",
     "packed_tile",
     "sdpa_tile",
     "tile_masks",
@@ -99,7 +98,8 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             bias = recent.bias_of(slopes)
             if bias is None:
                 bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
-                recent = _Recent(slopes, bias)
+                if slopes.is_cuda:
+                    recent = _Recent(slopes, bias)
         elif hidden:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
             bias = kept((place, stream_of(query)), make)

@@ -14,11 +14,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = [
     "additive_mask",
     "aligned_bias",
-    "begins_aligned",
     "kept_beside",
     "kept_bias",
     "may_keep",
+    "stored_columns",
     "stream_of",
+    "with_rank",
 ]
 
 
@@ -73,9 +74,20 @@ def kept_beside(
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 
-def begins_aligned(mask: torch.Tensor) -> bool:
-    """Return whether a mask begins at a multiple of 16 bytes of its storage, as kernels want it."""
-    return mask.storage_offset() * mask.element_size() % 16 == 0
+def stored_columns(mask: torch.Tensor, len_k: int) -> torch.Tensor:
+    """Return a mask with a column for each key, its storage read from a multiple of 16 bytes on.
+
+    Kernels for GPUs refuse any other, or misread it and say nothing.
+    """
+    if mask.shape[-1] == 1 < len_k:
+        return mask.expand(*mask.shape[:-1], len_k).contiguous()
+    return mask if mask.storage_offset() * mask.element_size() % 16 == 0 else mask.clone()
+
+
+def with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the tensor with leading dimensions of size 1 up to ``rank``."""
+    missing = rank - tensor.dim()
+    return tensor[(None,) * missing] if missing > 0 else tensor
 
 
 def stream_of(tensor: torch.Tensor) -> int:

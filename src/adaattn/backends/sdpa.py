@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.masks import additive_mask, begins_aligned, kept_bias
+from adaattn.backends.masks import additive_mask, kept_bias, stored_columns, with_rank
 from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
 from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
@@ -73,8 +73,8 @@ def _with_bias(keywords: dict[str, Any]) -> Direct:
     def run(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *rest: None
     ) -> torch.Tensor:
-        seen = mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
-        return sdpa(query, key, value, kept_bias(seen, mask, query.dtype), **keywords)
+        bias = kept_bias(with_rank(mask, 4), mask, query.dtype)
+        return sdpa(query, key, value, bias, **keywords)
 
     return run
 
@@ -268,10 +268,8 @@ def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | No
     if tensors.mask is None:
         return None
     bias = kept_bias(tensors.mask, tensors.mask_given, tensors.query.dtype)
-    if bias.shape[-1] == 1:
-        bias = bias.expand(*bias.shape[:-1], problem.len_k).contiguous()
-    steps = bias.stride()
-    if steps[-1] != 1 or any(step % 8 for step in steps[:-1]) or not begins_aligned(bias):
+    bias = stored_columns(bias, problem.len_k)
+    if bias.stride(-1) != 1 or any(step % 8 for step in bias.stride()[:-1]):
         bias = _aligned(bias.contiguous())
     return bias.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.masks import additive_mask, begins_aligned
+from adaattn.backends.masks import additive_mask, stored_columns
 from adaattn.spec import AttentionProblem
 
 __all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords"]
@@ -78,10 +78,7 @@ def careful_sdpa(
     """
     mask = additive_mask(mask, query.dtype) if query.is_cuda else mask
     if query.is_cuda and mask is not None:
-        if mask.shape[-1] == 1 < key.shape[2]:
-            mask = mask.expand(*mask.shape[:-1], key.shape[2]).contiguous()
-        elif not begins_aligned(mask):
-            mask = mask.clone()
+        mask = stored_columns(mask, key.shape[2])
     if scale <= 0 and (query.is_cuda or is_causal):
         query, scale = (-query, -scale) if scale < 0 else (0.0 * query, 1.0)
     return sdpa(

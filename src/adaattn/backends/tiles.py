@@ -98,7 +98,7 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
         _TILES[key] = (made, owner)
         while len(_TILES) > _KEPT_TILES:
             _TILES.popitem(last=False)
-        sizes = {key: tile.nbytes for key, (tile, _) in _TILES.items() if _is_on(tile, made)}
+        sizes = {key: _TILES[key][0].nbytes for key in _keys_on(made.device)}
         held = sum(sizes.values())
         for oldest, size in sizes.items():
             if held <= limit:
@@ -108,15 +108,15 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
     return made
 
 
-def _is_on(tile: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are on one device."""
-    return tile.device == other.device
+def _keys_on(device: torch.device) -> list[object]:
+    """Return the keys of the tiles on a device, the least recently used first."""
+    return [key for key, (tile, _) in _TILES.items() if tile.device == device]
 
 
 def forget(device: torch.device) -> None:
     """Drop the tiles of a device, whose memory is wanted."""
     with _LOCK:
-        for key in [key for key, (tile, _) in _TILES.items() if tile.device == device]:
+        for key in _keys_on(device):
             del _TILES[key]
 
 

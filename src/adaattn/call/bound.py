@@ -14,6 +14,7 @@ import torch
 
 from adaattn._events import AttentionEvent, emit, listeners, wants_timing
 from adaattn.backends import Result, Tensors, direct, load, num_taken
+from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.describe import Call, build_call, packed_facts, without_autocast
@@ -244,9 +245,8 @@ class _Alike:
         tag: str,
     ) -> Call | None:
         """Return the call of canonical tensors; None where their packing makes another problem."""
-        problem, seen = self.problem, mask
-        if mask is not None and mask.dim() < 4:
-            seen = mask[(None,) * (4 - mask.dim())]
+        problem = self.problem
+        seen = None if mask is None else with_rank(mask, 4)
         # On a CPU the numbers of the bounds are read, and checked, at each call.
         bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
         tensors = Tensors(

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from adaattn.backends.masks import with_rank
 from adaattn.errors import DeviceError, DTypeError, ShapeError, expected_got
 
 __all__ = ["canonical_mask", "canonical_tensors", "described"]
@@ -14,7 +15,7 @@ def canonical_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Return q, k and v as [B, H, S, D], and the leading dimensions of the result."""
     rank = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (_with_rank(item, max(rank, 4)) for item in (query, key, value))
+    query, key, value = (with_rank(item, max(rank, 4)) for item in (query, key, value))
     _check_sizes(query, key, value)
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if value.shape[-3] != kv_heads:
@@ -36,12 +37,6 @@ def canonical_tensors(
     key, value = _flat(key, batch, kv_heads), _flat(value, batch, kv_heads)
     leading = (*batch, heads)
     return query, key, value, leading[len(leading) - (rank - 2) :]
-
-
-def _with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the tensor with leading dimensions of size 1 up to ``rank``."""
-    missing = rank - tensor.dim()
-    return tensor[(None,) * missing] if missing else tensor
 
 
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -106,7 +101,7 @@ def canonical_mask(
         raise ShapeError(
             expected_got("attn_mask", f"a shape that broadcasts to {list(full)}", described(mask))
         )
-    mask = _with_rank(mask, max(len(full), 4))
+    mask = with_rank(mask, max(len(full), 4))
     if mask.dim() == 4:
         return mask
     if math.prod(mask.shape[:-3]) == 1:

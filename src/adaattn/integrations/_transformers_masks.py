@@ -218,8 +218,7 @@ def _described(request: Mapping[str, Any]) -> MaskStructure | None:
     numbers = {name: request[name] for name in _NUMBERS if name in request}
     if captured is None and not request.get("use_vmap") and _are_integers(numbers):
         return _described_once(function, tuple(numbers.items()))
-    pattern = _recognise(request)
-    return None if pattern is None else _structure(pattern, request)
+    return _read(request)
 
 
 def _are_integers(numbers: Mapping[str, Any]) -> bool:
@@ -232,7 +231,11 @@ def _described_once(
     function: Callable[..., Any], numbers: tuple[tuple[str, int], ...]
 ) -> MaskStructure | None:
     """Return `_described` for a function without captured values."""
-    request = {"mask_function": function, **dict(numbers)}
+    return _read({"mask_function": function, **dict(numbers)})
+
+
+def _read(request: Mapping[str, Any]) -> MaskStructure | None:
+    """Return the structure behind a mask function, or None where it is more than that."""
     pattern = _recognise(request)
     return None if pattern is None else _structure(pattern, request)
 

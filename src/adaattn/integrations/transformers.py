@@ -295,15 +295,14 @@ def attention_forward(
     if len(shape) != 4:
         raise ShapeError(expected_got("query", "[B, Hq, Sq, D]", tuple(shape)))
     _, kv_heads, len_k, _ = key.shape
-    if cu_seq_lens_q is None and cu_seq_lens_k is None and attention_mask is not None:
-        seen = masked(attention_mask, len_k, query.dtype)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        starts = (cu_seq_lens_q, cu_seq_lens_k)
+        seen = packed(attention_mask, starts, causal, sliding_window, query, len_k)
+    elif attention_mask is None:
+        seen = unmasked(causal, sliding_window, shape[2], len_k)
     else:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        if cu_seq_lens_q is None and cu_seq_lens_k is None:
-            seen = unmasked(causal, sliding_window, shape[2], len_k)
-        else:
-            starts = (cu_seq_lens_q, cu_seq_lens_k)
-            seen = packed(attention_mask, starts, causal, sliding_window, query, len_k)
+        seen = masked(attention_mask, len_k, query.dtype)
     if position_bias is not None:
         seen = with_bias(seen, position_bias, query.dtype)
     if seen.num_keys < len_k:
