@@ -157,6 +157,7 @@ def test_packed_sequences_are_right_together_and_one_by_one(
 
 PATTERNS: dict[str, dict[str, Any]] = {
     "window": {"window": (9, 3)},
+    "window and scale": {"window": (9, 3), "scale": 0.7},
     "other window": {"window": (8, 3)},
     "causal window": {"window": (9, -1), "is_causal": True},
     "dilation": {"dilation": 3},
