@@ -98,9 +98,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the one call of SDPA that a problem is; None where it is several, or none."""
     if not problem.num_sequences:
         return whole_tile(problem, group)
-    # On a CPU each packing is checked.
-    on_gpu = problem.device_type == "cuda" and not needs_care(problem)
-    return whole_packed(problem) if on_gpu and _is_one_call(problem) else None
+    return whole_packed(problem) if _is_one_call(problem) and not needs_care(problem) else None
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:

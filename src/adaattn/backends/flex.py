@@ -36,6 +36,16 @@ def _unavailable() -> str:
     return ""
 
 
+_LEAST_COLUMNS: Final = 16
+
+
+def _narrow(problem: AttentionProblem) -> str:
+    """Return why columns are too few for its blocks, or ""."""
+    columns = min(problem.head_dim, problem.value_dim)
+    few = f"it takes D and Dv from {_LEAST_COLUMNS} on, got {columns}"
+    return few if columns < _LEAST_COLUMNS else ""
+
+
 CAPABILITIES = (
     Capability(
         name="flex",
@@ -62,6 +72,7 @@ CAPABILITIES = (
             | Feature.LSE
             | Feature.LSE_GRADIENT
         ),
+        rules=(_narrow,),
         max_head_dim=256,
         min_len_q=16,
         min_compute_capability=(8, 0),

@@ -98,8 +98,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             bias = recent.bias_of(slopes)
             if bias is None:
                 bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
-                if slopes.is_cuda:
-                    recent = _Recent(slopes, bias)
+                recent = _Recent(slopes, bias)
         elif hidden:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
             bias = kept((place, stream_of(query)), make)
@@ -109,7 +108,10 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
 
 
 class _Recent:
-    """The bias that slopes on a GPU gave last; both may be gone. A CPU reads them at each call."""
+    """The bias that slopes gave last, known by their numbers, on a GPU by their identity.
+
+    Both may be gone.
+    """
 
     __slots__ = ("bias", "place", "slopes")
 
@@ -117,24 +119,28 @@ class _Recent:
         self, slopes: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> None:
         self.slopes = self.bias = self.place = None
-        if slopes is not None and bias is not None and slopes.is_cuda and not slopes.is_inference():
+        if slopes is not None and bias is not None and not slopes.is_inference():
             self.slopes, self.bias = weakref.ref(slopes), weakref.ref(bias)
             self.place = self._place_of(slopes)
 
     @staticmethod
-    def _place_of(slopes: torch.Tensor) -> tuple[int, int, int]:
-        """Return what changes with the numbers of slopes, as far as PyTorch knows."""
+    def _place_of(slopes: torch.Tensor) -> object:
+        """Return what changes with the numbers of slopes, on a GPU as far as PyTorch knows."""
+        if not slopes.is_cuda:
+            return slopes.tolist()
         return slopes._version, slopes.data_ptr(), stream_of(slopes)
 
     def bias_of(self, slopes: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias of these very slopes, unchanged and on the same stream, or None."""
-        if self.slopes is None or self.bias is None or self.slopes() is not slopes:
+        """Return the bias of slopes like these, or None."""
+        if self.slopes is None or self.bias is None:
+            return None
+        if slopes.is_cuda and self.slopes() is not slopes:
             return None
         return self.bias() if self._place_of(slopes) == self.place else None
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:
-    """Return the call of SDPA that packed sequences on a GPU are, with a mask over all tokens."""
+    """Return the call of SDPA that packed sequences are, with a mask over all tokens."""
     keywords = sdpa_keywords(problem)
 
     def run(
@@ -147,8 +153,17 @@ def whole_packed(problem: AttentionProblem) -> Direct:
         starts_q: torch.Tensor,
         starts_k: torch.Tensor,
     ) -> torch.Tensor:
+        same = starts_k is starts_q
+        bounds_q = () if starts_q.is_cuda else tuple(starts_q.tolist())
+        bounds_k = bounds_q if same or starts_k.is_cuda else tuple(starts_k.tolist())
         tensors = Tensors(
-            query=query, key=key, value=value, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k
+            query=query,
+            key=key,
+            value=value,
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+            bounds_q=bounds_q,
+            bounds_k=bounds_k,
         )
         return sdpa(query, key, value, packed_tile(tensors, problem), **keywords)
 

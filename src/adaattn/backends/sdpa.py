@@ -55,10 +55,12 @@ def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return PyTorch's function with the problem's keywords, or FlashAttention-2's operator."""
+    """Return PyTorch's function with the problem's keywords, or a kernel's operator."""
     if not goes_through_sdpa(problem, group):
-        dense = problem.head_dim % _ALIGNMENT == 0
-        return _flash2_direct(problem) if dense and group.capability == "sdpa.flash2" else None
+        if problem.head_dim % _ALIGNMENT or problem.value_dim % _ALIGNMENT:
+            return None
+        make = _DIRECT.get(group.capability)
+        return None if make is None else make(problem)
     keywords = sdpa_keywords(problem)
     if problem.is_causal:
         keywords["is_causal"] = True
@@ -190,42 +192,68 @@ def _flash2_call(
     return packed if problem.num_sequences else dense
 
 
-def _efficient(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return the memory-efficient kernel's output; k and v are repeated for grouped heads."""
-    bias = _full_bias(tensors, problem)
-    output, lse, *_ = _ATEN._scaled_dot_product_efficient_attention.default(
-        _padded(tensors.query),
-        _padded(_repeated(tensors.key, problem)),
-        _padded(_repeated(tensors.value, problem)),
-        bias,
-        Aux.LSE in problem.aux or problem.requires_grad,
-        problem.dropout_p,
-        problem.is_causal,
-        scale=problem.scale,
-    )
-    lse = lse[..., : problem.len_q] if lse is not None and lse.numel() else None
+def _biased(tensors: Tensors, problem: AttentionProblem, name: str) -> Result:
+    """Return the output and log-sum-exp of a kernel that takes masks as numbers."""
+    call = _biased_call(problem, name)
+    output, lse = call(tensors.query, tensors.key, tensors.value, tensors.mask, tensors.mask_given)
+    # cuDNN's has a last dimension of 1, the other's rows go up to a multiple of 32.
+    lse = lse.flatten(2)[..., : problem.len_q] if lse is not None and lse.numel() else None
     lse = _masked_lse(lse, tensors, problem)
     return Result(output=output[..., : problem.value_dim], lse=lse)
 
 
-def _cudnn(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return cuDNN's output."""
-    bias = _full_bias(tensors, problem)
-    output, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention.default(
-        _padded(tensors.query),
-        _padded(tensors.key),
-        _padded(tensors.value),
-        bias,
-        Aux.LSE in problem.aux or problem.requires_grad,
-        problem.dropout_p,
-        problem.is_causal,
-        False,
-        scale=problem.scale,
-    )
-    if lse is not None and lse.numel():
-        lse = lse.reshape(problem.batch, problem.num_heads, problem.len_q)
-    lse = _masked_lse(lse, tensors, problem)
-    return Result(output=output[..., : problem.value_dim], lse=lse)
+def _biased_direct(problem: AttentionProblem, name: str) -> Direct:
+    """Return the operator of such a kernel for columns that need no padding."""
+    call = _biased_call(problem, name)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *rest: None,
+    ) -> torch.Tensor:
+        seen = None if mask is None else with_rank(mask, 4)
+        return call(query, key, value, seen, mask)[0]
+
+    return run
+
+
+def _biased_call(
+    problem: AttentionProblem, name: str
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return what takes q, k, v, the mask in four dimensions, and as the caller gave it.
+
+    It returns the output with padded columns, and the kernel's log-sum-exp. The memory-efficient
+    kernel takes no grouped heads: k and v are repeated for it.
+    """
+    repeats = problem.group_size > 1 and name == "sdpa.efficient"
+    wants_lse = Aux.LSE in problem.aux or problem.requires_grad
+    fixed: tuple[bool | float, ...] = (wants_lse, problem.dropout_p, problem.is_causal)
+    operator = _ATEN._scaled_dot_product_efficient_attention.default
+    if name == "sdpa.cudnn":
+        operator = _ATEN._scaled_dot_product_cudnn_attention.default
+        fixed = (*fixed, False)  # no debug mask
+    heads, scale = (problem.batch, problem.num_heads), problem.scale
+
+    def call(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        given: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = None
+        if mask is not None:
+            bias = _bias_of(mask, given, query.dtype, key.shape[2])
+            bias = bias.expand(*heads, query.shape[2], key.shape[2])
+        if repeats:
+            key, value = _repeated(key, problem), _repeated(value, problem)
+        query, key, value = _padded(query), _padded(key), _padded(value)
+        output, lse, *_ = operator(query, key, value, bias, *fixed, scale=scale)
+        return output, lse
+
+    return call
 
 
 def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
@@ -244,12 +272,19 @@ def _math(tensors: Tensors, problem: AttentionProblem) -> Result:
     return Result(output=output)
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[[Tensors, AttentionProblem], Result]] = {
     "sdpa.flash": _cpu_flash,
     "sdpa.flash2": _flash2,
-    "sdpa.efficient": _efficient,
-    "sdpa.cudnn": _cudnn,
+    "sdpa.efficient": partial(_biased, name="sdpa.efficient"),
+    "sdpa.cudnn": partial(_biased, name="sdpa.cudnn"),
     "sdpa.math": _math,
+}
+
+
+_DIRECT: dict[str, Callable[[AttentionProblem], Direct]] = {
+    "sdpa.flash2": _flash2_direct,
+    "sdpa.efficient": partial(_biased_direct, name="sdpa.efficient"),
+    "sdpa.cudnn": partial(_biased_direct, name="sdpa.cudnn"),
 }
 
 
@@ -263,15 +298,14 @@ def _masked_lse(
     return lse.masked_fill(~seen.any(-1), float("-inf"))
 
 
-def _full_bias(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor | None:
-    """Return the mask as a bias [B, Hq, Sq, Sk] in aligned rows, nothing of it expanded."""
-    if tensors.mask is None:
-        return None
-    bias = kept_bias(tensors.mask, tensors.mask_given, tensors.query.dtype)
-    bias = stored_columns(bias, problem.len_k)
+def _bias_of(
+    mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype, len_k: int
+) -> torch.Tensor:
+    """Return the mask as numbers with a column for each key, in aligned rows, unexpanded."""
+    bias = stored_columns(kept_bias(mask, given, dtype), len_k)
     if bias.stride(-1) != 1 or any(step % 8 for step in bias.stride()[:-1]):
         bias = _aligned(bias.contiguous())
-    return bias.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
+    return bias
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ __all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
 
 _UNLIMITED = -1
 _NUMBERS = ("q_length", "kv_length", "q_offset", "kv_offset")
+_PLAIN = frozenset((int, type(None)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,23 +216,21 @@ def _described(request: Mapping[str, Any]) -> MaskStructure | None:
     """
     function = request.get("mask_function")
     captured = getattr(function, "__closure__", ())
-    numbers = {name: request[name] for name in _NUMBERS if name in request}
-    if captured is None and not request.get("use_vmap") and _are_integers(numbers):
-        return _described_once(function, tuple(numbers.items()))
+    numbers = tuple(map(request.get, _NUMBERS))
+    # A number may be a tensor, or one of a trace, and is then none of a key.
+    if captured is None and not request.get("use_vmap") and _PLAIN.issuperset(map(type, numbers)):
+        return _described_once(function, numbers)
     return _read(request)
-
-
-def _are_integers(numbers: Mapping[str, Any]) -> bool:
-    """Return whether no number is a tensor, or one of a trace."""
-    return all(type(number) is int for number in numbers.values())
 
 
 @lru_cache(maxsize=64)
 def _described_once(
-    function: Callable[..., Any], numbers: tuple[tuple[str, int], ...]
+    function: Callable[..., Any], numbers: tuple[int | None, ...]
 ) -> MaskStructure | None:
-    """Return `_described` for a function without captured values."""
-    return _read({"mask_function": function, **dict(numbers)})
+    """Return `_described` for a function without captured values, and `_NUMBERS`."""
+    given = {name: number for name, number in zip(_NUMBERS, numbers, strict=True)}
+    given = {name: number for name, number in given.items() if number is not None}
+    return _read({"mask_function": function, **given})
 
 
 def _read(request: Mapping[str, Any]) -> MaskStructure | None:

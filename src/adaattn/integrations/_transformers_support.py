@@ -60,7 +60,8 @@ def module_check(name: str) -> Callable[[torch.nn.Module, str, torch.nn.Module |
 
     def check(module: torch.nn.Module, _: str, __: torch.nn.Module | None) -> None:
         model_class: type = type(module)
-        if _is_model(model_class):
+        # Models slice lists of layers at each forward pass, which registers them anew.
+        if model_class is not torch.nn.ModuleList and _is_model(model_class):
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == name:
                 _raise_if(_cached_reasons(model_class), name)

@@ -105,4 +105,8 @@ def test_a_bias_is_found_again_by_its_slopes_on_a_gpu(monkeypatch: pytest.Monkey
 
 def test_slopes_on_a_cpu_are_read_at_each_call() -> None:
     slopes, bias = torch.rand(4), torch.rand(1, 4, 8, 8)
-    assert masked._Recent(slopes, bias).bias_of(slopes) is None
+    recent = masked._Recent(slopes, bias)
+    assert recent.bias_of(slopes) is bias
+    assert recent.bias_of(slopes.clone()) is bias
+    slopes.data[1] = 2.0  # which no version counts
+    assert recent.bias_of(slopes) is None

@@ -10,6 +10,7 @@ import adaattn
 from adaattn.call.adapt import PROCESS
 from adaattn.call.bind import bound_calls
 from adaattn.call.ledger import ledger_of
+from adaattn.integrations.transformers import register
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,29 @@ def test_no_module_waits(training: bool) -> None:
         output, _ = module(x, is_causal=True)
         if training:
             output.sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_layer_of_transformers_waits(policy: str, request: pytest.FixtureRequest) -> None:
+    """A cache is passed: without one Transformers itself reads the positions."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaModel(config).to("cuda", torch.bfloat16).eval()
+    tokens = torch.zeros(2, 300, dtype=torch.long, device="cuda")
+    request.getfixturevalue("never_waiting")
+    with register(policy=policy), torch.no_grad():
+        model.set_attn_implementation("adaattn")
+        for _ in range(20):
+            past = transformers.DynamicCache(config=config)
+            model(tokens, past_key_values=past, use_cache=True)
+            model(tokens[:, :1], past_key_values=past, use_cache=True)
 
 
 @pytest.mark.probation
