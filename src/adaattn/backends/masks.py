@@ -27,7 +27,7 @@ def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
     """Return a mask as numbers added to the scores, booleans in ``dtype``; None stays None."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, float("-inf"))
+    return mask.new_full(mask.shape, float("-inf"), dtype=dtype).masked_fill_(mask, 0.0)
 
 
 def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -100,12 +100,13 @@ def stream_of(tensor: torch.Tensor) -> int:
 
 def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `additive_mask`, on a GPU in rows that begin at multiples of 16 bytes for kernels."""
-    made = additive_mask(mask, dtype)
-    assert made is not None
-    columns = made.shape[-1]
-    if columns % 8 == 0 or not made.is_cuda:
-        return made
-    return torch.nn.functional.pad(made, (0, -columns % 8))[..., :columns]
+    columns = mask.shape[-1]
+    missing = -columns % 8 if mask.is_cuda else 0
+    if mask.dtype != torch.bool:
+        return torch.nn.functional.pad(mask, (0, missing))[..., :columns] if missing else mask
+    shape = (*mask.shape[:-1], columns + missing)
+    hidden = mask.new_full(shape, float("-inf"), dtype=dtype)
+    return hidden[..., :columns].masked_fill_(mask, 0.0)
 
 
 def may_keep(tensor: torch.Tensor) -> bool:
