@@ -96,8 +96,9 @@ def _call(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
         mask: torch.Tensor | None,
         given: torch.Tensor | None,
     ) -> torch.Tensor:
-        rows = with_dense_columns(query.reshape(folded))
-        key, value = with_dense_columns(key), with_dense_columns(value)
+        rows = query.reshape(folded)
+        if not problem.dense_columns:
+            rows, key, value = map(with_dense_columns, (rows, key, value))
         if mask is not None and query.is_cuda:
             mask = stored_columns(kept_bias(mask, given, query.dtype), key.shape[2])
         if mask is not None and by_head:

@@ -128,7 +128,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _flash2_direct(problem: AttentionProblem) -> Direct:
     """Return FlashAttention-2's operator for columns that need no padding."""
-    call = _flash2_call(problem)
+    call, dense = _flash2_call(problem), problem.dense_columns
 
     def run(
         query: torch.Tensor,
@@ -140,7 +140,8 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
         starts_q: torch.Tensor | None = None,
         starts_k: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        query, key, value = map(with_dense_columns, (query, key, value))
+        if not dense:
+            query, key, value = map(with_dense_columns, (query, key, value))
         return call(query, key, value, starts_q, starts_k)[0]
 
     return run
@@ -235,6 +236,7 @@ def _biased_call(
         operator = _ATEN._scaled_dot_product_cudnn_attention.default
         fixed = (*fixed, False)  # no debug mask
     heads, scale = (problem.batch, problem.num_heads), problem.scale
+    fits = problem.dense_columns and not (problem.head_dim | problem.value_dim) % _ALIGNMENT
 
     def call(
         query: torch.Tensor,
@@ -249,7 +251,8 @@ def _biased_call(
             bias = bias.expand(*heads, query.shape[2], key.shape[2])
         if repeats:
             key, value = _repeated(key, problem), _repeated(value, problem)
-        query, key, value = _padded(query), _padded(key), _padded(value)
+        if not fits:
+            query, key, value = _padded(query), _padded(key), _padded(value)
         output, lse, *_ = operator(query, key, value, bias, *fixed, scale=scale)
         return output, lse
 

@@ -17,7 +17,8 @@ from adaattn.backends import Result, Tensors, direct, load, num_taken
 from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
-from adaattn.call.describe import Call, build_call, packed_facts, without_autocast
+from adaattn.call.describe import Call, build_call, without_autocast
+from adaattn.call.facts import packed_facts
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
@@ -237,7 +238,7 @@ def _checked(alike: "_Alike", run: Bound) -> Bound:
         nonlocal last
         numbers = given[6].tolist(), given[7].tolist()
         if numbers != last:
-            if alike.call(*given, "") is None:
+            if alike.call(*given) is None:
                 return None
             last = numbers
         return run(*given)
@@ -263,7 +264,7 @@ class _Alike:
         slopes: Tensor,
         starts_q: Tensor,
         starts_k: Tensor,
-        tag: str,
+        tag: str = "",
     ) -> Call | None:
         """Return the call of canonical tensors; None where their packing makes another problem."""
         problem = self.problem

@@ -54,6 +54,10 @@ class AttentionProblem:
         sdpa_default: the kernel that SDPA itself would use; "" if unknown.
         may_wait: reading the device on the host is allowed: always on a CPU, on CUDA where the
             policy checks each call.
+        dense_columns: the last dimensions of q, k and v are known to have a stride of 1.
+        stride_bytes: 1 to 16, a power of two that all other strides of q, k and v, in bytes, are
+            multiples of; of a growing cache those of its first call. What an address is a multiple
+            of is no fact of a problem: a kernel that depends on it looks itself.
     """
 
     batch: int
@@ -90,6 +94,8 @@ class AttentionProblem:
     allowed_sdpa: tuple[str, ...] | None = None
     sdpa_default: str = ""
     may_wait: bool = True
+    dense_columns: bool = False
+    stride_bytes: int = 1
 
     @property
     def group_size(self) -> int:

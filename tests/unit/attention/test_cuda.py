@@ -15,7 +15,7 @@ from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.attention.rotary import RotaryConfig
-from adaattn.backends.flex import made_block_mask
+from adaattn.backends.flex_masks import made_block_mask
 from adaattn.models import Decoder, PositionKind, TransformerConfig
 from adaattn.testing import assert_matches
 

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import create_block_mask
 
-from adaattn.backends import flex
+from adaattn.backends import flex, flex_masks
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -44,21 +44,21 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_block_mask_is_the_one_that_pytorch_makes(
     monkeypatch: pytest.MonkeyPatch, name: str, elements: int
 ) -> None:
-    monkeypatch.setattr(flex, "_MASK_ELEMENTS", elements)
+    monkeypatch.setattr(flex_masks, "_MASK_ELEMENTS", elements)
     problem = make_problem(**{"num_heads": 2, "len_q": 512, "len_k": 512, **CASES[name]})
-    mask_mod = flex._mask_mod(make_tensors(problem, seed=0), problem)
+    mask_mod = flex_masks._mask_mod(make_tensors(problem, seed=0), problem)
     _check(mask_mod, (1, 1, problem.len_q, problem.len_k))
 
 
 def test_a_mask_of_each_batch_and_head_is_too() -> None:
     problem = make_problem(num_heads=2, batch=3, len_q=300, len_k=260, is_causal=True)
     tensors = replace(make_tensors(problem, seed=0), mask=torch.rand(3, 2, 300, 260) > 0.5)
-    mask_mod = flex._mask_mod(tensors, problem)
+    mask_mod = flex_masks._mask_mod(tensors, problem)
     _check(mask_mod, (3, 2, 300, 260))
 
 
 def _check(mask_mod: Any, shape: tuple[int, int, int, int]) -> None:
-    found = flex.made_block_mask(mask_mod, shape, torch.device("cpu"))
+    found = flex_masks.made_block_mask(mask_mod, shape, torch.device("cpu"))
     expected = create_block_mask(mask_mod, *shape, device="cpu")
     for name in (
         "kv_num_blocks",
@@ -119,7 +119,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(flex, "_kernel", kernel)
     monkeypatch.setattr(theirs, "flex_attention", eager)
-    monkeypatch.setattr(flex, "_KEPT", type(flex._KEPT)())
+    monkeypatch.setattr(flex_masks, "_KEPT", type(flex_masks._KEPT)())
     return asked
 
 
@@ -257,13 +257,13 @@ def test_layouts_shared_tensors_and_modes_ask_for_another_kernel(stand_in: list[
 def made(stand_in: list[object], monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note each block mask that is made."""
     found: list[object] = []
-    make = flex.made_block_mask
+    make = flex_masks.made_block_mask
 
     def noting(*arguments: Any) -> object:
         found.append(make(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(flex, "made_block_mask", noting)
+    monkeypatch.setattr(flex_masks, "made_block_mask", noting)
     return found
 
 
@@ -290,10 +290,10 @@ def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:
 def test_what_is_kept_of_a_packing_goes_with_it(made: list[object]) -> None:
     tensors, problem = draw(PACKED)
     run(tensors, problem)
-    assert flex._KEPT
+    assert flex_masks._KEPT
     del tensors
     gc.collect()
-    assert not flex._KEPT
+    assert not flex_masks._KEPT
 
 
 def test_a_block_mask_made_in_inference_mode_is_no_inference_tensor(made: list[Any]) -> None:
@@ -356,3 +356,27 @@ def test_a_compiled_caller_holds_the_kernel_in_its_graph() -> None:
     assert_results_match(
         Result(output=output), exact, attention(tensors, problem), summands=problem.len_k
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"head_dim": 16, "value_dim": 5}, True),
+        ({"head_dim": 8, "value_dim": 8}, True),
+        ({"head_dim": 16, "value_dim": 16}, False),
+        ({"num_kv_heads": 1, "len_q": 33, "requires_grad": True}, True),
+        ({"num_kv_heads": 1, "len_q": 33}, False),
+        ({"num_kv_heads": 2, "len_q": 33, "requires_grad": True}, False),
+        ({"num_kv_heads": 1, "len_q": 512, "requires_grad": True}, False),
+        (
+            {"num_kv_heads": 1, "len_q": 33, "requires_grad": True, "precision": Precision.BF16},
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_what_inductor_has_no_kernel_for_is_refused(values: dict[str, Any], refused: bool) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 4, "len_q": 64, "head_dim": 32, "value_dim": 32}
+    problem = AttentionProblem(batch=1, len_k=64, **(sizes | values))
+    (capability,) = flex.CAPABILITIES
+    assert any(rule(problem) for rule in capability.rules) == refused
