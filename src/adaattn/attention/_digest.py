@@ -6,9 +6,9 @@ from typing import Final
 
 from adaattn._events import AttentionEvent
 from adaattn.backends import capabilities, capability_named
-from adaattn.spec import AttentionProblem, Decision, LowRank, Method, Way, Why
+from adaattn.spec import AttentionProblem, Decision, LowRank, Method, Variant, Why
 
-__all__ = ["Digest", "digest_of", "final_ways"]
+__all__ = ["Digest", "digest_of", "final_variants"]
 
 _KEPT: Final = 256
 
@@ -21,7 +21,7 @@ class Digest:
         decision: kept, so that its identity is not reused.
         numbers: what adds up over calls: ``flash_calls``, ``flops_saved``, ...
         kinds: what is counted by name, the name of the statistic first.
-        ways: how each head is computed.
+        variants: how each head is computed.
         ranks: rank of each head; 0 is full.
         errors: estimated error of each accepted candidate.
     """
@@ -29,7 +29,7 @@ class Digest:
     decision: Decision
     numbers: tuple[tuple[str, float], ...]
     kinds: tuple[tuple[str, str, int], ...]
-    ways: tuple[Way, ...]
+    variants: tuple[Variant, ...]
     ranks: tuple[int, ...]
     errors: tuple[float, ...]
 
@@ -48,13 +48,15 @@ def digest_of(event: AttentionEvent) -> Digest:
     return known
 
 
-def final_ways(event: AttentionEvent) -> tuple[Way, ...]:
+def final_variants(event: AttentionEvent) -> tuple[Variant, ...]:
     """Return how each head was computed in the end, repairs included."""
     own = (Method.EXACT, event.problem.precision)
-    ways = digest_of(event).ways
+    variants = digest_of(event).variants
     if not event.repaired_heads:
-        return ways
-    return tuple(own if head in event.repaired_heads else way for head, way in enumerate(ways))
+        return variants
+    return tuple(
+        own if head in event.repaired_heads else variant for head, variant in enumerate(variants)
+    )
 
 
 def _made(event: AttentionEvent) -> Digest:
@@ -62,12 +64,12 @@ def _made(event: AttentionEvent) -> Digest:
     decision, problem = event.decision, event.problem
     kinds: Counter[tuple[str, str]] = Counter()
     heads = problem.num_heads
-    ways: list[Way] = [(Method.EXACT, problem.precision)] * heads
+    variants: list[Variant] = [(Method.EXACT, problem.precision)] * heads
     ranks = [0] * heads
     for group in decision.plan.groups:
         rank = group.method.rank if isinstance(group.method, LowRank) else 0
         for head in group.heads or range(heads):
-            ways[head] = group.way
+            variants[head] = group.variant
             ranks[head] = rank
             kinds["heads_by_method", group.method.kind.name.lower()] += 1
             kinds["heads_by_precision", group.scheme.label] += 1
@@ -93,7 +95,7 @@ def _made(event: AttentionEvent) -> Digest:
         decision=decision,
         numbers=tuple(numbers.items()),
         kinds=tuple((*key, count) for key, count in kinds.items()),
-        ways=tuple(ways),
+        variants=tuple(variants),
         ranks=tuple(ranks),
         errors=tuple(
             entry.error_estimate

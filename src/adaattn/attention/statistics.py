@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent
-from adaattn.attention._digest import Digest, digest_of, final_ways
+from adaattn.attention._digest import Digest, digest_of, final_variants
 from adaattn.errors import ArgumentTypeError, UnsupportedError, expected_got
-from adaattn.spec import Method, Precision, Way
+from adaattn.spec import Method, Precision, Variant
 
 __all__ = ["AttentionStatistics"]
 
@@ -74,7 +74,7 @@ class AttentionStatistics(Mapping[str, Any]):
         self._kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._largest: dict[str, float] = {}
         self._heads: defaultdict[tuple[str, int], _Sums] = defaultdict(_new_sums)
-        self._last: dict[str, tuple[Way, ...]] = {}
+        self._last: dict[str, tuple[Variant, ...]] = {}
         self._event: AttentionEvent | None = None
         self._repeats = 0
 
@@ -104,7 +104,7 @@ class AttentionStatistics(Mapping[str, Any]):
             self._add_error("estimated", error)
         own = (Method.EXACT, event.problem.precision)
         for head, error in enumerate(event.head_errors):
-            if digest.ways[head] != own and head not in event.repaired_heads:
+            if digest.variants[head] != own and head not in event.repaired_heads:
                 self._add_error("audited", error)
         self._raise("peak_workspace_bytes", event.workspace_bytes)
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
@@ -121,8 +121,8 @@ class AttentionStatistics(Mapping[str, Any]):
             self._numbers[name] += times * value
         for kind, name, count in digest.kinds:
             self._tally(kind, name, times * count)
-        for head, way in enumerate(digest.ways):
-            self._heads[event.tag, head][f"calls {way[0].name.lower()}"] += times
+        for head, variant in enumerate(digest.variants):
+            self._heads[event.tag, head][f"calls {variant[0].name.lower()}"] += times
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,18 +252,18 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def _record_heads(self, event: AttentionEvent, digest: Digest) -> None:
         """Count what became of each head, and what was measured of it."""
-        ways = final_ways(event)
-        before = self._last.get(event.tag, ways)
-        self._last[event.tag] = ways
+        variants = final_variants(event)
+        before = self._last.get(event.tag, variants)
+        self._last[event.tag] = variants
         stats = event.stats
         if stats is not None:
             self._numbers["measured_calls"] += 1
             self._numbers["measure_ms"] += stats.measure_ms
-        for head, way in enumerate(ways):
+        for head, variant in enumerate(variants):
             counts = self._heads[event.tag, head]
-            counts[f"calls {way[0].name.lower()}"] += 1
-            counts["last_rank"] = digest.ranks[head] if way[0] is Method.LOW_RANK else 0
-            if len(before) == len(ways) and before[head] != way:
+            counts[f"calls {variant[0].name.lower()}"] += 1
+            counts["last_rank"] = digest.ranks[head] if variant[0] is Method.LOW_RANK else 0
+            if len(before) == len(variants) and before[head] != variant:
                 counts["switches"] += 1
                 self._numbers["switches"] += 1
             if stats is None:
@@ -279,7 +279,7 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def _count_repaired(self, own: Precision, digest: Digest, head: int) -> None:
         """Count a head as exact that was computed so after all."""
-        method, precision = digest.ways[head]
+        method, precision = digest.variants[head]
         moves = [("heads_by_method", method.name.lower(), "exact")]
         moves.append(("heads_by_precision", precision.label, own.label))
         if digest.ranks[head]:
@@ -314,9 +314,9 @@ class AttentionStatistics(Mapping[str, Any]):
 
 def _is_plain(event: AttentionEvent, digest: Digest) -> bool:
     """Return whether an event says nothing but its decision, and that is exact."""
-    said = event.fallbacks or event.head_errors or event.repaired_heads or digest.errors
+    noted = event.fallbacks or event.head_errors or event.repaired_heads or digest.errors
     unlike = event.stats is not None or event.time_ms is not None or event.saved_ms != 0.0
-    return not said and not unlike
+    return not noted and not unlike
 
 
 def _new_sums() -> _Sums:
@@ -337,7 +337,7 @@ def _mean(counts: _Sums, name: str) -> float | None:
 
 
 def _head_dict(counts: _Sums) -> dict[str, Any]:
-    """Return what is told of one head."""
+    """Return what is counted of one head."""
     calls = {name: int(count) for name, count in counts.items() if name.startswith("calls ")}
     return {
         **calls,

@@ -273,23 +273,23 @@ def softmax_rows(
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None]
         reference = torch.maximum(reference, sink.detach())
-    blind = row_max == float("-inf")
+    unseen = row_max == float("-inf")
     reference = reference.masked_fill(reference == float("-inf"), 0.0)
     weights = (scores - reference[..., None]).exp_()
     total = weights.sum(-1)
     sink_weight = torch.exp(sink - reference) if sinks is not None else None
     if sink_weight is not None:
         total = total + sink_weight
-    safe_total = total.masked_fill(blind, 1.0)
+    safe_total = total.masked_fill(unseen, 1.0)
     divisor = safe_total[..., None]
     weights = weights / divisor if weights.requires_grad else weights.div_(divisor)
-    lse = (reference + safe_total.log()).masked_fill(blind, float("-inf"))
+    lse = (reference + safe_total.log()).masked_fill(unseen, float("-inf"))
     entropy = None
     if Aux.ENTROPY in aux:
         entropy = _entropy(weights)
         if sink_weight is not None:
             sink_entropy = _entropy((sink_weight / safe_total)[..., None])
-            entropy = entropy + sink_entropy.masked_fill(blind, 0.0)
+            entropy = entropy + sink_entropy.masked_fill(unseen, 0.0)
     return RowStatistics(weights, lse, row_max, entropy)
 
 

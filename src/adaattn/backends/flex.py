@@ -129,19 +129,19 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 def _with_sinks(
     output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and log-sum-exp with sinks in the denominator; blind rows stay 0 and -inf.
+    """Return output and log-sum-exp with sinks in the denominator; unseen rows stay 0 and -inf.
 
     Args:
         output: [B, Hq, Sq, Dv] without sinks.
         lse: [B, Hq, Sq] of it, fp32; -inf where a row sees no key.
         sinks: [Hq].
     """
-    blind = lse == float("-inf")
-    seen = lse.masked_fill(blind, 0.0)  # so that no gradient meets an infinity
+    unseen = lse == float("-inf")
+    seen = lse.masked_fill(unseen, 0.0)  # so that no gradient meets an infinity
     logits = sinks.float()[None, :, None]
-    share = torch.sigmoid(seen - logits).masked_fill(blind, 0.0)
+    share = torch.sigmoid(seen - logits).masked_fill(unseen, 0.0)
     output = (output.float() * share.unsqueeze(-1)).to(output.dtype)
-    return output, torch.logaddexp(seen, logits).masked_fill(blind, float("-inf"))
+    return output, torch.logaddexp(seen, logits).masked_fill(unseen, float("-inf"))
 
 
 def _facts(tensors: Tensors, problem: AttentionProblem, wants_lse: bool) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What FlexAttention is told of a problem: changes of scores, keys that are seen, block masks.
+"""What FlexAttention is given for a problem: changes of scores, keys that are seen, block masks.
 
 What follows from positions and packed sequences is kept between calls.
 """

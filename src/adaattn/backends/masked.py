@@ -41,7 +41,7 @@ def sdpa_tile(
 ) -> tuple[torch.Tensor, ...]:
     """Return the output of some rows by one SDPA call."""
     if not cols:
-        return _blind(tile)
+        return _zero_rows(tile)
     query = tile.query
     if tile.mask is None and tile.alibi_slopes is None:
         hidden = not hides_nothing(problem, rows, cols)
@@ -235,7 +235,7 @@ def _bias(
     return aligned_bias(bias, query.dtype)
 
 
-def _blind(tile: Tensors) -> tuple[torch.Tensor, ...]:
+def _zero_rows(tile: Tensors) -> tuple[torch.Tensor, ...]:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
     tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
     zero = torch.stack(tied).sum().to(tile.query.dtype)

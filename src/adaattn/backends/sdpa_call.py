@@ -15,7 +15,7 @@ sdpa = F.scaled_dot_product_attention
 
 
 def sdpa_keywords(problem: AttentionProblem) -> dict[str, Any]:
-    """Return what `sdpa` is told of a problem beside q, k, v, mask and causal order.
+    """Return the keywords of `sdpa` for a problem, beside q, k, v, mask and causal order.
 
     What is its default is left out: parsing it costs a microsecond.
     """

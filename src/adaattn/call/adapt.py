@@ -35,7 +35,7 @@ from adaattn.spec import (
     Method,
     Precision,
     TensorStats,
-    Way,
+    Variant,
 )
 
 __all__ = [
@@ -121,8 +121,8 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         note = note or _FOR_ONCE
     elif decision is None or (entry.stats is not None and wanted):
         decision = _decided(choice, place, entry)
-        ways = _lossy_ways(decision, problem.precision)
-        if ways and not choice.is_forced and not ledger.may_try(ways):
+        variants = _lossy_variants(decision, problem.precision)
+        if variants and not choice.is_forced and not ledger.may_try(variants):
             assert choice.exact is not None
             decision = choice.exact
     if note:
@@ -130,18 +130,21 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if not is_lossy(decision.plan, problem):
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
-        entry.ways = _ways(outcome, problem.num_heads, problem.precision)
+        entry.variants = _variants(outcome, problem.num_heads, problem.precision)
         left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
         entry.age += left
         ledger.count_exact(left)
         saved_ms = ledger.take_saved()
         return replace(outcome, stats=stats, saved_ms=saved_ms, exact_calls_next=left)
-    ways, chose_ms = _lossy_ways(decision, problem.precision), 1e3 * (time.perf_counter() - start)
-    with ledger.timing(device, "approximate", ways, chose_ms):
+    variants, chose_ms = (
+        _lossy_variants(decision, problem.precision),
+        1e3 * (time.perf_counter() - start),
+    )
+    with ledger.timing(device, "approximate", variants, chose_ms):
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
         outcome = _checked(call, outcome, choice, entry, sums)
-    entry.ways = _ways(outcome, problem.num_heads, problem.precision)
+    entry.variants = _variants(outcome, problem.num_heads, problem.precision)
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
@@ -175,7 +178,7 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
     return _decided(choice, place, entry)
 
 
-def _wanted(choice: Choice, place: Place) -> tuple[Way, ...]:
+def _wanted(choice: Choice, place: Place) -> tuple[Variant, ...]:
     """Return the approximations that could pay, without those that were dropped."""
     dropped = place.ledger.dropped
     known = place.wanted.get(dropped)
@@ -205,7 +208,7 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
 
 
 def _measured(
-    call: Call, choice: Choice, wanted: tuple[Way, ...], entry: Entry, *, strict: bool
+    call: Call, choice: Choice, wanted: tuple[Variant, ...], entry: Entry, *, strict: bool
 ) -> tuple[TensorStats | None, str]:
     """Return numbers measured on this call; None where they arrive later, or cannot be had and why.
 
@@ -223,12 +226,12 @@ def _measured(
         return None, f"{NOT_FINITE}: {error}"
 
 
-def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorStats:
+def _stats_now(call: Call, choice: Choice, wanted: tuple[Variant, ...]) -> TensorStats:
     """Return numbers measured on this call; the host waits for them."""
     problem, policy = call.problem, choice.policy
     magnitude = check_finite(call.tensors)
     if magnitude > FP16_SAFE:
-        wanted = tuple(way for way in wanted if way[1] is not Precision.FP16)
+        wanted = tuple(variant for variant in wanted if variant[1] is not Precision.FP16)
     budgets = () if choice.is_forced else head_budgets(policy, problem.num_heads, choice.layer)
     stats, _ = measure(
         call.tensors,
@@ -245,7 +248,7 @@ def _stats_now(call: Call, choice: Choice, wanted: tuple[Way, ...]) -> TensorSta
 def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:
     """Return the decision by an entry's numbers; the last one, where nothing has changed."""
     dropped = place.ledger.dropped
-    made_from = (id(entry.stats), entry.stats, entry.ways, dropped)
+    made_from = (id(entry.stats), entry.stats, entry.variants, dropped)
     if entry.decided is not None and entry.decided[0] == made_from:
         return entry.decided[1]
     try:
@@ -257,7 +260,7 @@ def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:
             choice.allowed,
             layer=choice.layer,
             forced=choice.is_forced,
-            ways=entry.ways,
+            variants=entry.variants,
             dropped=dropped,
         )
     except PlanError as error:
@@ -305,21 +308,21 @@ def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:
     return tuple(rows[0])
 
 
-def _ways(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Way, ...]:
+def _variants(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Variant, ...]:
     """Return how each head was computed in the end, repairs included."""
     assert outcome.decision is not None
-    ways: list[Way] = [(Method.EXACT, own)] * num_heads
+    variants: list[Variant] = [(Method.EXACT, own)] * num_heads
     for group in outcome.decision.plan.groups:
         for head in group.heads or range(num_heads):
             if head not in outcome.repaired_heads:
-                ways[head] = group.way
-    return tuple(ways)
+                variants[head] = group.variant
+    return tuple(variants)
 
 
-def _lossy_ways(decision: Decision, own: Precision) -> frozenset[Way]:
+def _lossy_variants(decision: Decision, own: Precision) -> frozenset[Variant]:
     """Return the ways of a plan that lose something."""
-    ways = {group.way for group in decision.plan.groups}
-    return frozenset(ways - {(Method.EXACT, own)})
+    variants = {group.variant for group in decision.plan.groups}
+    return frozenset(variants - {(Method.EXACT, own)})
 
 
 def _seed(sums: list[float]) -> int:

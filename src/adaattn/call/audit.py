@@ -135,7 +135,7 @@ def _repaired(
     found: str,
     memory_budget_bytes: int | None,
 ) -> Outcome:
-    """Return the outcome with some heads, and all that is told of them, computed exactly."""
+    """Return the outcome with some heads, and their auxiliary outputs, computed exactly."""
     decision, result = outcome.decision, outcome.result
     assert decision is not None
     sentence = f"{found}; they were computed exactly"

@@ -106,7 +106,7 @@ def _chosen(
     history: History | None,
 ) -> Bound:
     """Return the bound call that planning makes."""
-    call = _waiting_as_told(call, policy)
+    call = _waiting_as_asked(call, policy)
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     exact = decide_exactly(problem, facts, policy, backend, layer)
@@ -154,7 +154,7 @@ class _Adapting:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of one call, and see how many may run without a look after it."""
-        outcome = adapted(_waiting_as_told(call, self._choice.policy), self._choice, self._history)
+        outcome = adapted(_waiting_as_asked(call, self._choice.policy), self._choice, self._history)
         self._left = outcome.exact_calls_next
         decision = outcome.decision
         if self._left and self._exact and decision is not None and decision is not self._decided:
@@ -181,7 +181,7 @@ def _given(
     return Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()
 
 
-def _waiting_as_told(call: Call, policy: Policy) -> Call:
+def _waiting_as_asked(call: Call, policy: Policy) -> Call:
     """Return the call, which may wait for the device where its policy checks always."""
     if policy.check != "always" or call.problem.may_wait:
         return call

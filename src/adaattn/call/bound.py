@@ -1,7 +1,7 @@
 """Functions of a call's tensors: what binding makes, and what calls of a kind run again.
 
-`general` describes its tensors unless they are like the first call's, runs what it is told and
-says so to the sinks. `Exact` does the same for one decision that loses nothing, by the shortest
+`general` describes its tensors unless they are like the first call's, runs one decision and
+emits an event. `Exact` does the same for one decision that loses nothing, by the shortest
 way that there is.
 """
 
@@ -43,7 +43,7 @@ def general(
     run: Callable[[Call], Outcome],
     like: Call | None = None,
 ) -> Bound:
-    """Return a bound call that runs what it is told.
+    """Return a bound call that runs ``run``.
 
     Args:
         arguments: what is to be computed.

@@ -8,7 +8,15 @@ from adaattn.backends import capabilities_asked_for
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History
 from adaattn.call.ledger import Ledger, ledger_of
-from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Method, Policy, Way
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Decision,
+    HardwareFacts,
+    Method,
+    Policy,
+    Variant,
+)
 
 __all__ = ["Choice", "Place", "place_of"]
 
@@ -62,7 +70,7 @@ class Place:
     facts: HardwareFacts
     ledger: Ledger
     entry: Entry
-    wanted: dict[frozenset[Way], tuple[Way, ...]] = field(default_factory=dict)
+    wanted: dict[frozenset[Variant], tuple[Variant, ...]] = field(default_factory=dict)
 
 
 def place_of(call: Call, choice: Choice, history: History) -> Place:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import AttentionProblem, Decision, Policy, TensorStats, Way
+from adaattn.spec import AttentionProblem, Decision, Policy, TensorStats, Variant
 
 __all__ = ["Entry", "History", "is_recomputing"]
 
@@ -25,7 +25,7 @@ class Entry:
 
     Args:
         stats: running statistics; None before the first measurement.
-        ways: how each head was computed the last time.
+        variants: how each head was computed the last time.
         age: calls since the last measurement.
         calls: all calls; seeds the rows that are audited where no number of the call may.
         arriving: what was measured or audited on a GPU and has not arrived yet.
@@ -34,7 +34,7 @@ class Entry:
     """
 
     stats: TensorStats | None = None
-    ways: tuple[Way, ...] = ()
+    variants: tuple[Variant, ...] = ()
     age: int = 0
     calls: int = 0
     arriving: deque[Any] = field(default_factory=deque)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 from adaattn import hardware
-from adaattn.spec import AttentionProblem, Policy, Way
+from adaattn.spec import AttentionProblem, Policy, Variant
 
 __all__ = ["SHARE", "Ledger", "ledger_of"]
 
@@ -27,7 +27,7 @@ SHARE: Final = 0.02
 
 _KEPT: Final = 9
 _KEPT_EXACT: Final = 3
-"""Calls whose median counts; of exact ones only the newest, since few come once a way is taken."""
+"""Calls whose median counts; of exact ones only the newest, since few come once one is taken."""
 
 _CLEARLY: Final = 1.25
 """A first try that takes this much longer than exact attention is the last."""
@@ -41,15 +41,15 @@ _LOCK: Final = threading.Lock()
 
 hardware.on_clear(_LEDGERS.clear)
 
-Ways = frozenset[Way]
+Variants = frozenset[Variant]
 
 
 class _Running(NamedTuple):
-    """A call on a GPU whose events have not arrived; ``ways`` is empty for an exact one."""
+    """A call on a GPU whose events have not arrived; ``variants`` is empty for an exact one."""
 
     start: torch.cuda.Event
     end: torch.cuda.Event
-    ways: Ways
+    variants: Variants
     kind: str
 
 
@@ -57,46 +57,46 @@ class Ledger:
     """The times of one problem under one policy, shared by all layers that have it.
 
     Attributes:
-        dropped: ways that took longer than exact attention.
+        dropped: variants that took longer than exact attention.
         saved_ms: measured time saved, less what trying and measuring cost, since `take_saved`.
     """
 
     def __init__(self) -> None:
-        self.dropped: Ways = frozenset()
+        self.dropped: Variants = frozenset()
         self.saved_ms = 0.0
         self._exact: deque[float] = deque(maxlen=_KEPT_EXACT)
-        self._by_ways: dict[Ways, deque[float]] = {}
-        self._measuring: dict[Ways, deque[float]] = {}
+        self._by_variants: dict[Variants, deque[float]] = {}
+        self._measuring: dict[Variants, deque[float]] = {}
         self._exact_total_ms = 0.0
         self._spent_ms = 0.0
         self._calls = 0
         self._running: deque[_Running] = deque()
-        self._warmed: set[tuple[str, Ways]] = set()
+        self._warmed: set[tuple[str, Variants]] = set()
 
     @property
     def exact_ms(self) -> float:
         """Median time of an exact call; infinite before the first was timed."""
         return statistics.median(self._exact) if self._exact else math.inf
 
-    def may_measure(self, estimated_ms: float, ways: Ways) -> bool:
+    def may_measure(self, estimated_ms: float, variants: Variants) -> bool:
         """Return whether exact calls have paid for a measurement and a try after it.
 
         Args:
-            estimated_ms: of the measurement; what earlier ones of the same ways took counts more.
-            ways: what is to be measured.
+            estimated_ms: of the measurement; what earlier ones took counts more.
+            variants: what is to be measured.
         """
-        known = self._measuring.get(ways)
+        known = self._measuring.get(variants)
         return self._may_spend(statistics.median(known) if known else estimated_ms)
 
-    def may_try(self, ways: Ways) -> bool:
-        """Return whether these ways were tried before, or exact calls have paid for a try."""
-        return bool(self._by_ways.get(ways)) or self._may_spend(0.0)
+    def may_try(self, variants: Variants) -> bool:
+        """Return whether these variants were tried before, or exact calls have paid for a try."""
+        return bool(self._by_variants.get(variants)) or self._may_spend(0.0)
 
-    def calls_to_wait(self, estimated_ms: float, ways: Ways) -> int:
+    def calls_to_wait(self, estimated_ms: float, variants: Variants) -> int:
         """Return how many more exact calls will have paid for a measurement; see `may_measure`."""
         if not self._exact:
             return 0
-        known = self._measuring.get(ways)
+        known = self._measuring.get(variants)
         more_ms = statistics.median(known) if known else estimated_ms
         needed_ms = (self._spent_ms + more_ms + self.exact_ms) / SHARE - self._exact_total_ms
         return max(math.ceil(needed_ms / self.exact_ms), 0)
@@ -123,7 +123,7 @@ class Ledger:
         self,
         device: torch.device,
         kind: str,
-        ways: Ways = frozenset(),
+        variants: Variants = frozenset(),
         chose_ms: float = 0.0,
     ) -> Iterator[None]:
         """Time the block.
@@ -131,18 +131,17 @@ class Ledger:
         Args:
             device: where its work runs.
             kind: ``"exact"``, ``"approximate"`` or ``"measuring"``.
-            ways: of an approximate call, the ways that lose something; of a measurement, what
-                it is of.
+            variants: of an approximate call, those that lose something; of a measurement, all.
             chose_ms: host time of choosing before the block; on a GPU work hides it.
         """
         if device.type != "cuda":
             start = time.perf_counter()
             yield
-            self.record(chose_ms + 1e3 * (time.perf_counter() - start), kind, ways)
+            self.record(chose_ms + 1e3 * (time.perf_counter() - start), kind, variants)
             return
-        if (kind, ways) not in self._warmed:
+        if (kind, variants) not in self._warmed:
             # Events span what the host does between them: libraries plan kernels at first calls.
-            self._warmed.add((kind, ways))
+            self._warmed.add((kind, variants))
             yield
             return
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -150,27 +149,27 @@ class Ledger:
         start_event.record(stream)
         yield
         end_event.record(stream)
-        self._running.append(_Running(start_event, end_event, ways, kind))
+        self._running.append(_Running(start_event, end_event, variants, kind))
 
     def collect(self) -> None:
         """Take in the times that have arrived; waits for nothing."""
         while self._running and self._running[0].end.query():
             done = self._running.popleft()
-            self.record(done.start.elapsed_time(done.end), done.kind, done.ways)
+            self.record(done.start.elapsed_time(done.end), done.kind, done.variants)
 
-    def record(self, taken_ms: float, kind: str, ways: Ways = frozenset()) -> None:
-        """Take in the time of one call; drop its ways if they do not pay."""
+    def record(self, taken_ms: float, kind: str, variants: Variants = frozenset()) -> None:
+        """Take in the time of one call; drop its variants if they do not pay."""
         if kind == "exact":
             self._exact.append(taken_ms)
             self._exact_total_ms += taken_ms
             return
         if kind == "measuring":
-            self._measuring.setdefault(ways, deque(maxlen=_KEPT)).append(taken_ms)
+            self._measuring.setdefault(variants, deque(maxlen=_KEPT)).append(taken_ms)
             self._spend(taken_ms)
             return
         if not self._exact:
             return  # asked for by name: there is nothing to compare with
-        times = self._by_ways.setdefault(ways, deque(maxlen=_KEPT))
+        times = self._by_variants.setdefault(variants, deque(maxlen=_KEPT))
         times.append(taken_ms)
         exact = self.exact_ms
         if taken_ms > exact:
@@ -180,7 +179,7 @@ class Ledger:
             self._exact_total_ms += taken_ms
         clearly = len(times) == 1 and taken_ms > _CLEARLY * exact
         if clearly or (len(times) > 1 and _usual(times) >= exact):
-            self.dropped |= ways
+            self.dropped |= variants
             times.clear()
 
     def take_saved(self) -> float:

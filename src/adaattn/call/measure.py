@@ -41,7 +41,7 @@ from adaattn.call.spectra import (
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
 from adaattn.planning.rank import candidate_ranks, ranks_to_measure
-from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Way
+from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats, Variant
 
 __all__ = [
     "Sample",
@@ -105,7 +105,7 @@ def _magnitudes(tensors: Tensors) -> torch.Tensor:
 
 @torch.no_grad()
 def measure_later(
-    tensors: Tensors, problem: AttentionProblem, wanted: Sequence[Way], policy: Policy
+    tensors: Tensors, problem: AttentionProblem, wanted: Sequence[Variant], policy: Policy
 ) -> Arriving:
     """Return errors of number formats and entropies of sampled rows, as they will arrive.
 
@@ -146,7 +146,7 @@ def measure_later(
 def measure(
     tensors: Tensors,
     problem: AttentionProblem,
-    wanted: Sequence[Way],
+    wanted: Sequence[Variant],
     rows: int,
     *,
     max_magnitude: float = 0.0,

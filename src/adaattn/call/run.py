@@ -1,4 +1,4 @@
-"""A decision run: executed, stepped down where an executor is out of memory, told to the sinks."""
+"""A decision run: executed, stepped down where an executor is out of memory, its event emitted."""
 
 import logging
 import time

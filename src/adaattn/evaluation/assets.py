@@ -117,7 +117,7 @@ def demo_model(
 
     Args:
         asset: which model.
-        progress: told how far each stage is.
+        progress: called with how far each stage is.
         runner: runs the download command; None runs it as a child process.
         converter: turns the GGUF file into a Transformers folder.
         lock_timeout_s: how long to wait for another process that fetches the same model.
@@ -155,7 +155,7 @@ def verify(folder: Path, progress: Progress | None = None) -> str:
 
     Args:
         folder: a folder that `demo_model` made.
-        progress: told how many bytes are checked.
+        progress: called with how many bytes are checked.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))

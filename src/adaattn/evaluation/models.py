@@ -90,7 +90,7 @@ def load_model(
         name: ``"demo"``, a Transformers name, or a folder.
         device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        progress: told how far fetching the demo model is.
+        progress: called with how far fetching the demo model is.
 
     Raises:
         AssetError: there is no such model, or it cannot be read.

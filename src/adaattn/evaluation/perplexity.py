@@ -342,7 +342,7 @@ def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> 
     divergences = torch.cat(run.divergences) if run.divergences else nothing
     mean, error, absolute = paired_summary(differences)
     loss = float(exact_losses.mean()) + mean
-    told = run.ledger.summary()
+    summary = run.ledger.summary()
     return RunResult(
         name=run.name,
         implementation="adaattn" if run.policy is not None else run.implementation,
@@ -357,15 +357,15 @@ def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> 
         attention_ms=statistics.median(run.attention_ms) if run.is_clocked else None,
         forward_ms=statistics.median(run.forward_ms),
         peak_bytes=run.peak_bytes,
-        workspace_bytes=told.workspace_bytes,
-        methods=told.methods,
-        approximated=told.approximated,
-        mean_output_error=told.mean_error,
-        max_output_error=told.max_error,
-        fallbacks=told.fallbacks,
-        chosen=told.chosen,
-        decisions=told.decisions,
-        refusals=told.refusals,
+        workspace_bytes=summary.workspace_bytes,
+        methods=summary.methods,
+        approximated=summary.approximated,
+        mean_output_error=summary.mean_error,
+        max_output_error=summary.max_error,
+        fallbacks=summary.fallbacks,
+        chosen=summary.chosen,
+        decisions=summary.decisions,
+        refusals=summary.refusals,
         difference_by_position=_bins(differences, positions),
         token_differences=tuple(differences.tolist()),
     )

@@ -102,10 +102,10 @@ def method_lines(result: EvaluationResult) -> list[str]:
     for run in result.runs:
         if not run.methods:
             continue
-        told = [f"{share:.1%} {label}" for label, share in run.methods[:_MAX_METHODS]]
+        shares = [f"{share:.1%} {label}" for label, share in run.methods[:_MAX_METHODS]]
         rest = sum(share for _, share in run.methods[_MAX_METHODS:])
-        told += [f"{rest:.1%} others"] if rest else []
-        lines.append(f"heads by method, {run.name}: {', '.join(told)}")
+        shares += [f"{rest:.1%} others"] if rest else []
+        lines.append(f"heads by method, {run.name}: {', '.join(shares)}")
     return lines
 
 

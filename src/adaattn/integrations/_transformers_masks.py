@@ -30,7 +30,7 @@ _PLAIN = frozenset((int, type(None)))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskStructure:
-    """Which keys are seen, said without a mask.
+    """Which keys are seen, without a mask.
 
     Args:
         is_causal: key j is seen from position p only if j <= p.
@@ -83,7 +83,7 @@ class StructuredMask(torch.Tensor):
     """
 
     structure: MaskStructure | torch.Tensor
-    said: object
+    visibility: object
     """What the structure is as arguments of the public call, once a layer has asked for it."""
     _dense: torch.Tensor | None
 
@@ -102,7 +102,7 @@ class StructuredMask(torch.Tensor):
             cls, shape, dtype=dtype, device=torch.device(device)
         )
         mask.structure = structure
-        mask.said = None
+        mask.visibility = None
         mask._dense = None
         return mask
 

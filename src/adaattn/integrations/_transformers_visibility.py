@@ -43,9 +43,9 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     if isinstance(mask, StructuredMask):
         structure = mask.structure if mask._dense is None else mask._dense
         if isinstance(structure, MaskStructure):
-            if not isinstance(mask.said, Visibility):
-                mask.said = _structured(structure)
-            return mask.said
+            if not isinstance(mask.visibility, Visibility):
+                mask.visibility = _structured(structure)
+            return mask.visibility
         mask = structure
     if mask.dim() != 4:
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""The chain of ``auto``, told: a call that no fused kernel serves is logged with the reasons."""
+"""The chain of ``auto``, logged: a call that no fused kernel serves is logged with the reasons."""
 
 import logging
 from typing import Any, Final

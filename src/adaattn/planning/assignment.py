@@ -1,4 +1,4 @@
-"""Which head is computed by which candidate, with inertia: heads do not flicker between ways."""
+"""Which head is computed by which candidate, with inertia: heads do not flicker."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from adaattn.errors import PlanError
 from adaattn.planning.candidates import ENTER_ERROR, Candidate
 from adaattn.planning.cost import copied_bytes, estimate
 from adaattn.planning.trace import format_ms
-from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Way, Why
+from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Variant, Why
 
 __all__ = [
     "ENTER_ERROR",
@@ -24,16 +24,16 @@ MARGIN: Final = 0.05
 """How much faster than a more accurate candidate a less accurate one must be predicted."""
 
 
-def with_inertia(judged: Sequence[Candidate], ways: tuple[Way, ...]) -> list[Candidate]:
+def with_inertia(judged: Sequence[Candidate], variants: tuple[Variant, ...]) -> list[Candidate]:
     """Return the candidates, those refused that are within budget for no head that may change.
 
     Args:
         judged: candidates with their errors.
-        ways: how each head was computed the last time; () is the first time.
+        variants: how each head was computed the last time; () is the first time.
     """
     return [
-        replace(item, refusal=_held_reason(item, ways), why=Why.OVER_BUDGET)
-        if _is_held(item, ways)
+        replace(item, refusal=_held_reason(item, variants), why=Why.OVER_BUDGET)
+        if _is_held(item, variants)
         else item
         for item in judged
     ]
@@ -43,11 +43,11 @@ def assign_heads(
     judged: Sequence[Candidate],
     exact: Candidate | None,
     num_heads: int,
-    ways: tuple[Way, ...] = (),
+    variants: tuple[Variant, ...] = (),
 ) -> list[Candidate]:
     """Return the cheapest allowed candidate of each head, the most accurate among equals.
 
-    A head that was computed in some way before stays with it while it keeps the budget and is
+    A head that was computed by some variant before stays with it while it keeps the budget and is
     not slower; it takes another only with an error clearly below the budget (`ENTER_ERROR`)
     and a clear gain in time (`MARGIN`).
 
@@ -59,11 +59,11 @@ def assign_heads(
     for head in range(num_heads):
         best = exact
         bar = exact.head_ms(head) if exact else float("inf")
-        mine = ways[head] if ways else None
-        for item in sorted(ordered, key=lambda item: item.way != mine):
-            if item.refusal or item.is_exact or not item.may_serve(head, ways):
+        mine = variants[head] if variants else None
+        for item in sorted(ordered, key=lambda item: item.variant != mine):
+            if item.refusal or item.is_exact or not item.may_serve(head, variants):
                 continue
-            margin = 0.0 if item.way == mine and best is exact else MARGIN
+            margin = 0.0 if item.variant == mine and best is exact else MARGIN
             if item.head_ms(head) < bar * (1 - margin):
                 best, bar = item, item.head_ms(head)
         if best is None:
@@ -133,17 +133,17 @@ def mixed_cost(
     return Cost(flops=flops, bytes_moved=moved, workspace_bytes=workspace, time_ms=time_ms)
 
 
-def _is_held(item: Candidate, ways: tuple[Way, ...]) -> bool:
+def _is_held(item: Candidate, variants: tuple[Variant, ...]) -> bool:
     """Return whether a candidate keeps the budget for some heads, and inertia bars them all."""
-    if not ways or item.refusal or not item.errors:
+    if not variants or item.refusal or not item.errors:
         return False
     heads = range(item.num_heads)
     return any(item.allows(head) for head in heads) and not any(
-        item.may_serve(head, ways) for head in heads
+        item.may_serve(head, variants) for head in heads
     )
 
 
-def _held_reason(item: Candidate, ways: tuple[Way, ...]) -> str:
+def _held_reason(item: Candidate, variants: tuple[Variant, ...]) -> str:
     """Return why a candidate within budget is not taken up."""
     head = min(
         (head for head in range(item.num_heads) if item.allows(head)),

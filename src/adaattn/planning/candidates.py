@@ -31,7 +31,7 @@ from adaattn.spec import (
     Precision,
     Scheme,
     TensorStats,
-    Way,
+    Variant,
     Why,
 )
 
@@ -129,15 +129,15 @@ class Candidate:
         return not self.errors or 0.0 < self.budgets[head] >= self.errors[head]
 
     @property
-    def way(self) -> Way:
+    def variant(self) -> Variant:
         """How it computes."""
-        return self.group.way
+        return self.group.variant
 
-    def may_serve(self, head: int, ways: tuple[Way, ...]) -> bool:
+    def may_serve(self, head: int, variants: tuple[Variant, ...]) -> bool:
         """Return whether a head may be computed so, given how each was before; () is the first."""
         if not self.allows(head):
             return False
-        if not ways or not self.errors or self.way == ways[head]:
+        if not variants or not self.errors or self.variant == variants[head]:
             return True
         return self.errors[head] <= ENTER_ERROR * self.budgets[head]
 

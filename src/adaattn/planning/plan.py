@@ -35,7 +35,7 @@ from adaattn.spec import (
     Plan,
     Policy,
     TensorStats,
-    Way,
+    Variant,
     Why,
 )
 
@@ -67,8 +67,8 @@ def decide(
     *,
     layer: int = -1,
     forced: bool = False,
-    ways: tuple[Way, ...] = (),
-    dropped: frozenset[Way] = frozenset(),
+    variants: tuple[Variant, ...] = (),
+    dropped: frozenset[Variant] = frozenset(),
 ) -> Decision:
     """Return the cheapest plan that keeps the policy, with every candidate's fate.
 
@@ -82,7 +82,7 @@ def decide(
         layer: which layer's budgets to take from a calibrated policy.
         forced: the capabilities hold approximations alone, asked for by name: whether they pay
             is not asked, whether they keep the budget is.
-        ways: how the caller's last such call computed each head; () is the first.
+        variants: how the caller's last such call computed each head; () is the first.
         dropped: ways that were measured to take longer than exact attention.
 
     Raises:
@@ -105,12 +105,12 @@ def decide(
     left = _without(candidates, dropped)
     judged = with_stats(left, problem, stats, hardware, policy, budgets)
     if forced or exact is None:
-        ways = ()  # there is nothing to stay with
-    judged = with_inertia(judged, ways)
-    chosen = assign_heads(judged, exact, problem.num_heads, ways)
+        variants = ()  # there is nothing to stay with
+    judged = with_inertia(judged, variants)
+    chosen = assign_heads(judged, exact, problem.num_heads, variants)
     groups = group_heads(chosen)
     cost = mixed_cost(groups, judged, problem, hardware)
-    if exact is not None and _mixes_in_vain(chosen, exact, cost, policy, ways):
+    if exact is not None and _mixes_in_vain(chosen, exact, cost, policy, variants):
         judged = without_mixing(judged, exact, cost.time_ms)
         chosen = [exact] * problem.num_heads
         groups = group_heads(chosen)
@@ -124,19 +124,19 @@ def decide(
     )
     return Decision(
         plan=plan,
-        trace=trace_of(judged, chosen, exact, _why_exact(exact, problem), ways),
+        trace=trace_of(judged, chosen, exact, _why_exact(exact, problem), variants),
         policy=policy.name,
         cost=cost,
         exact_cost=exact.cost if exact else None,
     )
 
 
-def _without(judged: Sequence[Candidate], dropped: frozenset[Way]) -> list[Candidate]:
+def _without(judged: Sequence[Candidate], dropped: frozenset[Variant]) -> list[Candidate]:
     """Return the candidates, those refused that the clock has found slower than exact attention."""
     why = "it was tried, and took longer than exact attention"
     return [
         replace(item, refusal=why, why=Why.SLOWER)
-        if item.way in dropped and not (item.refusal or item.is_exact)
+        if item.variant in dropped and not (item.refusal or item.is_exact)
         else item
         for item in judged
     ]
@@ -147,13 +147,13 @@ def _mixes_in_vain(
     exact: Candidate,
     cost: Cost,
     policy: Policy,
-    ways: tuple[Way, ...],
+    variants: tuple[Variant, ...],
 ) -> bool:
     """Return whether heads shared out gain too little, or need too much memory."""
     if len({id(item) for item in chosen}) == 1:
         return False
     limit = policy.memory_budget_bytes
-    stays = ways == tuple(item.way for item in chosen)
+    stays = variants == tuple(item.variant for item in chosen)
     bar = exact.time_ms * (1.0 if stays else 1 - MARGIN)
     return (limit is not None and cost.workspace_bytes > limit) or cost.time_ms > bar
 
@@ -166,8 +166,8 @@ def worth_measuring(
     capabilities: tuple[Capability, ...],
     *,
     forced: bool = False,
-    dropped: frozenset[Way] = frozenset(),
-) -> tuple[Way, ...]:
+    dropped: frozenset[Variant] = frozenset(),
+) -> tuple[Variant, ...]:
     """Return the (method, precision) pairs that could beat the exact path at their very best.
 
     At best means: the smallest rank and the lowest density have no error, and measuring costs
@@ -189,7 +189,7 @@ def worth_measuring(
     candidates = enumerate_candidates(problem, hardware, policy, capabilities)
     if forced:
         usable = [item for item in candidates if not item.refusal]
-        return tuple(sorted({item.way for item in usable}))
+        return tuple(sorted({item.variant for item in usable}))
     ranked = _best_exact(candidates, problem, hardware)
     if not ranked or _cannot_be_checked(problem, policy):
         return ()
@@ -197,22 +197,22 @@ def worth_measuring(
     audit_ms = measuring_ms(problem, hardware, policy.audit_rows, 0)
     budgets = (policy.error_budget, *(budget for *_, budget in policy.head_budgets))
     strictest = min(budget for budget in budgets if budget > 0)
-    pays: list[Way] = []
+    pays: list[Variant] = []
     for item in _lower_precisions(candidates):
-        if item.way not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
-            pays.append(item.way)
+        if item.variant not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
+            pays.append(item.variant)
             if _SAFETY * item.group.scheme.inputs.unit_roundoff <= strictest:
                 bar = item.time_ms
     for item in candidates:
-        if item.refusal or item.group.method.kind is Method.EXACT or item.way in dropped:
+        if item.refusal or item.group.method.kind is Method.EXACT or item.variant in dropped:
             continue
         if item.time_ms + audit_ms < (1 - MARGIN) * bar:
-            pays.append(item.way)
+            pays.append(item.variant)
     return tuple(sorted(set(pays)))
 
 
 def measuring_cost_ms(
-    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, wanted: Sequence[Way]
+    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, wanted: Sequence[Variant]
 ) -> float:
     """Return what measuring some ways on one call should cost."""
     variants = sum(_VARIANTS[method] for method in {method for method, _ in wanted})

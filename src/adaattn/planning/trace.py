@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from adaattn.planning.candidates import Candidate
-from adaattn.spec import TraceEntry, Way, Why
+from adaattn.spec import TraceEntry, Variant, Why
 
 __all__ = ["format_ms", "shown_time", "trace_of"]
 
@@ -13,7 +13,7 @@ def trace_of(
     chosen: Sequence[Candidate],
     exact: Candidate | None,
     why_exact: str,
-    ways: tuple[Way, ...] = (),
+    variants: tuple[Variant, ...] = (),
 ) -> tuple[TraceEntry, ...]:
     """Return one entry for each candidate, in the order they were tried.
 
@@ -22,9 +22,9 @@ def trace_of(
         chosen: the candidate of each head.
         exact: the candidate that loses nothing and was preferred to the other such ones.
         why_exact: why it was.
-        ways: how each head was computed the last time.
+        variants: how each head was computed the last time.
     """
-    return tuple(_entry(item, chosen, exact, why_exact, ways) for item in judged)
+    return tuple(_entry(item, chosen, exact, why_exact, variants) for item in judged)
 
 
 def format_ms(value: float) -> str:
@@ -42,7 +42,7 @@ def _entry(
     chosen: Sequence[Candidate],
     exact: Candidate | None,
     why_exact: str,
-    ways: tuple[Way, ...],
+    variants: tuple[Variant, ...],
 ) -> TraceEntry:
     """Return the entry of one candidate."""
     heads = tuple(head for head, other in enumerate(chosen) if other.group == item.group)
@@ -53,7 +53,7 @@ def _entry(
     elif item.refusal:
         reason = item.refusal
     else:
-        reason, why = _slower_reason(item, chosen, exact, ways), Why.SLOWER
+        reason, why = _slower_reason(item, chosen, exact, variants), Why.SLOWER
     return TraceEntry(
         candidate=item.name,
         accepted=accepted,
@@ -114,7 +114,10 @@ def shown_time(item: Candidate) -> str:
 
 
 def _slower_reason(
-    item: Candidate, chosen: Sequence[Candidate], exact: Candidate | None, ways: tuple[Way, ...]
+    item: Candidate,
+    chosen: Sequence[Candidate],
+    exact: Candidate | None,
+    variants: tuple[Variant, ...],
 ) -> str:
     """Return why a usable candidate was not taken, compared on the heads that it may serve."""
     if item.is_exact and exact is not None and all(other is exact for other in chosen):
@@ -122,7 +125,7 @@ def _slower_reason(
         if item.measured is None or exact.measured is None:
             return f"nobody measured that it is faster here: {times}"
         return f"not faster by enough: {times}"
-    heads = [head for head in range(len(chosen)) if item.may_serve(head, ways)]
+    heads = [head for head in range(len(chosen)) if item.may_serve(head, variants)]
     mine = sum(item.head_ms(head) for head in heads)
     theirs = sum(chosen[head].head_ms(head) for head in heads)
     names = " and ".join(dict.fromkeys(chosen[head].name for head in heads))

@@ -7,7 +7,7 @@ queries and keys, ``Dv`` head dimension of values.
 Every value here can be printed, compared, hashed, pickled, and sent to other ranks.
 """
 
-from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Way, Why
+from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Variant, Why
 from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
 from adaattn.spec.method import METHODS, BlockSparse, Exact, HeadMethod, LowRank
@@ -43,6 +43,6 @@ __all__ = [
     "TensorStats",
     "TimingTable",
     "TraceEntry",
-    "Way",
+    "Variant",
     "Why",
 ]

@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Way", "Why"]
+__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Variant", "Why"]
 
 
 class Precision(enum.IntEnum):
@@ -69,7 +69,7 @@ class Method(enum.IntEnum):
     BLOCK_SPARSE = 2
 
 
-Way = tuple[Method, Precision]
+Variant = tuple[Method, Precision]
 """How a head was computed: by which method, in which number format."""
 
 

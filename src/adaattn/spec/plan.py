@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec._checks import check_at_least_0
-from adaattn.spec.enums import Method, Precision, Way, Why
+from adaattn.spec.enums import Method, Precision, Variant, Why
 from adaattn.spec.method import METHODS, Exact, HeadMethod
 from adaattn.spec.scheme import Scheme
 
@@ -60,7 +60,7 @@ class HeadGroup:
         return f"{self.capability}/{self.scheme.label} {self.method.label}".rstrip()
 
     @property
-    def way(self) -> Way:
+    def variant(self) -> Variant:
         """Its method, and the format that q, k and v are cast to."""
         return self.method.kind, self.scheme.inputs
 

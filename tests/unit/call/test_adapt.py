@@ -24,11 +24,11 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.call.history import Entry
 from adaattn.call.measure import measure
 from adaattn.errors import ArgumentError, NonFiniteError
-from adaattn.spec import Method, Precision, TensorStats, Way
+from adaattn.spec import Method, Precision, TensorStats, Variant
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts
 
-DENSE: Way = (Method.EXACT, Precision.FP32)
-LOW: Way = (Method.LOW_RANK, Precision.FP32)
+DENSE: Variant = (Method.EXACT, Precision.FP32)
+LOW: Variant = (Method.LOW_RANK, Precision.FP32)
 INFINITE = float("inf")
 LOSSY = Policy(name="lossy", error_budget=0.05)
 
@@ -242,7 +242,7 @@ class TestWays:
     """Earlier ways give heads their inertia."""
 
     @pytest.mark.parametrize(
-        ("share", "ways", "low"),
+        ("share", "variants", "low"),
         [
             (0.9, (), (0, 1)),
             (0.9, (LOW, DENSE), (0,)),
@@ -255,20 +255,20 @@ class TestWays:
         self,
         events: list[AttentionEvent],
         share: float,
-        ways: tuple[Way, ...],
+        variants: tuple[Variant, ...],
         low: tuple[int, ...],
     ) -> None:
         tensors, history = draw(length=4096), History()
         attend(*tensors, policy=LOSSY, history=history)
         ((key, entry),) = history._entries.items()
         assert key[0] == events[0].problem
-        assert entry.stats is not None and entry.ways == (LOW, LOW)
+        assert entry.stats is not None and entry.variants == (LOW, LOW)
         errors = (share * LOSSY.error_budget,) * 2
         found = tuple((ranks, errors) for ranks, _ in entry.stats.low_rank_errors)
-        entry.stats, entry.ways = replace(entry.stats, low_rank_errors=found), ways
+        entry.stats, entry.variants = replace(entry.stats, low_rank_errors=found), variants
         attend(*tensors, policy=LOSSY, history=history)
         assert low_heads(events[1]) == low
-        assert entry.ways == tuple(LOW if head in low else DENSE for head in range(2))
+        assert entry.variants == tuple(LOW if head in low else DENSE for head in range(2))
 
     def test_a_head_that_an_audit_repaired_is_exact_until_it_is_measured_anew(
         self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
@@ -315,7 +315,7 @@ class TestArriving:
         tensors, history = draw(), History()
         attend(*tensors, policy=LOSSY, history=history)
         entry, late = self.known(history), Late(measurements[0])
-        entry.stats, entry.ways = None, ()
+        entry.stats, entry.variants = None, ()
         entry.arriving.append(late)
         attend(*tensors, policy=LOSSY, history=history)
         late.has_arrived = True

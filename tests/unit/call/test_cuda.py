@@ -118,10 +118,10 @@ def test_a_format_that_does_not_pay_is_dropped() -> None:
         torch.cuda.synchronize()
         (key,) = [key for key in PROCESS._entries if key[2] is policy]
         ledger = ledger_of(key[0], policy, "auto", tensors[0].device)
-        for ways, times in ledger._by_ways.items():
+        for variants, times in ledger._by_variants.items():
             if times:
-                ledger.record(10 * ledger.exact_ms, "approximate", ways)
-                ledger.record(10 * ledger.exact_ms, "approximate", ways)
+                ledger.record(10 * ledger.exact_ms, "approximate", variants)
+                ledger.record(10 * ledger.exact_ms, "approximate", variants)
     assert ledger.dropped
     _, aux = adaattn.scaled_dot_product_attention(*tensors, policy=policy, return_aux=True)
     assert aux.decision.plan.groups[0].scheme.inputs is adaattn.Precision.FP32

@@ -10,15 +10,15 @@ from adaattn import AttentionEvent, Policy, record_events
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
-from adaattn.call.ledger import SHARE, Ledger, Ways, ledger_of
+from adaattn.call.ledger import SHARE, Ledger, Variants, ledger_of
 from adaattn.spec import Method, Precision
 from adaattn.testing import fake_facts, make_problem
 
 pytestmark = pytest.mark.probation
 
 CPU = torch.device("cpu")
-LOW: Ways = frozenset({(Method.LOW_RANK, Precision.FP32)})
-BF16: Ways = frozenset({(Method.EXACT, Precision.BF16)})
+LOW: Variants = frozenset({(Method.LOW_RANK, Precision.FP32)})
+BF16: Variants = frozenset({(Method.EXACT, Precision.BF16)})
 LOSSY = Policy(name="lossy", error_budget=0.05, precisions=())
 EXACT_MS, MEASURING_MS = 10.0, 1.0
 
@@ -188,13 +188,13 @@ class TestCalls:
             ledger: Ledger,
             device: torch.device,
             kind: str,
-            ways: Ways = frozenset(),
+            variants: Variants = frozenset(),
             chose_ms: float = 0.0,
         ) -> Iterator[None]:
             yield
             planted = {"exact": EXACT_MS, "measuring": MEASURING_MS, "approximate": approximate_ms}
             steps.append((kind, planted[kind]))
-            ledger.record(planted[kind], kind, ways)
+            ledger.record(planted[kind], kind, variants)
 
         counted = Ledger.count_exact
 

@@ -32,25 +32,30 @@ from adaattn.spec import (
     Precision,
     Scheme,
     TensorStats,
-    Way,
+    Variant,
 )
 from adaattn.testing import fake_facts, make_problem
 
 FP32, BF16 = Precision.FP32, Precision.BF16
 BUDGET = 0.02
-DENSE: Way = (Method.EXACT, FP32)
-LOW: Way = (Method.LOW_RANK, FP32)
-SPARSE: Way = (Method.BLOCK_SPARSE, FP32)
-HALF: Way = (Method.EXACT, BF16)
+DENSE: Variant = (Method.EXACT, FP32)
+LOW: Variant = (Method.LOW_RANK, FP32)
+SPARSE: Variant = (Method.BLOCK_SPARSE, FP32)
+HALF: Variant = (Method.EXACT, BF16)
 TINY = 1e-9
 Executors = tuple[Capability, ...]
 
 
 def candidate(
-    way: Way, ms: float, errors: tuple[float, ...] = (), *, rank: int = 0, num_heads: int = 1
+    variant: Variant,
+    ms: float,
+    errors: tuple[float, ...] = (),
+    *,
+    rank: int = 0,
+    num_heads: int = 1,
 ) -> Candidate:
     """Return a way of computing that takes so long for each head and loses so much."""
-    method, precision = way
+    method, precision = variant
     found = LowRank(rank=rank) if method is Method.LOW_RANK else METHODS[method]()
     num_heads = len(errors) or num_heads
     return Candidate(
@@ -63,10 +68,10 @@ def candidate(
     )
 
 
-def taken(candidates: Sequence[Candidate], num_heads: int = 1, *ways: Way) -> list[Way]:
+def taken(candidates: Sequence[Candidate], num_heads: int = 1, *variants: Variant) -> list[Variant]:
     """Return the way of each head, as `decide` finds it; the first candidate is exact."""
-    judged = with_inertia(candidates, ways)
-    chosen = assign_heads(judged, candidates[0], num_heads, ways)
+    judged = with_inertia(candidates, variants)
+    chosen = assign_heads(judged, candidates[0], num_heads, variants)
     return [(item.group.method.kind, item.group.scheme.inputs) for item in chosen]
 
 
@@ -95,7 +100,7 @@ class TestErrors:
         ],
     )
     def test_a_head_enters_well_below_its_budget_and_leaves_above_it(
-        self, share: float, before: Way | None, after: Way
+        self, share: float, before: Variant | None, after: Variant
     ) -> None:
         candidates = [
             candidate(DENSE, 10.0),
@@ -106,11 +111,11 @@ class TestErrors:
     def test_an_error_that_wanders_about_the_budgets_edge_changes_a_head_once(self) -> None:
         """Without inertia each measurement would have changed the way."""
         shares = (0.95, 0.79, 0.9, 0.99, 0.85, 0.999, 1.01, 0.9, 0.99, 0.81, 0.79)
-        way, seen, hasty = DENSE, [], []
+        variant, seen, hasty = DENSE, [], []
         for share in shares:
             candidates = [candidate(DENSE, 10.0), candidate(LOW, 5.0, (share * BUDGET,))]
-            (way,) = taken(candidates, 1, way)
-            seen.append(way)
+            (variant,) = taken(candidates, 1, variant)
+            seen.append(variant)
             hasty += taken(candidates)
         assert seen == [DENSE, *[LOW] * 5, *[DENSE] * 4, LOW]
         assert hasty == [*[LOW] * 6, DENSE, *[LOW] * 4]
@@ -173,7 +178,7 @@ class TestTimes:
         ],
     )
     def test_a_head_enters_for_a_clear_gain_and_stays_while_it_is_not_slower(
-        self, saved: float, before: Way | None, after: Way
+        self, saved: float, before: Variant | None, after: Variant
     ) -> None:
         candidates = [
             candidate(DENSE, 10.0),
@@ -198,8 +203,8 @@ class TestTimes:
         self,
         low_ms: float,
         sparse_ms: float,
-        before: Way,
-        after: Way,
+        before: Variant,
+        after: Variant,
         low_is_more_accurate: bool,
     ) -> None:
         """A more accurate one once took a head away for any gain at all."""
@@ -222,8 +227,8 @@ class TestTimes:
         candidates = [
             candidate(DENSE, 10.0, num_heads=heads),
             *(
-                candidate(way, data.draw(ms), tuple(data.draw(error) for _ in range(heads)))
-                for way in (LOW, SPARSE, HALF)
+                candidate(variant, data.draw(ms), tuple(data.draw(error) for _ in range(heads)))
+                for variant in (LOW, SPARSE, HALF)
             ),
         ]
         before = [data.draw(st.sampled_from((DENSE, LOW, SPARSE, HALF))) for _ in range(heads)]
@@ -248,13 +253,17 @@ class TestDecisions:
         )
 
     def decided(
-        self, executors: Executors, errors: Sequence[float], ways: tuple[Way, ...], **options: bool
+        self,
+        executors: Executors,
+        errors: Sequence[float],
+        variants: tuple[Variant, ...],
+        **options: bool,
     ) -> Decision:
         problem = self.problem()
         policy = Policy(error_budget=BUDGET)
         stats = self.stats(problem, *errors)
         facts = fake_facts("cpu")
-        return decide(problem, stats, facts, policy, executors, ways=ways, **options)
+        return decide(problem, stats, facts, policy, executors, variants=variants, **options)
 
     def test_no_past_is_the_first_call(self, executors: Executors) -> None:
         errors = (0.9 * BUDGET,) * 4
@@ -278,8 +287,8 @@ class TestDecisions:
 
     def test_heads_that_stay_keep_a_mixed_plan(self, executors: Executors) -> None:
         errors = [share * BUDGET for share in (0.9, 0.9, 3.0, 0.9)]
-        ways = (LOW, LOW, DENSE, DENSE)
-        decision = self.decided(executors, errors, ways)
+        variants = (LOW, LOW, DENSE, DENSE)
+        decision = self.decided(executors, errors, variants)
         by_method = {group.method.kind: group.heads for group in decision.plan.groups}
         assert by_method == {Method.LOW_RANK: (0, 1), Method.EXACT: (2, 3)}
         assert self.decided(executors, errors, ()).plan.groups != decision.plan.groups
@@ -303,7 +312,7 @@ class TestDecisions:
             fake_facts("cpu"),
             Policy(error_budget=BUDGET),
             executors,
-            ways=(LOW, DENSE, DENSE, DENSE),
+            variants=(LOW, DENSE, DENSE, DENSE),
         )
         entries = {entry.candidate: entry for entry in decision.trace}
         assert entries["low_rank/fp32 rank=16,16"].heads == (0,)
@@ -323,7 +332,7 @@ class TestDecisions:
         ],
     )
     def test_a_mixed_plan_that_stays_need_not_gain_the_margin_again(
-        self, before: tuple[Way, ...], mixed: bool
+        self, before: tuple[Variant, ...], mixed: bool
     ) -> None:
         """One head of four gains a tenth, which is less than the margin of the whole."""
         everything = ~Feature(0)
@@ -341,7 +350,7 @@ class TestDecisions:
         )
         stats = TensorStats(low_rank_errors=(((64, 64), (0.001, 0.9, 0.9, 0.9)),))
         policy = Policy(error_budget=BUDGET, ranks=(64,))
-        decision = decide(problem, stats, facts, policy, (exact, low), ways=before)
+        decision = decide(problem, stats, facts, policy, (exact, low), variants=before)
         assert decision.exact_cost is not None
         assert decision.plan.is_exact is not mixed
         if mixed:
@@ -352,13 +361,13 @@ class TestDecisions:
             (entry,) = [e for e in decision.trace if e.candidate.startswith("low/")]
             assert entry.reason.startswith("faster for some heads, but too little is gained: ")
 
-    @pytest.mark.parametrize("ways", [(), (DENSE,) * 4, (LOW,) * 4, (SPARSE,) * 4])
+    @pytest.mark.parametrize("variants", [(), (DENSE,) * 4, (LOW,) * 4, (SPARSE,) * 4])
     def test_what_was_asked_for_by_name_is_not_held_back_by_the_past(
-        self, executors: Executors, ways: tuple[Way, ...]
+        self, executors: Executors, variants: tuple[Variant, ...]
     ) -> None:
         """An error within the budget was refused to heads that were exact before."""
         alone = tuple(item for item in executors if item.name == "low_rank")
-        decision = self.decided(alone, (0.9 * BUDGET,) * 4, ways, forced=True)
+        decision = self.decided(alone, (0.9 * BUDGET,) * 4, variants, forced=True)
         assert [group.method.kind for group in decision.plan.groups] == [Method.LOW_RANK]
 
     def test_without_an_exact_way_a_head_over_budget_is_an_error(
