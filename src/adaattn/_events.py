@@ -39,7 +39,8 @@ class AttentionEvent:
         workspace_bytes: predicted memory beside inputs and output.
         fallbacks: each step down that was taken, as a sentence.
         error_estimate: largest error over heads found on sampled rows, or estimated; None if exact.
-        head_errors: the same per query head (maximum over the batch); empty if exact.
+        head_errors: the same per query head (maximum over the batch); empty if exact. Where the
+            host may not wait for an audit, that of an earlier call, once it has arrived.
         repaired_heads: query heads that an audit found over budget; they were computed exactly.
         stats: the numbers measured on the tensors of this very call, else None.
         saved_ms: time that approximations of this problem were measured to have saved since the

@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 from adaattn import hardware
-from adaattn.call.arriving import Arriving
-from adaattn.call.audit import Outcome, audited, is_lossy
+from adaattn.call.arriving import Arriving, on_device
+from adaattn.call.audit import FALLBACKS, Outcome, audited, is_lossy
 from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History, is_recomputing
@@ -102,7 +102,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     ledger, entry = place.ledger, place.entry
     entry.calls += 1
     ledger.collect()
-    _take_in(entry, choice, problem.num_heads, history.momentum)
+    arrived = _take_in(entry, choice, problem.num_heads, history.momentum)
     wanted = _wanted(choice, place)
     stats, note = None, ""
     with_rest = entry.stats is not None and entry.age >= history.measure_every
@@ -134,12 +134,11 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
         entry.age += left
         ledger.count_exact(left)
+        outcome = _with_audit(outcome, *arrived)
         saved_ms = ledger.take_saved()
         return replace(outcome, stats=stats, saved_ms=saved_ms, exact_calls_next=left)
-    variants, chose_ms = (
-        _lossy_variants(decision, problem.precision),
-        1e3 * (time.perf_counter() - start),
-    )
+    variants = _lossy_variants(decision, problem.precision)
+    chose_ms = 1e3 * (time.perf_counter() - start)
     with ledger.timing(device, "approximate", variants, chose_ms):
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
@@ -149,6 +148,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
         history.keep(_mark(call, sums, choice.layer), outcome.decision)
+    outcome = _with_audit(outcome, *arrived)
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
 
 
@@ -284,23 +284,51 @@ def _checked(
     if entry.calls % _AUDIT_EVERY == 0:
         sample = sample_rows(call.tensors, problem, policy.audit_rows, seed=entry.calls)
         errors = audit(outcome.result.output, sample).amax(0)
+        own = (Method.EXACT, problem.precision)
+        found = _variants(outcome, problem.num_heads, problem.precision)
+        exact = [head for head, variant in enumerate(found) if variant == own]
+        if exact:
+            errors = errors.index_fill(0, on_device(exact, errors.device), 0.0)
         entry.arriving.append(Arriving.of(errors[None], _audit_of))
     return outcome
 
 
-def _take_in(entry: Entry, choice: Choice, num_heads: int, momentum: float) -> None:
-    """Take in what has arrived: measurements, and audits whose heads are exact from now on."""
+def _take_in(
+    entry: Entry, choice: Choice, num_heads: int, momentum: float
+) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    """Take in what has arrived: measurements, and audits whose heads are exact from now on.
+
+    Returns:
+        The last audit's errors by head, () if none has arrived, and a sentence for each audit that
+        found heads over their budget.
+    """
+    errors: tuple[float, ...] = ()
+    sentences: list[str] = []
     while entry.arriving and entry.arriving[0].is_here():
         found = entry.arriving.popleft().value()
         if isinstance(found, TensorStats):
             if found.max_magnitude < float("inf"):
                 entry.learn(found, momentum)
             continue
+        errors = found
         budgets = head_budgets(choice.policy, num_heads, choice.layer)
         over = tuple(h for h, error in enumerate(found) if not error <= budgets[h])
         if over:
-            _LOGGER.info("audit: heads %s are over their budget, and exact from now on", over)
+            shown = ", ".join(map(str, over))
+            sentences.append(f"audit: heads {shown} were over their budget; exact from now on")
+            _LOGGER.info("%s", sentences[-1])
+            FALLBACKS.update(["audit"])
             entry.bar(over, for_good=True)
+    return errors, tuple(sentences)
+
+
+def _with_audit(outcome: Outcome, errors: tuple[float, ...], sentences: tuple[str, ...]) -> Outcome:
+    """Return the outcome with what an audit of an earlier call has found, now that it is here."""
+    if not errors:
+        return outcome
+    assert outcome.decision is not None
+    decision = replace(outcome.decision, notes=(*outcome.decision.notes, *sentences))
+    return replace(outcome, decision=decision, worst_errors=errors)
 
 
 def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:

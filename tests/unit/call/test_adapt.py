@@ -19,8 +19,11 @@ from adaattn import (
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.attention.statistics import AttentionStatistics
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
+from adaattn.call import adapt
+from adaattn.call.audit import FALLBACKS
 from adaattn.call.history import Entry
 from adaattn.call.measure import measure
 from adaattn.errors import ArgumentError, NonFiniteError
@@ -345,6 +348,24 @@ class TestArriving:
         for _ in range(2):
             attend(*tensors, policy=LOSSY, history=history)
         assert [low_heads(event) for event in events] == [(0, 1), (0,), (0,)]
+
+    def test_what_it_found_is_in_the_event_of_the_call_that_meets_it(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        """The verdict on a head is counted although its own call could not be repaired."""
+        monkeypatch.setattr(adapt, "audited", lambda call, outcome, *_: outcome)
+        tensors, history, statistics = draw(length=4096), History(), AttentionStatistics()
+        attend(*tensors, policy=LOSSY, history=history)
+        self.known(history).arriving.append(Late((0.01, 0.5), has_arrived=True))
+        before = FALLBACKS["audit"]
+        for _ in range(2):
+            attend(*tensors, policy=LOSSY, history=history)
+        assert [event.head_errors for event in events] == [(), (0.01, 0.5), ()]
+        assert any("exact from now on" in note for note in events[1].decision.notes)
+        assert FALLBACKS["audit"] == before + 1
+        on_gpu = replace(events[1].problem, may_wait=False)
+        statistics.record(replace(events[1], problem=on_gpu))
+        assert statistics.to_dict()["max_audited_error"] == 0.5
 
 
 class TestRecomputed:
