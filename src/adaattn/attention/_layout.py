@@ -1,6 +1,6 @@
 """The shapes of a module's inputs, checked, and the way back to the caller's."""
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expe
 __all__ = ["Layout", "check_inputs"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """How a call's tensors lie.
 
     Args:
@@ -31,7 +30,7 @@ class Layout:
 
     def with_keys(self, len_k: int) -> "Layout":
         """Return the same with another number of keys."""
-        return self if len_k == self.len_k else replace(self, len_k=len_k)
+        return self._replace(len_k=len_k)
 
     def split_heads(self, projected: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Return [B, H, L, D], a view.
@@ -84,7 +83,7 @@ def check_inputs(
         ShapeError: sizes that do not fit.
     """
     named = [("query", query, config.embed_dim)]
-    if not (query is key is value and config.key_size == config.value_size == config.embed_dim):
+    if not (query is key is value and config.has_packed_weights):
         named += [("key", key, config.key_size), ("value", value, config.value_size)]
     for name, item, size in named:
         _check_tensor(name, item)

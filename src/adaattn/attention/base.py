@@ -237,7 +237,7 @@ class BaseAttention(nn.Module, ABC):
         masks = mask_arguments(
             key_padding_mask,
             attn_mask,
-            layout.with_keys(start + layout.len_k),
+            layout if cache is None else layout.with_keys(start + layout.len_k),
             is_causal=bool(is_causal),
             window=self.config.window,
             to_end=cache is not None,
@@ -247,6 +247,10 @@ class BaseAttention(nn.Module, ABC):
             device=query.device,
         )
         q, k, v = self._heads(query, key, value, layout)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the norms stay in the dtype of their weights, and q as v is.
+            wide = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         if self.rotary is not None:
             q, k = self.rotary(q, k, new_positions(positions, start, layout, query.device))
         elif positions is not None:
@@ -255,10 +259,22 @@ class BaseAttention(nn.Module, ABC):
             )
         if cache is not None:
             k, v = cache.update(k, v)
-        k, v = self._with_extra_keys(k, v)
+        if self.bias_k is not None or self.add_zero_attn:
+            k, v = self._with_extra_keys(k, v)
         wanted = self.need_weights_by_default if need_weights is None else need_weights
+        config = self.config
         output, weights = self.runner.run(
-            q, k, v, need_weights=wanted, training=self.training, **masks, **self._semantics()
+            q,
+            k,
+            v,
+            need_weights=wanted,
+            training=self.training,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=config.kv_heads != config.num_heads,
+            scale=config.scale,
+            softcap=config.softcap,
+            sinks=self.sinks,
+            **masks,
         )
         output = self.out_proj(layout.merge_heads(output))
         if weights is None:
@@ -269,19 +285,17 @@ class BaseAttention(nn.Module, ABC):
     def _heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return projected and normalised q [B, H, L, D], k and v [B, Hkv, S, D]."""
+        """Return projected q [B, H, L, D], k and v [B, Hkv, S, D]."""
         config = self.config
         packed = self.in_proj_weight
-        sizes = (config.query_size, config.kv_size, config.kv_size)
         if packed is not None and query is key is value:
             # Cut apart as heads: half of the views that cutting first takes.
             heads, kv_heads = config.num_heads, config.kv_heads
             projected = functional.linear(query, packed, self.in_proj_bias)
-            projected = projected.view(*query.shape[:-1], heads + 2 * kv_heads, self.head_dim)
-            q, k, v = map(
-                layout.heads_first, projected.split_with_sizes((heads, kv_heads, kv_heads), -2)
-            )
-            return self._normed(q, k, v)
+            together = projected.view(*query.shape[:-1], heads + 2 * kv_heads, self.head_dim)
+            q, k, v = layout.heads_first(together).split_with_sizes((heads, kv_heads, kv_heads), 1)
+            return q, k, v
+        sizes = (config.query_size, config.kv_size, config.kv_size)
         if packed is not None:
             q, k, v = project_packed(query, key, value, packed, self.in_proj_bias, sizes)
         else:
@@ -290,24 +304,12 @@ class BaseAttention(nn.Module, ABC):
             q, k, v = project_separately((query, key, value), weights, self.in_proj_bias, sizes)
         q = layout.split_heads(q, config.num_heads)
         k, v = (layout.split_heads(item, config.kv_heads) for item in (k, v))
-        return self._normed(q, k, v)
-
-    def _normed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q and k normalised, where the module does that, and v."""
-        if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the norms stay in the dtype of their weights, and q as v is.
-            wide = self.q_norm.weight.dtype
-            q, k = self.q_norm(q.to(wide)).to(v.dtype), self.k_norm(k.to(wide)).to(v.dtype)
         return q, k, v
 
     def _with_extra_keys(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return k and v with what ``add_bias_kv`` and ``add_zero_attn`` append."""
-        if self.bias_k is None and not self.add_zero_attn:
-            return key, value
         extra = []
         for heads, learned in ((key, self.bias_k), (value, self.bias_v)):
             rows = [heads]
@@ -318,18 +320,6 @@ class BaseAttention(nn.Module, ABC):
                 rows.append(heads.new_zeros((*heads.shape[:2], 1, heads.shape[3])))
             extra.append(torch.cat(rows, dim=2))
         return extra[0], extra[1]
-
-    def _semantics(self) -> dict[str, Any]:
-        """Return the keywords of the public call that follow from what the module is."""
-        config = self.config
-        named: dict[str, Any] = {
-            "dropout_p": self.dropout if self.training else 0.0,
-            "enable_gqa": config.kv_heads != config.num_heads,
-            "scale": config.scale,
-            "softcap": config.softcap,
-            "sinks": self.sinks,
-        }
-        return named
 
     def get_statistics(self) -> AttentionStatistics:
         """Return the statistics of the calls made so far, a mapping."""

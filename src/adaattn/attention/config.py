@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypedDict
 
 import torch
@@ -40,7 +41,7 @@ class AttentionOptions(TypedDict, total=False):
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """What an attention module is made of.
 
@@ -153,37 +154,37 @@ class AttentionConfig:
                 )
             )
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         """Heads of k and v."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
+    @cached_property
     def size_of_head(self) -> int:
         """Numbers in a head."""
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    @property
+    @cached_property
     def query_size(self) -> int:
         """Numbers in the query heads of a token, and in those of the output."""
         return self.num_heads * self.size_of_head
 
-    @property
+    @cached_property
     def kv_size(self) -> int:
         """Numbers in the key heads of a token, and in its value heads."""
         return self.kv_heads * self.size_of_head
 
-    @property
+    @cached_property
     def key_size(self) -> int:
         """Numbers in a key before projection."""
         return self.embed_dim if self.kdim is None else self.kdim
 
-    @property
+    @cached_property
     def value_size(self) -> int:
         """Numbers in a value before projection."""
         return self.embed_dim if self.vdim is None else self.vdim
 
-    @property
+    @cached_property
     def has_packed_weights(self) -> bool:
         """Whether one matrix, ``in_proj_weight``, holds the projections of q, k and v."""
         return self.key_size == self.value_size == self.embed_dim

@@ -67,6 +67,8 @@ class Runner:
         self.statistics = AttentionStatistics()
         self._history = History(measure_every=measure_every, momentum=momentum)
         self._tag = f"layer{layer}" if layer >= 0 else ""
+        self._judged: Policy | None = None
+        self._may_lose = False
 
     def run(
         self,
@@ -98,14 +100,20 @@ class Runner:
         if self.plan is not None:
             semantics["plan"] = self.plan
         else:
-            semantics["policy"], semantics["backend"] = self.policy, self._backend_of(query)
+            semantics["policy"] = self.policy
+            semantics["backend"] = self.backend if self.fused_on_gpu else self._backend_of(query)
             if not compiling:
                 policy = AMBIENT.get() if self.policy is None else self.policy
-                if policy.allows_loss:
+                if policy is not self._judged:
+                    self._judged, self._may_lose = policy, policy.allows_loss
+                if self._may_lose:
                     semantics |= self._learning(policy, query, key, value, training)
         token = None if compiling else add_sink(self._count)
         try:
-            found = self._in_mode(query, key, value, semantics)
+            if self.precision_mode == "auto":
+                found = scaled_dot_product_attention(query, key, value, **semantics)
+            else:
+                found = self._in_mode(query, key, value, semantics)
         finally:
             if token is not None:
                 remove_sink(token)
@@ -158,8 +166,6 @@ class Runner:
         semantics: dict[str, Any],
     ) -> Any:
         """Return what the public call returns, in the format of the precision mode."""
-        if self.precision_mode == "auto":
-            return scaled_dot_product_attention(query, key, value, **semantics)
 
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
             return scaled_dot_product_attention(query, key, value, **semantics)
