@@ -232,7 +232,7 @@ def run(options: argparse.Namespace) -> Path:
     )
     end = time.monotonic() + options.limit_s
     rows: list[dict[str, Any]] = []
-    for problem in problems:
+    for problem in problems[options.skip :]:
         if options.only not in problem.name:
             continue
         if time.monotonic() > end:
@@ -292,6 +292,7 @@ def main(given: list[str] | None = None) -> Path:
     """Return the path of the result of one run."""
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--problems", type=int, default=300, help="how many are drawn")
+    parser.add_argument("--skip", type=int, default=0, help="of these, how many at the front")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--policy", default="quality", choices=tuple(_WARM_CALLS))
     parser.add_argument("--through", default="function", choices=tuple(SIDES))
