@@ -82,8 +82,14 @@ def check_inputs(
         UnsupportedError: a nested tensor.
         ShapeError: sizes that do not fit.
     """
+    own = config.has_packed_weights and query is key is value
+    if own and type(query) is torch.Tensor and not query.is_nested and query.dim() == 3:
+        first, second, size = query.shape
+        batch, length = (first, second) if batch_first else (second, first)
+        if size == config.embed_dim:
+            return Layout(True, batch_first, batch, length, length)
     named = [("query", query, config.embed_dim)]
-    if not (query is key is value and config.has_packed_weights):
+    if not own:
         named += [("key", key, config.key_size), ("value", value, config.value_size)]
     for name, item, size in named:
         _check_tensor(name, item)

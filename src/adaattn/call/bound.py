@@ -122,19 +122,25 @@ class Exact:
             return self._general
         if self._direct is None or self._return_aux:
             return self._quick
-        quick, takes = self._quick, self._takes
+        takes, by_tag = self._takes, self._by_tag
         run: Bound | None = self._direct
 
         def shortest(*given: Any) -> Any:
             nonlocal run
-            if run is None or listeners():
-                return quick(*given)
+            watched = listeners()
+            if run is None or (watched and wants_timing()):
+                return self._general(*given)
             output: Any = None
             try:
                 output = run(*given[:takes])
             except (torch.OutOfMemoryError, ExecutorError):
                 run = self._direct = None
-            return self._general(*given) if output is None else output
+            if output is None:  # outside of the handler, whose traceback keeps the call's memory
+                return self._general(*given)
+            if watched:
+                kind = given[8], given[1].shape[2]
+                emit(by_tag.get(kind) or self._event_of(*kind))
+            return output
 
         return shortest
 
@@ -151,7 +157,7 @@ class Exact:
         if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
             return self._general(*given)
         if watched:
-            emit(self._event_of(tag=given[8], len_k=given[1].shape[2]))
+            emit(self._event_of(given[8], given[1].shape[2]))
         if not self._return_aux:
             return output
         if not isinstance(output, Result):
