@@ -15,12 +15,20 @@ from typing import Final
 import torch
 
 from adaattn import hardware
-from adaattn.call.arriving import Arriving, on_device
-from adaattn.call.audit import FALLBACKS, Outcome, audited, is_lossy
+from adaattn.call.audit import (
+    AUDIT_EVERY,
+    Outcome,
+    audited,
+    audited_later,
+    final_variants,
+    is_lossy,
+    over_budget,
+    with_audit,
+)
 from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History, is_recomputing
-from adaattn.call.measure import audit, check_finite, measure, measure_later, sample_rows
+from adaattn.call.measure import check_finite, measure, measure_later
 from adaattn.call.run import run_decision
 from adaattn.errors import NonFiniteError, PlanError, UnsupportedError
 from adaattn.planning import (
@@ -63,9 +71,6 @@ _EXACT_CALLS: Final = 16
 """Calls that run without a look, at most: times and numbers that have arrived wait so long."""
 
 _CAPTURING: Final = "a CUDA graph is being captured, in which nothing can be measured"
-
-_AUDIT_EVERY: Final = 16
-"""Approximate calls from one audit to the next where the host may not wait for its verdict."""
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
@@ -130,11 +135,11 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if not is_lossy(decision.plan, problem):
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
-        entry.variants = _variants(outcome, problem.num_heads, problem.precision)
+        entry.variants = final_variants(outcome, problem.num_heads, problem.precision)
         left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
         entry.age += left
         ledger.count_exact(left)
-        outcome = _with_audit(outcome, *arrived)
+        outcome = with_audit(outcome, *arrived)
         saved_ms = ledger.take_saved()
         return replace(outcome, stats=stats, saved_ms=saved_ms, exact_calls_next=left)
     variants = _lossy_variants(decision, problem.precision)
@@ -143,12 +148,12 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
         outcome = _checked(call, outcome, choice, entry, sums)
-    entry.variants = _variants(outcome, problem.num_heads, problem.precision)
+    entry.variants = final_variants(outcome, problem.num_heads, problem.precision)
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
         history.keep(_mark(call, sums, choice.layer), outcome.decision)
-    outcome = _with_audit(outcome, *arrived)
+    outcome = with_audit(outcome, *arrived)
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
 
 
@@ -281,15 +286,8 @@ def _checked(
         return outcome
     if problem.may_wait:
         return audited(call, outcome, policy, choice.backend, choice.layer, _seed(sums))
-    if entry.calls % _AUDIT_EVERY == 0:
-        sample = sample_rows(call.tensors, problem, policy.audit_rows, seed=entry.calls)
-        errors = audit(outcome.result.output, sample).amax(0)
-        own = (Method.EXACT, problem.precision)
-        found = _variants(outcome, problem.num_heads, problem.precision)
-        exact = [head for head, variant in enumerate(found) if variant == own]
-        if exact:
-            errors = errors.index_fill(0, on_device(exact, errors.device), 0.0)
-        entry.arriving.append(Arriving.of(errors[None], _audit_of))
+    if entry.calls % AUDIT_EVERY == 0:
+        entry.arriving.append(audited_later(call, outcome, policy.audit_rows, entry.calls))
     return outcome
 
 
@@ -312,39 +310,11 @@ def _take_in(
             continue
         errors = found
         budgets = head_budgets(choice.policy, num_heads, choice.layer)
-        over = tuple(h for h, error in enumerate(found) if not error <= budgets[h])
+        over, sentence = over_budget(found, budgets)
         if over:
-            shown = ", ".join(map(str, over))
-            sentences.append(f"audit: heads {shown} were over their budget; exact from now on")
-            _LOGGER.info("%s", sentences[-1])
-            FALLBACKS.update(["audit"])
+            sentences.append(sentence)
             entry.bar(over, for_good=True)
     return errors, tuple(sentences)
-
-
-def _with_audit(outcome: Outcome, errors: tuple[float, ...], sentences: tuple[str, ...]) -> Outcome:
-    """Return the outcome with what an audit of an earlier call has found, now that it is here."""
-    if not errors:
-        return outcome
-    assert outcome.decision is not None
-    decision = replace(outcome.decision, notes=(*outcome.decision.notes, *sentences))
-    return replace(outcome, decision=decision, worst_errors=errors)
-
-
-def _audit_of(rows: list[list[float]]) -> tuple[float, ...]:
-    """Return an audit's errors by head."""
-    return tuple(rows[0])
-
-
-def _variants(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Variant, ...]:
-    """Return how each head was computed in the end, repairs included."""
-    assert outcome.decision is not None
-    variants: list[Variant] = [(Method.EXACT, own)] * num_heads
-    for group in outcome.decision.plan.groups:
-        for head in group.heads or range(num_heads):
-            if head not in outcome.repaired_heads:
-                variants[head] = group.variant
-    return tuple(variants)
 
 
 def _lossy_variants(decision: Decision, own: Precision) -> frozenset[Variant]:

@@ -3,20 +3,45 @@
 import logging
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 
 from adaattn.backends import Result, exact_in_bounded_memory, run_group, slice_heads
 from adaattn.backends.interface import combine
+from adaattn.call.arriving import Arriving, on_device
 from adaattn.call.describe import Call
 from adaattn.call.measure import audit, sample_rows
 from adaattn.errors import UnsupportedError
 from adaattn.planning import head_budgets
-from adaattn.spec import AttentionProblem, Decision, Plan, Policy, TensorStats
+from adaattn.spec import (
+    AttentionProblem,
+    Decision,
+    Method,
+    Plan,
+    Policy,
+    Precision,
+    TensorStats,
+    Variant,
+)
 
-__all__ = ["FALLBACKS", "Outcome", "audited", "audited_plan", "is_lossy"]
+__all__ = [
+    "AUDIT_EVERY",
+    "FALLBACKS",
+    "Outcome",
+    "audited",
+    "audited_later",
+    "audited_plan",
+    "final_variants",
+    "is_lossy",
+    "over_budget",
+    "with_audit",
+]
 
 _LOGGER = logging.getLogger("adaattn")
+
+AUDIT_EVERY: Final = 16
+"""Approximate calls from one audit to the next where the host may not wait for its verdict."""
 
 FALLBACKS: Counter[str] = Counter()
 """Steps down taken by ``backend="auto"`` in this process, by the executor that failed."""
@@ -103,6 +128,68 @@ def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
     if isinstance(found, Outcome):
         return found
     return _repaired(call, outcome, *found, None)
+
+
+def audited_later(call: Call, outcome: Outcome, rows: int, seed: int) -> Arriving:
+    """Return an outcome's errors on their way to the host, by head; 0 where a head was exact.
+
+    Args:
+        call: what was asked.
+        outcome: what was found.
+        rows: drawn from each head.
+        seed: of the rows.
+    """
+    problem = call.problem
+    errors = audit(outcome.result.output, sample_rows(call.tensors, problem, rows, seed=seed))
+    errors = errors.amax(0)
+    own = (Method.EXACT, problem.precision)
+    found = final_variants(outcome, problem.num_heads, problem.precision)
+    exact = [head for head, variant in enumerate(found) if variant == own]
+    if exact:
+        errors = errors.index_fill(0, on_device(exact, errors.device), 0.0)
+    return Arriving.of(errors[None], _first_row)
+
+
+def _first_row(rows: list[list[float]]) -> tuple[float, ...]:
+    """Return the errors by head."""
+    return tuple(rows[0])
+
+
+def over_budget(
+    errors: tuple[float, ...], budgets: tuple[float, ...]
+) -> tuple[tuple[int, ...], str]:
+    """Return the heads that an audit of an earlier call found over their budget, and a sentence.
+
+    They are logged and counted.
+    """
+    over = tuple(head for head, error in enumerate(errors) if not error <= budgets[head])
+    if not over:
+        return (), ""
+    shown = ", ".join(map(str, over))
+    sentence = f"audit: heads {shown} were over their budget; exact from now on"
+    _LOGGER.info("%s", sentence)
+    FALLBACKS.update(["audit"])
+    return over, sentence
+
+
+def with_audit(outcome: Outcome, errors: tuple[float, ...], sentences: tuple[str, ...]) -> Outcome:
+    """Return the outcome with what an audit of an earlier call has found, now that it is here."""
+    if not errors:
+        return outcome
+    assert outcome.decision is not None
+    decision = replace(outcome.decision, notes=(*outcome.decision.notes, *sentences))
+    return replace(outcome, decision=decision, worst_errors=errors)
+
+
+def final_variants(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Variant, ...]:
+    """Return how each head was computed in the end, repairs included."""
+    assert outcome.decision is not None
+    variants: list[Variant] = [(Method.EXACT, own)] * num_heads
+    for group in outcome.decision.plan.groups:
+        for head in group.heads or range(num_heads):
+            if head not in outcome.repaired_heads:
+                variants[head] = group.variant
+    return tuple(variants)
 
 
 def _found_over(

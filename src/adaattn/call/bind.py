@@ -19,10 +19,11 @@ from adaattn.call.bound import Bound, Exact, general
 from adaattn.call.choice import Choice
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import Call, build_call
+from adaattn.call.given import Given
 from adaattn.call.history import History, is_recomputing
 from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
-from adaattn.call.run import GIVEN, check_plan, run_plan
+from adaattn.call.run import GIVEN, check_plan
 from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.policies import PRESETS, resolve_policy
 from adaattn.spec import Decision, Plan, Policy
@@ -175,7 +176,7 @@ def _given(
     check_plan(call, plan)
     own = plan.groups[0].scheme.inputs is call.problem.precision
     if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
-        return general(arguments, return_aux, layer, lambda made: run_plan(made, plan))
+        return general(arguments, return_aux, layer, Given(plan).run)
     decision = Decision(plan=plan, notes=(GIVEN,))
     policy = PRESETS["quality"]
     return Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()
