@@ -39,8 +39,10 @@ class AttentionEvent:
         workspace_bytes: predicted memory beside inputs and output.
         fallbacks: each step down that was taken, as a sentence.
         error_estimate: largest error over heads found on sampled rows, or estimated; None if exact.
-        head_errors: the same per query head (maximum over the batch); empty if exact. Where the
-            host may not wait for an audit, that of an earlier call, once it has arrived.
+        head_errors: the same per query head (maximum over the batch); empty if exact.
+        earlier_errors: what an audit of an earlier call found, per query head, 0 for exact ones; it
+            has arrived since, where the host may not wait for it. Empty where none has.
+        earlier_over: query heads that it found over their budget.
         repaired_heads: query heads that an audit found over budget; they were computed exactly.
         stats: the numbers measured on the tensors of this very call, else None.
         saved_ms: time that approximations of this problem were measured to have saved since the
@@ -56,6 +58,8 @@ class AttentionEvent:
     fallbacks: tuple[str, ...] = ()
     error_estimate: float | None = None
     head_errors: tuple[float, ...] = ()
+    earlier_errors: tuple[float, ...] = ()
+    earlier_over: tuple[int, ...] = ()
     repaired_heads: tuple[int, ...] = ()
     stats: TensorStats | None = None
     saved_ms: float = 0.0

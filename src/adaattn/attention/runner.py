@@ -101,7 +101,7 @@ class Runner:
             semantics["plan"] = self.plan
         else:
             semantics["policy"] = self.policy
-            semantics["backend"] = self.backend if self.fused_on_gpu else self._backend_of(query)
+            semantics["backend"] = self._backend_of(query)
             if not compiling:
                 policy = AMBIENT.get() if self.policy is None else self.policy
                 if policy is not self._judged:
@@ -187,7 +187,7 @@ class Runner:
 
     def _backend_of(self, query: torch.Tensor) -> str:
         """Return the executor asked for, or ``"auto"``."""
-        plain = query.is_cuda and not self.fused_on_gpu and self.backend == "auto"
+        plain = not self.fused_on_gpu and query.is_cuda and self.backend == "auto"
         return "unfused" if plain else self.backend
 
 

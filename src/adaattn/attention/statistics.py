@@ -104,10 +104,11 @@ class AttentionStatistics(Mapping[str, Any]):
             self._add_error("estimated", error)
         own = (Method.EXACT, event.problem.precision)
         for head, error in enumerate(event.head_errors):
-            # Of an audit that nobody waited for: exact heads have 0, others may be exact by now.
-            lossy = digest.variants[head] != own if event.problem.may_wait else error != 0
-            if lossy and head not in event.repaired_heads:
+            if digest.variants[head] != own and head not in event.repaired_heads:
                 self._add_error("audited", error)
+        for error in filter(None, event.earlier_errors):
+            self._add_error("audited", error)
+        self._numbers["step_downs"] += bool(event.earlier_over)
         self._raise("peak_workspace_bytes", event.workspace_bytes)
         self._raise("peak_memory_bytes", hardware.peak_so_far(event.problem.device_type))
         self._record_heads(event, digest)
@@ -316,7 +317,8 @@ class AttentionStatistics(Mapping[str, Any]):
 
 def _is_plain(event: AttentionEvent, digest: Digest) -> bool:
     """Return whether an event says nothing but its decision, and that is exact."""
-    noted = event.fallbacks or event.head_errors or event.repaired_heads or digest.errors
+    noted = event.fallbacks or event.head_errors or event.earlier_errors
+    noted = noted or event.repaired_heads or digest.errors
     unlike = event.stats is not None or event.time_ms is not None or event.saved_ms != 0.0
     return not noted and not unlike
 

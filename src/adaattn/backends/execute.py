@@ -46,7 +46,7 @@ def run_group(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> 
         key=tensors.key.to(dtype),
         value=tensors.value.to(dtype),
     )
-    lower = replace(problem, precision=precision, sdpa_default="")
+    lower = replace(problem.without_layout(), precision=precision, sdpa_default="")
     result = executor(cast, lower, group)
     return replace(result, output=result.output.to(tensors.query.dtype))
 
@@ -82,7 +82,7 @@ def slice_heads(
         ),
     )
     return part, replace(
-        problem,
+        problem.without_layout(),
         num_heads=len(heads),
         num_kv_heads=len(cols),
         mask_shape=tuple(mask.shape) if mask is not None else (),

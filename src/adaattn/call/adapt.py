@@ -22,8 +22,7 @@ from adaattn.call.audit import (
     audited_later,
     final_variants,
     is_lossy,
-    over_budget,
-    with_audit,
+    with_earlier,
 )
 from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
@@ -139,7 +138,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
         entry.age += left
         ledger.count_exact(left)
-        outcome = with_audit(outcome, *arrived)
+        outcome = with_earlier(outcome, *arrived, "exact from now on")
         saved_ms = ledger.take_saved()
         return replace(outcome, stats=stats, saved_ms=saved_ms, exact_calls_next=left)
     variants = _lossy_variants(decision, problem.precision)
@@ -153,7 +152,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
         history.keep(_mark(call, sums, choice.layer), outcome.decision)
-    outcome = with_audit(outcome, *arrived)
+    outcome = with_earlier(outcome, *arrived, "exact from now on")
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
 
 
@@ -293,32 +292,29 @@ def _checked(
 
 def _take_in(
     entry: Entry, choice: Choice, num_heads: int, momentum: float
-) -> tuple[tuple[float, ...], tuple[str, ...]]:
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Take in what has arrived: measurements, and audits whose heads are exact from now on.
 
     Returns:
-        The last audit's errors by head, () if none has arrived, and a sentence for each audit that
-        found heads over their budget.
+        The largest errors by head that audits found, () if none has arrived, and the budgets.
     """
     errors: tuple[float, ...] = ()
-    sentences: list[str] = []
+    budgets = head_budgets(choice.policy, num_heads, choice.layer)
     while entry.arriving and entry.arriving[0].is_here():
         found = entry.arriving.popleft().value()
         if isinstance(found, TensorStats):
             if found.max_magnitude < float("inf"):
                 entry.learn(found, momentum)
             continue
-        errors = found
-        budgets = head_budgets(choice.policy, num_heads, choice.layer)
-        over, sentence = over_budget(found, budgets)
-        if over:
-            sentences.append(sentence)
-            entry.bar(over, for_good=True)
-    return errors, tuple(sentences)
+        pairs = zip(errors or found, found, strict=True)
+        errors = tuple(a if a != a or b <= a else b for a, b in pairs)  # NaN stays
+        over = tuple(head for head, error in enumerate(found) if not error <= budgets[head])
+        entry.bar(over, for_good=True)
+    return errors, budgets
 
 
 def _lossy_variants(decision: Decision, own: Precision) -> frozenset[Variant]:
-    """Return the ways of a plan that lose something."""
+    """Return the variants of a plan that lose something."""
     variants = {group.variant for group in decision.plan.groups}
     return frozenset(variants - {(Method.EXACT, own)})
 
@@ -338,4 +334,4 @@ def _sums(call: Call) -> list[float]:
 
 def _mark(call: Call, sums: list[float], layer: int) -> tuple[object, ...]:
     """Return what a recomputed call knows its forward pass by: its problem and its numbers."""
-    return (replace(call.problem, requires_grad=False), layer, *sums)
+    return (replace(call.problem.without_layout(), requires_grad=False), layer, *sums)

@@ -34,8 +34,7 @@ __all__ = [
     "audited_plan",
     "final_variants",
     "is_lossy",
-    "over_budget",
-    "with_audit",
+    "with_earlier",
 ]
 
 _LOGGER = logging.getLogger("adaattn")
@@ -56,6 +55,8 @@ class Outcome:
         decision: plan and reasons; None in a graph.
         head_errors: [B, Hq] error on sampled rows, or None where nothing was approximated.
         worst_errors: the largest of each head over the batch, on the host; () likewise.
+        earlier_errors: of an audit of an earlier call that has arrived, by head; () for none.
+        earlier_over: heads that it found over their budget.
         fallbacks: each step down, as a sentence.
         repaired_heads: query heads that were over their budget and computed again exactly.
         stats: numbers measured on this very call; None if there are none.
@@ -68,6 +69,8 @@ class Outcome:
     decision: Decision | None
     head_errors: torch.Tensor | None = None
     worst_errors: tuple[float, ...] = ()
+    earlier_errors: tuple[float, ...] = ()
+    earlier_over: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
     repaired_heads: tuple[int, ...] = ()
     stats: TensorStats | None = None
@@ -155,30 +158,27 @@ def _first_row(rows: list[list[float]]) -> tuple[float, ...]:
     return tuple(rows[0])
 
 
-def over_budget(
-    errors: tuple[float, ...], budgets: tuple[float, ...]
-) -> tuple[tuple[int, ...], str]:
-    """Return the heads that an audit of an earlier call found over their budget, and a sentence.
+def with_earlier(
+    outcome: Outcome, errors: tuple[float, ...], budgets: tuple[float, ...], then: str
+) -> Outcome:
+    """Return the outcome with what an audit of an earlier call has found, now that it is here.
 
-    They are logged and counted.
+    Heads over their budget are logged and counted.
+
+    Args:
+        outcome: of the call that meets it.
+        errors: by head; () for none.
+        budgets: by head.
+        then: what becomes of heads that are over.
     """
-    over = tuple(head for head, error in enumerate(errors) if not error <= budgets[head])
-    if not over:
-        return (), ""
-    shown = ", ".join(map(str, over))
-    sentence = f"audit: heads {shown} were over their budget; exact from now on"
-    _LOGGER.info("%s", sentence)
-    FALLBACKS.update(["audit"])
-    return over, sentence
-
-
-def with_audit(outcome: Outcome, errors: tuple[float, ...], sentences: tuple[str, ...]) -> Outcome:
-    """Return the outcome with what an audit of an earlier call has found, now that it is here."""
     if not errors:
         return outcome
-    assert outcome.decision is not None
-    decision = replace(outcome.decision, notes=(*outcome.decision.notes, *sentences))
-    return replace(outcome, decision=decision, worst_errors=errors)
+    over = tuple(head for head, error in enumerate(errors) if not error <= budgets[head])
+    if over:
+        shown = ", ".join(map(str, over))
+        _LOGGER.warning("audit: heads %s were over their budget; %s", shown, then)
+        FALLBACKS.update(["audit"])
+    return replace(outcome, earlier_errors=errors, earlier_over=over)
 
 
 def final_variants(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Variant, ...]:

@@ -19,7 +19,7 @@ from adaattn.call.bound import Bound, Exact, general
 from adaattn.call.choice import Choice
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import Call, build_call
-from adaattn.call.given import Given
+from adaattn.call.given import given
 from adaattn.call.history import History, is_recomputing
 from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
@@ -176,7 +176,8 @@ def _given(
     check_plan(call, plan)
     own = plan.groups[0].scheme.inputs is call.problem.precision
     if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
-        return general(arguments, return_aux, layer, Given(plan).run)
+        followed = given(plan, call.problem.without_layout())
+        return general(arguments, return_aux, layer, followed.run)
     decision = Decision(plan=plan, notes=(GIVEN,))
     policy = PRESETS["quality"]
     return Exact(call, arguments, decision, policy, GIVEN, layer, return_aux).bound()

@@ -242,7 +242,8 @@ def _checked(alike: "_Alike", run: Bound) -> Bound:
 
     def checked(*given: Any) -> Any:
         nonlocal last
-        numbers = given[6].tolist(), given[7].tolist()
+        starts_q, starts_k = given[6], given[7]
+        numbers = starts_q.tolist(), starts_k is starts_q or starts_k.tolist()
         if numbers != last:
             if alike.call(*given) is None:
                 return None

@@ -62,7 +62,7 @@ class Place:
         facts: of the device.
         ledger: of the problem.
         entry: of the problem in its layer.
-        wanted: approximations that could pay, by the ways that were dropped.
+        wanted: approximations that could pay, by the variants that were dropped.
     """
 
     problem: AttentionProblem

@@ -1,33 +1,29 @@
 """A plan that the caller made, followed call after call."""
 
 from collections import deque
-from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
-from adaattn.backends import exact_in_bounded_memory
+from adaattn.call.adapt import is_transformed
 from adaattn.call.arriving import Arriving
-from adaattn.call.audit import (
-    AUDIT_EVERY,
-    Outcome,
-    audited_later,
-    is_lossy,
-    over_budget,
-    with_audit,
-)
+from adaattn.call.audit import AUDIT_EVERY, Outcome, audited_later, with_earlier
 from adaattn.call.describe import Call
+from adaattn.call.history import is_recomputing
 from adaattn.call.run import run_plan
 from adaattn.spec import AttentionProblem, Plan
 
-__all__ = ["Given"]
+__all__ = ["Given", "given"]
+
+_REPORTED = "the plan was given, and is followed all the same"
 
 
 class Given:
-    """A plan that loses something, followed by all calls of a kind.
+    """A plan that loses something, followed by all calls of a problem.
 
     Where the host may wait, `run_plan` audits each call and repairs it. Where it may not, the first
-    call and every 16th after it are audited, and nobody waits for the verdict: heads that are found
-    over the plan's budget are computed exactly from then on.
+    call and every 16th after it are audited, and nobody waits for the verdict: it is in the event
+    of the call that meets it, and heads over the plan's budget are logged as a warning and counted.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -41,45 +37,32 @@ class Given:
         Raises:
             UnsupportedError: an executor of the plan cannot serve the call.
         """
-        problem = call.problem
-        if problem.may_wait or not self._plan.audit_rows or _is_fixed(problem):
-            return run_plan(call, self._plan)
-        arrived = self._take_in(problem)
         outcome = run_plan(call, self._plan)
-        if self._calls % AUDIT_EVERY == 0 and is_lossy(self._plan, problem):
+        if not (self._plan.audit_rows and _has_late_audits(call)):
+            return outcome
+        errors: tuple[float, ...] = ()
+        while self._arriving and self._arriving[0].is_here():
+            errors = self._arriving.popleft().value()
+        if self._calls % AUDIT_EVERY == 0:
             later = audited_later(call, outcome, self._plan.audit_rows, 1 + self._calls)
             self._arriving.append(later)
         self._calls += 1
-        return with_audit(outcome, *arrived)
-
-    def _take_in(self, problem: AttentionProblem) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Return what has arrived, the plan changed where heads were over its budget."""
-        errors: tuple[float, ...] = ()
-        sentences: list[str] = []
-        while self._arriving and self._arriving[0].is_here():
-            errors = self._arriving.popleft().value()
-            budgets = (self._plan.error_budget,) * self._plan.num_heads
-            over, sentence = over_budget(errors, budgets)
-            if over:
-                self._plan = _with_exact(self._plan, over, problem)
-                sentences.append(sentence)
-        return errors, tuple(sentences)
+        budgets = (self._plan.error_budget,) * self._plan.num_heads
+        return with_earlier(outcome, errors, budgets, _REPORTED)
 
 
-def _is_fixed(problem: AttentionProblem) -> bool:
-    """Return whether a call can have no audit: packed, with dropout, or captured in a graph."""
-    if problem.num_sequences or problem.dropout_p:
-        return True
-    return problem.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+@lru_cache(maxsize=256)
+def given(plan: Plan, problem: AttentionProblem) -> Given:
+    """Return who follows a plan for a problem: the same one for all its calls."""
+    del problem
+    return Given(plan)
 
 
-def _with_exact(plan: Plan, heads: tuple[int, ...], problem: AttentionProblem) -> Plan:
-    """Return the plan with some heads computed exactly."""
-    every = range(plan.num_heads)
-    exact = exact_in_bounded_memory(problem, None)
-    left = [(group, set(group.heads or every) - set(heads)) for group in plan.groups]
-    kept = [replace(group, heads=tuple(sorted(rest))) for group, rest in left if rest]
-    if not kept:
-        return replace(plan, groups=(exact,))
-    barred = replace(exact, heads=tuple(sorted(heads)))
-    return replace(plan, groups=(*kept, barred))
+def _has_late_audits(call: Call) -> bool:
+    """Return whether a call is audited, and the host may not wait for it."""
+    problem, tensors = call.problem, call.tensors
+    if problem.may_wait or problem.num_sequences or problem.dropout_p or is_recomputing():
+        return False
+    if is_transformed(tensors.query, tensors.key, tensors.value):
+        return False
+    return not (tensors.query.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -109,7 +109,7 @@ class History:
 
     def entry(self, problem: AttentionProblem, layer: int, policy: Policy, backend: str) -> Entry:
         """Return what is known of a problem in a layer, to be read and written."""
-        key = (problem, layer, policy, backend)
+        key = (problem.without_layout(), layer, policy, backend)
         known = self._entries.pop(key, None) or Entry()
         self._entries[key] = known
         while len(self._entries) > _PROBLEMS:

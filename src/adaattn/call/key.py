@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from math import gcd
 from typing import Any, Final
 
 import torch
@@ -139,6 +140,7 @@ def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> t
         dim,
         strides[-2],
         strides[-1],
+        gcd(16, *strides[:-1], *value_strides[:-1]),  # how aligned the others are
         len(leading),
         value_length - length,
         value_dim,

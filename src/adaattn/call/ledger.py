@@ -203,7 +203,7 @@ def ledger_of(
     problem: AttentionProblem, policy: Policy, backend: str, device: torch.device
 ) -> Ledger:
     """Return the ledger of a problem; the least recently used of 256 is forgotten."""
-    key = (problem, policy, backend, device)
+    key = (problem.without_layout(), policy, backend, device)
     with _LOCK:
         known = _LEDGERS.pop(key, None) or Ledger()
         _LEDGERS[key] = known

@@ -156,6 +156,8 @@ def tell(call: Call, outcome: Outcome, tag: str, layer: int, time_ms: float | No
             fallbacks=outcome.fallbacks,
             error_estimate=max(errors) if errors else None,
             head_errors=errors,
+            earlier_errors=outcome.earlier_errors,
+            earlier_over=outcome.earlier_over,
             repaired_heads=outcome.repaired_heads,
             stats=outcome.stats,
             saved_ms=outcome.saved_ms,

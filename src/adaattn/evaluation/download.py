@@ -30,7 +30,7 @@ def pip_download(requirement: str, folder: Path, progress: Callable[[int], None]
     Args:
         requirement: ``"name==version"``.
         folder: an empty folder; pip's temporary files go there too.
-        progress: errors_of_pip the bytes on disk so far.
+        progress: called with the bytes on disk so far.
 
     Raises:
         AssetError: pip is missing, the index cannot be reached, or the download broke off.
@@ -95,11 +95,9 @@ def _explain(requirement: str, errors: str) -> str:
         )
     if "No space left on device" in errors:
         return expected_got(subject, "free space", "a full disk", "free some, or set ADAATTN_CACHE")
-    errors_of_pip = [line.strip() for line in errors.splitlines() if line.startswith("ERROR")]
+    marked = [line.strip() for line in errors.splitlines() if line.startswith("ERROR")]
     message = (
-        errors_of_pip[-1].removeprefix("ERROR:").strip()
-        if errors_of_pip
-        else (errors.strip() or "no message")
+        marked[-1].removeprefix("ERROR:").strip() if marked else (errors.strip() or "no message")
     )
     return expected_got(
         subject, "success", message.splitlines()[-1], f"check the network and pip's index, {other}"

@@ -72,6 +72,7 @@ class Ledger:
         self._approximated = 0
         self._error_sum = 0.0
         self._error_max = 0.0
+        self._judged = 0
         self._workspace = 0
         self._fallbacks = 0
         self._chosen: dict[int, tuple[str, ...]] = {}
@@ -97,7 +98,7 @@ class Ledger:
             calls=self._calls,
             methods=tuple((label, n / heads) for label, n in self._heads.most_common()),
             approximated=self._approximated / heads,
-            mean_error=self._error_sum / heads,
+            mean_error=self._error_sum / max(self._judged, 1),
             max_error=self._error_max,
             workspace_bytes=self._workspace,
             fallbacks=self._fallbacks,
@@ -119,8 +120,12 @@ class Ledger:
             if group.method.kind is not Method.EXACT or group.scheme != Scheme.of(own):
                 self._approximated += len(group.heads) or num_heads
         self._heads.update(labels)
-        self._error_sum += sum(event.head_errors)
-        self._error_max = max(self._error_max, *event.head_errors, 0.0)
+        errors = (*event.head_errors, *event.earlier_errors)
+        self._error_sum += sum(errors)
+        self._error_max = max(self._error_max, *errors, 0.0)
+        # Where the host does not wait, one call in many has errors: it stands for the others.
+        unseen = not event.problem.may_wait and not event.earlier_errors
+        self._judged += 0 if unseen else num_heads
         self._workspace = max(self._workspace, event.workspace_bytes)
         self._fallbacks += len(event.fallbacks)
         self._note_refusals(event)

@@ -105,7 +105,7 @@ def adaptive_attention_kernel(
     """Return attention at a rank and in a number format, [B, Hq, Sq, Dv].
 
     What is None is decided by the policy, on numbers measured from the call, and audited as
-    the policy says. What is given is done as told and not audited: compare
+    the policy says. What is given is done and not audited: compare
     `adaattn.linalg.bounds`, or leave it to the policy.
 
     Args:

@@ -83,7 +83,7 @@ def decide(
         forced: the capabilities hold approximations alone, asked for by name: whether they pay
             is not asked, whether they keep the budget is.
         variants: how the caller's last such call computed each head; () is the first.
-        dropped: ways that were measured to take longer than exact attention.
+        dropped: variants that were measured to take longer than exact attention.
 
     Raises:
         PlanError: nothing can serve the problem within the memory budget.
@@ -214,9 +214,9 @@ def worth_measuring(
 def measuring_cost_ms(
     problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, wanted: Sequence[Variant]
 ) -> float:
-    """Return what measuring some ways on one call should cost."""
-    variants = sum(_VARIANTS[method] for method in {method for method, _ in wanted})
-    return measuring_ms(problem, hardware, policy.audit_rows, variants)
+    """Return what measuring some variants on one call should cost."""
+    computations = sum(_VARIANTS[method] for method in {method for method, _ in wanted})
+    return measuring_ms(problem, hardware, policy.audit_rows, computations)
 
 
 def _cannot_be_checked(problem: AttentionProblem, policy: Policy) -> bool:

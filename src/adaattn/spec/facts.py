@@ -1,7 +1,7 @@
 """Facts that planning reads: the problem, the numbers measured on it, the device, the executors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
@@ -56,8 +56,8 @@ class AttentionProblem:
             policy checks each call.
         dense_columns: the last dimensions of q, k and v are known to have a stride of 1.
         stride_bytes: 1 to 16, a power of two that all other strides of q, k and v, in bytes, are
-            multiples of; of a growing cache those of its first call. What an address is a multiple
-            of is no fact of a problem: a kernel that depends on it looks itself.
+            known to be multiples of. What an address is a multiple of is no fact of a problem: a
+            kernel that depends on it looks itself.
     """
 
     batch: int
@@ -96,6 +96,10 @@ class AttentionProblem:
     may_wait: bool = True
     dense_columns: bool = False
     stride_bytes: int = 1
+
+    def without_layout(self) -> "AttentionProblem":
+        """Return the problem that it is in any layout: what is learnt of it holds in all."""
+        return replace(self, dense_columns=False, stride_bytes=1)
 
     @property
     def group_size(self) -> int:

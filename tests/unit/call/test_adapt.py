@@ -264,7 +264,7 @@ class TestWays:
         tensors, history = draw(length=4096), History()
         attend(*tensors, policy=LOSSY, history=history)
         ((key, entry),) = history._entries.items()
-        assert key[0] == events[0].problem
+        assert key[0] == events[0].problem.without_layout()
         assert entry.stats is not None and entry.variants == (LOW, LOW)
         errors = (share * LOSSY.error_budget,) * 2
         found = tuple((ranks, errors) for ranks, _ in entry.stats.low_rank_errors)
@@ -360,12 +360,13 @@ class TestArriving:
         before = FALLBACKS["audit"]
         for _ in range(2):
             attend(*tensors, policy=LOSSY, history=history)
-        assert [event.head_errors for event in events] == [(), (0.01, 0.5), ()]
-        assert any("exact from now on" in note for note in events[1].decision.notes)
+        assert [event.earlier_errors for event in events] == [(), (0.01, 0.5), ()]
+        assert events[1].earlier_over == (1,)
+        assert not any(event.decision.notes for event in events[1:])
         assert FALLBACKS["audit"] == before + 1
-        on_gpu = replace(events[1].problem, may_wait=False)
-        statistics.record(replace(events[1], problem=on_gpu))
+        statistics.record(events[1])
         assert statistics.to_dict()["max_audited_error"] == 0.5
+        assert statistics.to_dict()["step_downs"] == 1
 
 
 class TestRecomputed:

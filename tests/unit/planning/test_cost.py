@@ -254,12 +254,10 @@ def test_a_mask_is_read_once_in_its_own_size(
 
 def test_copying_keys_for_each_query_head_costs_traffic_only_where_heads_share_them() -> None:
     facts = fake_facts("a100")
-    shared = [
-        estimate(_problem(), variant, EXACT, facts).bytes_moved for variant in (FUSED, COPIES)
-    ]
+    shared = [estimate(_problem(), item, EXACT, facts).bytes_moved for item in (FUSED, COPIES)]
     own = [
-        estimate(_problem(num_kv_heads=8), variant, EXACT, facts).bytes_moved
-        for variant in (FUSED, COPIES)
+        estimate(_problem(num_kv_heads=8), item, EXACT, facts).bytes_moved
+        for item in (FUSED, COPIES)
     ]
     assert shared[0] < shared[1]
     assert own[0] == own[1]
