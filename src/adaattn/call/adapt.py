@@ -108,15 +108,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     ledger.collect()
     arrived = _take_in(entry, choice, problem.num_heads, history.momentum)
     wanted = _wanted(choice, place)
-    stats, note = None, ""
-    with_rest = entry.stats is not None and entry.age >= history.measure_every
-    if wanted and (entry.stats is None or with_rest) and not entry.arriving:
-        cost_ms = measuring_cost_ms(problem, place.facts, policy, wanted)
-        if choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted)):
-            with ledger.timing(device, "measuring", frozenset(wanted)):
-                stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
-            if stats is not None:
-                entry.learn(stats, history.momentum)
+    stats, note = _looked_at(call, choice, place, history, wanted)
     entry.age += 1
     exact_for_once = not choice.is_forced and ledger.wants_exact()
     decision = choice.exact
@@ -154,6 +146,24 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         history.keep(_mark(call, sums, choice.layer), outcome.decision)
     outcome = with_earlier(outcome, *arrived, "exact from now on")
     return replace(outcome, stats=stats, saved_ms=ledger.take_saved())
+
+
+def _looked_at(
+    call: Call, choice: Choice, place: Place, history: History, wanted: tuple[Variant, ...]
+) -> tuple[TensorStats | None, str]:
+    """Return `_measured` of a call where it is time to, and exact calls have paid for it."""
+    ledger, entry = place.ledger, place.entry
+    is_due = entry.stats is None or entry.age >= history.measure_every
+    if not wanted or not is_due or entry.arriving:
+        return None, ""
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, wanted)
+    if not (choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted))):
+        return None, ""
+    with ledger.timing(call.tensors.query.device, "measuring", frozenset(wanted)):
+        stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
+    if stats is not None:
+        entry.learn(stats, history.momentum)
+    return stats, note
 
 
 def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorStats | None) -> int:
