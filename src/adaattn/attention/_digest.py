@@ -8,7 +8,7 @@ from adaattn._events import AttentionEvent
 from adaattn.backends import capabilities, capability_named
 from adaattn.spec import AttentionProblem, Decision, LowRank, Method, Variant, Why
 
-__all__ = ["Digest", "digest_of", "final_variants"]
+__all__ = ["Digest", "digest_of"]
 
 _KEPT: Final = 256
 
@@ -48,28 +48,15 @@ def digest_of(event: AttentionEvent) -> Digest:
     return known
 
 
-def final_variants(event: AttentionEvent) -> tuple[Variant, ...]:
-    """Return how each head was computed in the end, repairs included."""
-    own = (Method.EXACT, event.problem.precision)
-    variants = digest_of(event).variants
-    if not event.repaired_heads:
-        return variants
-    return tuple(
-        own if head in event.repaired_heads else variant for head, variant in enumerate(variants)
-    )
-
-
 def _made(event: AttentionEvent) -> Digest:
     """Return a new digest."""
     decision, problem = event.decision, event.problem
     kinds: Counter[tuple[str, str]] = Counter()
     heads = problem.num_heads
-    variants: list[Variant] = [(Method.EXACT, problem.precision)] * heads
     ranks = [0] * heads
     for group in decision.plan.groups:
         rank = group.method.rank if isinstance(group.method, LowRank) else 0
         for head in group.heads or range(heads):
-            variants[head] = group.variant
             ranks[head] = rank
             kinds["heads_by_method", group.method.kind.name.lower()] += 1
             kinds["heads_by_precision", group.scheme.label] += 1
@@ -95,7 +82,7 @@ def _made(event: AttentionEvent) -> Digest:
         decision=decision,
         numbers=tuple(numbers.items()),
         kinds=tuple((*key, count) for key, count in kinds.items()),
-        variants=tuple(variants),
+        variants=decision.plan.variants(problem.precision),
         ranks=tuple(ranks),
         errors=tuple(
             entry.error_estimate

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from adaattn import hardware
 from adaattn._events import AttentionEvent
-from adaattn.attention._digest import Digest, digest_of, final_variants
+from adaattn.attention._digest import Digest, digest_of
 from adaattn.errors import ArgumentTypeError, UnsupportedError, expected_got
 from adaattn.spec import Method, Precision, Variant
 
@@ -255,7 +255,7 @@ class AttentionStatistics(Mapping[str, Any]):
 
     def _record_heads(self, event: AttentionEvent, digest: Digest) -> None:
         """Count what became of each head, and what was measured of it."""
-        variants = final_variants(event)
+        variants = event.decision.plan.variants(event.problem.precision, event.repaired_heads)
         before = self._last.get(event.tag, variants)
         self._last[event.tag] = variants
         stats = event.stats

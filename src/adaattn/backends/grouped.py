@@ -14,8 +14,8 @@ import torch
 
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.masks import kept_bias, stored_columns, with_rank
-from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
+from adaattn.backends.masks import kept_bias, stored_columns
+from adaattn.backends.sdpa_call import sdpa, sdpa_keywords, with_masks
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -66,19 +66,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the call of SDPA for masks of up to four dimensions."""
-    call = _call(problem)
-
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *rest: None,
-    ) -> torch.Tensor:
-        seen = None if mask is None else with_rank(mask, 4)
-        return call(query, key, value, seen, mask)
-
-    return run
+    return with_masks(_call(problem))
 
 
 def _call(problem: AttentionProblem) -> Callable[..., torch.Tensor]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import additive_mask, kept_bias, stored_columns, with_rank
-from adaattn.backends.sdpa_call import sdpa, sdpa_keywords
+from adaattn.backends.sdpa_call import sdpa, sdpa_keywords, with_masks
 from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
     Align,
@@ -205,19 +205,7 @@ def _biased(tensors: Tensors, problem: AttentionProblem, name: str) -> Result:
 
 def _biased_direct(problem: AttentionProblem, name: str) -> Direct:
     """Return the operator of such a kernel for columns that need no padding."""
-    call = _biased_call(problem, name)
-
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *rest: None,
-    ) -> torch.Tensor:
-        seen = None if mask is None else with_rank(mask, 4)
-        return call(query, key, value, seen, mask)[0]
-
-    return run
+    return with_masks(_biased_call(problem, name), has_more=True)
 
 
 def _biased_call(

@@ -1,14 +1,16 @@
 """PyTorch's own function, and how executors call it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.masks import additive_mask, stored_columns
+from adaattn.backends.interface import Direct
+from adaattn.backends.masks import additive_mask, stored_columns, with_rank
 from adaattn.spec import AttentionProblem
 
-__all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords"]
+__all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords", "with_masks"]
 
 sdpa = F.scaled_dot_product_attention
 """PyTorch's own function, as it was at import: a caller may put ours in its place."""
@@ -91,6 +93,29 @@ def careful_sdpa(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def with_masks(call: Callable[..., Any], *, has_more: bool = False) -> Direct:
+    """Return the short function of masks of up to four dimensions.
+
+    Args:
+        call: takes q, k, v, the mask in four dimensions, and as the caller gave it.
+        has_more: it returns the output and more, not the output.
+    """
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *rest: None,
+    ) -> torch.Tensor:
+        seen = None if mask is None else with_rank(mask, 4)
+        found = call(query, key, value, seen, mask)
+        output: torch.Tensor = found[0] if has_more else found
+        return output
+
+    return run
 
 
 def needs_care(problem: AttentionProblem) -> bool:

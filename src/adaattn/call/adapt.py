@@ -20,8 +20,8 @@ from adaattn.call.audit import (
     Outcome,
     audited,
     audited_later,
-    final_variants,
     is_lossy,
+    over_budget,
     with_earlier,
 )
 from adaattn.call.choice import Choice, Place, place_of
@@ -126,7 +126,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if not is_lossy(decision.plan, problem):
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
-        entry.variants = final_variants(outcome, problem.num_heads, problem.precision)
+        entry.variants = outcome.variants(problem.precision)
         left = 0 if exact_for_once or note else _exact_calls_next(call, choice, place, stats)
         entry.age += left
         ledger.count_exact(left)
@@ -139,7 +139,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         sums = _sums(call) if problem.may_wait else []
         outcome = run_decision(call, decision, policy, choice.backend)
         outcome = _checked(call, outcome, choice, entry, sums)
-    entry.variants = final_variants(outcome, problem.num_heads, problem.precision)
+    entry.variants = outcome.variants(problem.precision)
     entry.bar(outcome.repaired_heads)
     if torch.is_grad_enabled() or history.may_be_recomputed:
         assert outcome.decision is not None
@@ -318,8 +318,7 @@ def _take_in(
             continue
         pairs = zip(errors or found, found, strict=True)
         errors = tuple(a if a != a or b <= a else b for a, b in pairs)  # NaN stays
-        over = tuple(head for head, error in enumerate(found) if not error <= budgets[head])
-        entry.bar(over, for_good=True)
+        entry.bar(over_budget(found, budgets), for_good=True)
     return errors, budgets
 
 

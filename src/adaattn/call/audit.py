@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,8 +33,8 @@ __all__ = [
     "audited",
     "audited_later",
     "audited_plan",
-    "final_variants",
     "is_lossy",
+    "over_budget",
     "with_earlier",
 ]
 
@@ -76,6 +77,16 @@ class Outcome:
     stats: TensorStats | None = None
     saved_ms: float = 0.0
     exact_calls_next: int = 0
+
+    def variants(self, own: Precision) -> tuple[Variant, ...]:
+        """Return how each head was computed in the end; ``own`` is the format of the input."""
+        assert self.decision is not None
+        return self.decision.plan.variants(own, self.repaired_heads)
+
+
+def over_budget(errors: Sequence[float], budgets: tuple[float, ...]) -> tuple[int, ...]:
+    """Return the heads whose error is over their budget, or is no number."""
+    return tuple(head for head, error in enumerate(errors) if not error <= budgets[head])
 
 
 def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
@@ -145,9 +156,10 @@ def audited_later(call: Call, outcome: Outcome, rows: int, seed: int) -> Arrivin
     problem = call.problem
     errors = audit(outcome.result.output, sample_rows(call.tensors, problem, rows, seed=seed))
     errors = errors.amax(0)
-    own = (Method.EXACT, problem.precision)
-    found = final_variants(outcome, problem.num_heads, problem.precision)
-    exact = [head for head, variant in enumerate(found) if variant == own]
+    own = problem.precision
+    exact = [
+        head for head, found in enumerate(outcome.variants(own)) if found == (Method.EXACT, own)
+    ]
     if exact:
         errors = errors.index_fill(0, on_device(exact, errors.device), 0.0)
     return Arriving.of(errors[None], _first_row)
@@ -173,23 +185,12 @@ def with_earlier(
     """
     if not errors:
         return outcome
-    over = tuple(head for head, error in enumerate(errors) if not error <= budgets[head])
+    over = over_budget(errors, budgets)
     if over:
         shown = ", ".join(map(str, over))
         _LOGGER.warning("audit: heads %s were over their budget; %s", shown, then)
         FALLBACKS.update(["audit"])
     return replace(outcome, earlier_errors=errors, earlier_over=over)
-
-
-def final_variants(outcome: Outcome, num_heads: int, own: Precision) -> tuple[Variant, ...]:
-    """Return how each head was computed in the end, repairs included."""
-    assert outcome.decision is not None
-    variants: list[Variant] = [(Method.EXACT, own)] * num_heads
-    for group in outcome.decision.plan.groups:
-        for head in group.heads or range(num_heads):
-            if head not in outcome.repaired_heads:
-                variants[head] = group.variant
-    return tuple(variants)
 
 
 def _found_over(
@@ -202,7 +203,7 @@ def _found_over(
     sample = sample_rows(call.tensors, call.problem, rows, seed=seed)
     errors = audit(outcome.result.output, sample)
     worst = errors.amax(0).tolist()
-    over = tuple(head for head, error in enumerate(worst) if not error <= budgets[head])
+    over = over_budget(worst, budgets)
     if not over:
         return replace(outcome, head_errors=errors, worst_errors=tuple(worst))
     shown = ", ".join(str(head) for head in over)

@@ -104,6 +104,17 @@ class Plan:
         """True when no group approximates (its scheme is checked against the input apart)."""
         return all(isinstance(group.method, Exact) for group in self.groups)
 
+    def variants(self, own: Precision, repaired: tuple[int, ...] = ()) -> tuple[Variant, ...]:
+        """Return how each head is computed.
+
+        Args:
+            own: number format of the input.
+            repaired: heads that were computed again, exactly.
+        """
+        every = range(self.num_heads)
+        known = {head: group.variant for group in self.groups for head in group.heads or every}
+        return tuple((Method.EXACT, own) if head in repaired else known[head] for head in every)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         return {**asdict(self), "groups": [_words_of(group) for group in self.groups]}
