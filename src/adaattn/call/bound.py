@@ -112,6 +112,7 @@ class Exact:
         self._by_tag.clear()
         self._aux = AuxOutput(decision=decision, _errors=self._no_errors)
         self._direct: Bound | None = None
+        self._short: Bound | None = None
         self._takes = 0
         if self._is_short and self._left < 0:
             self._direct, self._takes = _direct(self._alike, decision)
@@ -120,10 +121,21 @@ class Exact:
         """Return the shortest function that does what the decision says."""
         if not self._is_short:
             return self._general
-        if self._direct is None or self._return_aux:
-            return self._quick
+        return self._waiting if self._direct is None else self._shortest()
+
+    def _waiting(self, *given: Any) -> Any:
+        """Return the general way's result, until a later decision can be run directly."""
+        if self._direct is None:
+            return self._general(*given)
+        if self._short is None:
+            self._short = self._shortest()
+        return self._short(*given)
+
+    def _shortest(self) -> Bound:
+        """Return a function that runs the executor; it takes the general way where that fails."""
         takes, by_tag = self._takes, self._by_tag
-        run: Bound | None = self._direct
+        dressed = self._with_aux if self._return_aux else None
+        run = self._direct
 
         def shortest(*given: Any) -> Any:
             nonlocal run
@@ -140,26 +152,12 @@ class Exact:
             if watched:
                 kind = given[8], given[1].shape[2]
                 emit(by_tag.get(kind) or self._event_of(*kind))
-            return output
+            return output if dressed is None else dressed(output)
 
         return shortest
 
-    def _quick(self, *given: Any) -> Any:
-        """Return the result for canonical tensors; the general way where that has failed."""
-        watched = listeners()
-        if self._direct is None or (watched and wants_timing()):
-            return self._general(*given)
-        output: Any = None
-        try:
-            output = self._direct(*given[: self._takes])
-        except (torch.OutOfMemoryError, ExecutorError):
-            self._direct = None
-        if output is None:  # outside of the handler, whose traceback keeps the failed call's memory
-            return self._general(*given)
-        if watched:
-            emit(self._event_of(given[8], given[1].shape[2]))
-        if not self._return_aux:
-            return output
+    def _with_aux(self, output: torch.Tensor | Result) -> tuple[torch.Tensor, AuxOutput]:
+        """Return the output and what was asked for beside it."""
         if not isinstance(output, Result):
             return output, self._aux
         return output.output, replace(
