@@ -31,7 +31,6 @@ from adaattn.call.describe import Call, without_autocast
 from adaattn.errors import PlanError
 from adaattn.hardware import free_memory_bytes
 from adaattn.planning import decide, reasons
-from adaattn.planning.cost import visible_pairs
 from adaattn.policies import PRESETS
 from adaattn.spec import (
     AttentionProblem,
@@ -147,7 +146,7 @@ def cell_of(problem: AttentionProblem, times: dict[str, Measured]) -> Cell:
         len_q=problem.max_len_q if packed else problem.len_q,
         len_k=problem.max_len_k if packed else problem.len_k,
         head_dim=problem.head_dim,
-        visible=visible_pairs(problem) / max(problem.len_q, 1),
+        visible=problem.visible_pairs / max(problem.len_q, 1),
         times=times,
         default=problem.sdpa_default if plain else "",
     )

@@ -12,7 +12,7 @@ import torch
 import adaattn
 from adaattn._events import AttentionEvent, emit, listeners, record_events, wants_timing
 from adaattn.call import bound, run
-from adaattn.spec import Decision, HeadGroup, Plan, TensorStats
+from adaattn.spec import Decision, HeadGroup, Method, Plan, TensorStats
 from adaattn.testing import fake_facts, make_problem
 
 EVENT = AttentionEvent(
@@ -57,7 +57,8 @@ def test_an_event_tells_the_numbers_that_its_call_measured(
     lossy, exact = seen
     assert lossy.stats is not None and exact.stats is None
     assert 0 < lossy.stats.sampled_rows <= adaattn.policies.PRESETS["speed"].audit_rows
-    assert len(lossy.stats.low_rank_errors) == 3
+    found = [item.method.kind for item in lossy.stats.method_errors]
+    assert found == [Method.LOW_RANK] * 3 + [Method.BLOCK_SPARSE] * 3
     assert lossy.entropy_bits == lossy.stats.entropy_bits and exact.entropy_bits == ()
     assert lossy.repaired_heads == exact.repaired_heads == ()
     assert lossy.decision.cost is not None and lossy.decision.exact_cost is not None

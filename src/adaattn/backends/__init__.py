@@ -10,6 +10,7 @@ from adaattn.backends.registry import (
     exact_in_bounded_memory,
     load,
     register,
+    samplers,
 )
 from adaattn.backends.tiles import forget as forget_tiles
 
@@ -28,5 +29,6 @@ __all__ = [
     "num_taken",
     "register",
     "run_group",
+    "samplers",
     "slice_heads",
 ]

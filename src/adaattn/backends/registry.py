@@ -4,14 +4,15 @@ A new one is a module, or a folder, with ``CAPABILITIES`` and ``run``, registere
 this file.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Final
 
 from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
 from adaattn.backends.interface import Direct, Executor
+from adaattn.backends.sampling import Sampler
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Scheme
+from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Method, Scheme
 
 __all__ = [
     "capabilities",
@@ -21,6 +22,7 @@ __all__ = [
     "exact_in_bounded_memory",
     "load",
     "register",
+    "samplers",
 ]
 
 _Bind = Callable[[AttentionProblem, HeadGroup], Direct | None]
@@ -28,10 +30,14 @@ _Bind = Callable[[AttentionProblem, HeadGroup], Direct | None]
 _BY_NAME: Final[dict[str, Capability]] = {}
 _EXECUTORS: Final[dict[str, Executor]] = {}
 _DIRECT: Final[dict[str, _Bind]] = {}
+_SAMPLERS: Final[dict[str, Sampler]] = {}
 
 
 def register(
-    items: Iterable[Capability], run: Executor, bind: _Bind | None = None
+    items: Iterable[Capability],
+    run: Executor,
+    bind: _Bind | None = None,
+    sample: Sampler | None = None,
 ) -> Callable[[], None]:
     """Add an executor under the names of its capabilities; return what takes it out again.
 
@@ -41,6 +47,7 @@ def register(
         items: what it can do.
         run: runs a group of heads.
         bind: returns the shortest function for a problem, or None; see `Direct`.
+        sample: estimates its errors, where it approximates; see `Sampler`.
 
     Raises:
         ArgumentError: a name is taken.
@@ -54,11 +61,13 @@ def register(
         _EXECUTORS[item.name] = run
         if bind is not None:
             _DIRECT[item.name] = bind
+        if sample is not None:
+            _SAMPLERS[item.name] = sample
     capabilities_asked_for.cache_clear()
 
     def remove() -> None:
         for item in items:
-            for known in (_BY_NAME, _EXECUTORS, _DIRECT):
+            for known in (_BY_NAME, _EXECUTORS, _DIRECT, _SAMPLERS):
                 known.pop(item.name, None)
         capabilities_asked_for.cache_clear()
 
@@ -122,6 +131,22 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     return _DIRECT[group.capability](problem, group)
 
 
+def samplers(
+    allowed: Iterable[Capability], methods: Collection[Method]
+) -> dict[Sampler, list[Capability]]:
+    """Return who estimates errors of some methods, and the executors for which each does.
+
+    Args:
+        allowed: the executors that a call may use.
+        methods: the methods that are worth a look.
+    """
+    found: dict[Sampler, list[Capability]] = {}
+    for item in allowed:
+        if item.method in methods and item.name in _SAMPLERS:
+            found.setdefault(_SAMPLERS[item.name], []).append(item)
+    return found
+
+
 def exact_in_bounded_memory(
     problem: AttentionProblem, memory_budget_bytes: int | None
 ) -> HeadGroup:
@@ -135,4 +160,9 @@ def exact_in_bounded_memory(
 
 
 for _module in (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference):
-    register(_module.CAPABILITIES, _module.run, getattr(_module, "direct", None))
+    register(
+        _module.CAPABILITIES,
+        _module.run,
+        getattr(_module, "direct", None),
+        getattr(_module, "sample", None),
+    )

@@ -156,7 +156,7 @@ def _looked_at(
     is_due = entry.stats is None or entry.age >= history.measure_every
     if not wanted or not is_due or entry.arriving:
         return None, ""
-    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, choice.allowed, wanted)
     if not (choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted))):
         return None, ""
     with ledger.timing(call.tensors.query.device, "measuring", frozenset(wanted)):
@@ -174,7 +174,7 @@ def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorSta
     wanted = _wanted(choice, place)
     if not wanted or entry.stats is not None:
         return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
-    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, choice.allowed, wanted)
     return min(ledger.calls_to_wait(cost_ms, frozenset(wanted)), _EXACT_CALLS)
 
 
@@ -254,6 +254,7 @@ def _stats_now(call: Call, choice: Choice, wanted: tuple[Variant, ...]) -> Tenso
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
+        allowed=choice.allowed,
         budgets=budgets,
     )
     return stats

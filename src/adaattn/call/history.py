@@ -8,7 +8,14 @@ from typing import Any, Final
 import torch
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import AttentionProblem, Decision, Policy, TensorStats, Variant
+from adaattn.spec import (
+    AttentionProblem,
+    Decision,
+    MethodErrors,
+    Policy,
+    TensorStats,
+    Variant,
+)
 
 __all__ = ["Entry", "History", "is_recomputing"]
 
@@ -160,7 +167,6 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
         known = dict(before)
         return tuple((key, join(known.get(key, ()), values)) for key, values in now)
 
-    sparse = {mass: (densities, errors) for mass, densities, errors in old.block_sparse}
     return replace(
         new,
         entropy_bits=mean(old.entropy_bits, new.entropy_bits),
@@ -170,25 +176,33 @@ def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> Tensor
         score_tails=by_key(old.score_tails, new.score_tails, mean),
         value_tails=by_key(old.value_tails, new.value_tails, mean),
         precision_errors=by_key(old.precision_errors, new.precision_errors, error),
-        low_rank_errors=_falling(by_key(old.low_rank_errors, new.low_rank_errors, error)),
-        block_sparse=tuple(
-            (
-                mass,
-                mean(sparse.get(mass, ((), ()))[0], densities),
-                error(sparse.get(mass, ((), ()))[1], errors),
-            )
-            for mass, densities, errors in new.block_sparse
+        method_errors=_falling(
+            [
+                replace(
+                    now,
+                    errors=error(before.errors if before else (), now.errors),
+                    densities=mean(before.densities if before else (), now.densities),
+                )
+                for now in new.method_errors
+                for before in (old.errors_of(now.capability, now.method),)
+            ],
+            new,
         ),
     )
 
 
-def _falling(errors: tuple[tuple[Any, tuple[float, ...]], ...]) -> tuple[Any, ...]:
-    """Return errors by rank, none above that of a lower rank: an old one may be out of date."""
-    found: list[tuple[Any, tuple[float, ...]]] = []
-    for ranks, values in sorted(errors):
-        lower = found[-1][1] if found else values
-        found.append((ranks, tuple(map(min, values, lower))))
-    return tuple(found)
+def _falling(found: list[MethodErrors], new: TensorStats) -> tuple[MethodErrors, ...]:
+    """Return errors, none above that of cheaper parameters but as it was just measured.
+
+    An average may be out of date where parameters were left out of later measurements.
+    """
+    least: dict[str, tuple[float, ...]] = {}
+    falling = []
+    for item, now in zip(found, new.method_errors, strict=True):
+        cheaper = map(min, item.errors, least.get(item.capability, item.errors))
+        least[item.capability] = tuple(map(max, cheaper, now.errors))
+        falling.append(replace(item, errors=least[item.capability]))
+    return tuple(falling)
 
 
 def _barred(stats: TensorStats, heads: tuple[int, ...]) -> TensorStats:
@@ -200,8 +214,7 @@ def _barred(stats: TensorStats, heads: tuple[int, ...]) -> TensorStats:
     return replace(
         stats,
         precision_errors=tuple((key, infinite(item)) for key, item in stats.precision_errors),
-        low_rank_errors=tuple((key, infinite(item)) for key, item in stats.low_rank_errors),
-        block_sparse=tuple(
-            (mass, densities, infinite(item)) for mass, densities, item in stats.block_sparse
+        method_errors=tuple(
+            replace(item, errors=infinite(item.errors)) for item in stats.method_errors
         ),
     )

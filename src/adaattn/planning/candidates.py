@@ -13,20 +13,18 @@ from adaattn.planning.precision import (
     choose_precisions,
     lower_precisions,
 )
-from adaattn.planning.rank import candidate_ranks, predicted_error, predicted_ranks, rank_errors
 from adaattn.planning.support import reasons
 from adaattn.spec import (
     METHODS,
     AttentionProblem,
-    BlockSparse,
     Capability,
     Cost,
     HardwareFacts,
     HeadGroup,
     Launch,
-    LowRank,
     Measured,
     Method,
+    MethodErrors,
     Policy,
     Precision,
     Scheme,
@@ -36,21 +34,11 @@ from adaattn.spec import (
 )
 
 __all__ = [
-    "BLOCK_SIZE",
     "ENTER_ERROR",
-    "KEPT_MASSES",
     "Candidate",
     "enumerate_candidates",
     "with_stats",
 ]
-
-KEPT_MASSES: Final = (0.9, 0.97, 0.99)
-"""Shares of each sampled row's probability that the kept blocks must hold."""
-
-BLOCK_SIZE: Final = 64
-"""Side of a sparse block: small blocks keep less, and gathering hides below this size."""
-
-_BEST_DENSITY: Final = 0.1
 
 ENTER_ERROR: Final = 0.8
 """Share of its budget below which an error must be before a head takes a new way.
@@ -158,7 +146,8 @@ def enumerate_candidates(
     lower = lower_precisions(problem, hardware, policy)
     for capability in capabilities:
         own = _own_group(capability, problem, policy)
-        variants = _variants(own, capability, problem, policy)
+        methods = capability.methods_for(problem, policy)
+        variants = [replace(own, method=method) for method in methods]
         against = reasons(capability, problem, hardware)
         refusal, why = "; ".join(against), Why.UNSUPPORTED
         if capability.unavailable or problem.device_type not in capability.device_types:
@@ -167,7 +156,7 @@ def enumerate_candidates(
             refusal, why = f"policy {policy.name!r} does not use this method", Why.POLICY
         if not refusal and not variants:
             dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
-            refusal = f"expected head dimensions that a lower rank pays for, got {dims}"
+            refusal = f"expected head dimensions for which it gains something, got {dims}"
         precisions = [] if refusal else [problem.precision]
         if refusal:
             refused = _candidate(own, capability, problem, refusal, why)
@@ -254,23 +243,25 @@ def _judge(
     budgets: tuple[float, ...],
 ) -> Candidate:
     """Return an approximate candidate with its measured errors, refused if no head may use it."""
-    group = item.group
-    errors: tuple[float, ...] = (0.0,) * problem.num_heads
-    densities: tuple[float, ...] = ()
-    if isinstance(group.method, LowRank):
-        errors = rank_errors(stats, (group.method.rank, group.method.value_rank))
-    elif isinstance(group.method, BlockSparse):
-        densities, errors = _sparse_stats(stats, group.method.kept_mass)
-    if not errors:
-        refusal = _why_unmeasured(item, problem, stats, budgets)
-        return replace(item, refusal=refusal, why=Why.UNMEASURED)
+    method = item.group.method
+    found = stats.errors_of(item.capability.name, method)
+    if found is None and method.kind is Method.EXACT:
+        found = MethodErrors(
+            capability=item.capability.name, method=method, errors=(0.0,) * problem.num_heads
+        )
+    if found is None or not found.errors:
+        said = item.capability.why_unmeasured(problem, stats, method, budgets)
+        return replace(item, refusal=said or UNMEASURED, why=Why.UNMEASURED)
+    errors, densities = found.errors, found.densities
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()
     if densities:
         heads = problem.num_heads
         known = {
-            density: estimate(problem, item.capability, group, hardware, density=density).time_ms
+            density: estimate(
+                problem, item.capability, item.group, hardware, density=density
+            ).time_ms
             for density in set(densities)
         }
         head_costs = tuple(known[density] / heads for density in densities)
@@ -288,39 +279,6 @@ def _judge(
     return replace(judged, refusal=refusal, why=Why.OVER_BUDGET)
 
 
-def _why_unmeasured(
-    item: Candidate, problem: AttentionProblem, stats: TensorStats, budgets: tuple[float, ...]
-) -> str:
-    """Return why the sampled rows say nothing of a candidate."""
-    method = item.group.method
-    if isinstance(method, LowRank) and stats.score_tails:
-        heads = range(problem.num_heads)
-        expected = min(predicted_error(stats, method.rank, head) for head in heads)
-        needed = predicted_ranks(stats, problem, budgets)
-        return (
-            f"predicted error {expected:.2g} or more, {max(budgets):g} allowed: heads are expected "
-            f"to need rank {_span(needed)} (effective rank {_span(stats.effective_ranks)}, row "
-            f"entropy {_span(stats.entropy_bits)} bits)"
-        )
-    return UNMEASURED
-
-
-def _span(values: Sequence[float]) -> str:
-    """Return the smallest and the largest number, once if they look alike."""
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _sparse_stats(
-    stats: TensorStats, kept_mass: float
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return (densities, errors) measured for one kept mass."""
-    for mass, densities, errors in stats.block_sparse:
-        if mass == kept_mass:
-            return densities, errors
-    return (), ()
-
-
 def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy) -> HeadGroup:
     """Return the group that computes in the input's own precision."""
     return HeadGroup(
@@ -329,21 +287,6 @@ def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy
         scheme=Scheme.of(problem.precision),
         launch=Launch(chunk_rows=capability.chunk_rows(problem, policy.memory_budget_bytes)),
     )
-
-
-def _variants(
-    own: HeadGroup, capability: Capability, problem: AttentionProblem, policy: Policy
-) -> tuple[HeadGroup, ...]:
-    """Return the parameters to try for one method."""
-    if capability.method is Method.LOW_RANK:
-        return tuple(
-            replace(own, method=LowRank(rank=rank, value_rank=value_rank))
-            for rank, value_rank in candidate_ranks(problem, policy.ranks)
-        )
-    if capability.method is Method.BLOCK_SPARSE:
-        found = (BlockSparse(block_size=BLOCK_SIZE, kept_mass=mass) for mass in KEPT_MASSES)
-        return tuple(replace(own, method=method) for method in found)
-    return (own,)
 
 
 def _candidate(
@@ -372,8 +315,7 @@ def _costed(
     policy: Policy,
 ) -> Candidate:
     """Return a candidate with its cost at best, refused if it needs too much memory."""
-    density = _BEST_DENSITY if isinstance(group.method, BlockSparse) else 1.0
-    cost = estimate(problem, capability, group, hardware, density=density)
+    cost = estimate(problem, capability, group, hardware, density=capability.best_density)
     item = replace(_candidate(group, capability, problem), cost=cost)
     if item.is_exact and hardware.timings is not None:
         measured = interpolated(hardware.timings, problem, capability.name)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from adaattn.planning.cost import visible_pairs
 from adaattn.spec import AttentionProblem, Cell, Measured, TimingTable
 from adaattn.spec.evidence import problem_class
 
@@ -55,7 +54,7 @@ def interpolated(table: TimingTable, problem: AttentionProblem, name: str) -> Me
     if not near:
         return None
     times = [(distance, cell.times[name]) for distance, cell in near]
-    work = math.log(_work(problem, visible_pairs(problem)))
+    work = math.log(_work(problem, problem.visible_pairs))
     grown = [work - math.log(_cell_work(cell)) for _, cell in near]
     device = math.exp(
         _mean(
@@ -101,7 +100,7 @@ def _place(problem: AttentionProblem) -> tuple[float, ...]:
     """Return where a problem lies among the cells: logarithms of its sizes."""
     len_q = problem.max_len_q if problem.num_sequences else problem.len_q
     len_k = problem.max_len_k if problem.num_sequences else problem.len_k
-    visible = visible_pairs(problem) / max(problem.len_q, 1)
+    visible = problem.visible_pairs / max(problem.len_q, 1)
     sizes = (problem.batch * problem.num_heads, problem.group_size, len_q, len_k)
     return _logs(sizes, problem.head_dim, visible)
 

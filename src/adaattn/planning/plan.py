@@ -41,14 +41,6 @@ from adaattn.spec import (
 
 __all__ = ["MARGIN", "decide", "head_budgets", "measuring_cost_ms", "worth_measuring"]
 
-_VARIANTS: Final = {Method.EXACT: 2, Method.LOW_RANK: 5, Method.BLOCK_SPARSE: 8}
-"""What measuring a method costs, in computations of the sampled rows.
-
-Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 5 ms for the rows, 8 more for one format,
-18 for ranks with their spectra, 31 for block selection at three masses; the exact kernel takes
-28 ms.
-"""
-
 DROPOUT_HIDES: Final = "dropout hides errors of this size, so they cannot be checked"
 
 _SAFETY: Final = 4
@@ -212,10 +204,15 @@ def worth_measuring(
 
 
 def measuring_cost_ms(
-    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, wanted: Sequence[Variant]
+    problem: AttentionProblem,
+    hardware: HardwareFacts,
+    policy: Policy,
+    capabilities: tuple[Capability, ...],
+    wanted: Sequence[Variant],
 ) -> float:
     """Return what measuring some variants on one call should cost."""
-    computations = sum(_VARIANTS[method] for method in {method for method, _ in wanted})
+    costs = {item.method: item.sampling_cost for item in capabilities}
+    computations = sum(costs[method] for method in {method for method, _ in wanted})
     return measuring_ms(problem, hardware, policy.audit_rows, computations)
 
 

@@ -7,9 +7,10 @@ queries and keys, ``Dv`` head dimension of values.
 Every value here can be printed, compared, hashed, pickled, and sent to other ranks.
 """
 
+from adaattn.spec.capability import Capability, Overhead
 from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Variant, Why
 from adaattn.spec.evidence import Cell, Measured, TimingTable
-from adaattn.spec.facts import AttentionProblem, Capability, HardwareFacts, Rates, TensorStats
+from adaattn.spec.facts import AttentionProblem, HardwareFacts, MethodErrors, Rates, TensorStats
 from adaattn.spec.method import METHODS, BlockSparse, Exact, HeadMethod, LowRank
 from adaattn.spec.plan import Cost, Decision, HeadGroup, Launch, Plan, TraceEntry
 from adaattn.spec.policy import Policy
@@ -35,6 +36,8 @@ __all__ = [
     "MaskKind",
     "Measured",
     "Method",
+    "MethodErrors",
+    "Overhead",
     "Plan",
     "Policy",
     "Precision",

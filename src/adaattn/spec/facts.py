@@ -1,17 +1,15 @@
 """Facts that planning reads: the problem, the numbers measured on it, the device, the executors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision
+from adaattn.spec.enums import Align, Aux, MaskKind, Precision
+from adaattn.spec.method import HeadMethod
 
 if TYPE_CHECKING:
     from adaattn.spec.evidence import TimingTable
 
-__all__ = ["AttentionProblem", "Capability", "HardwareFacts", "Rates", "TensorStats"]
-
-_NO_FEATURES: Final = Feature(0)
+__all__ = ["AttentionProblem", "HardwareFacts", "MethodErrors", "Rates", "TensorStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +115,38 @@ class AttentionProblem:
         return min(self.len_q * self.max_len_k, self.len_k * self.max_len_q)
 
     @property
+    def visible_pairs(self) -> float:
+        """(query, key) pairs that causality and windows leave, per head and batch.
+
+        Exact without dilation; within one pair a row with it; an estimate for packed sequences,
+        whose lengths are not all known here.
+        """
+        left, right = self.window
+        right = 0 if self.is_causal else right
+        if self.num_sequences:
+            pairs = float(self.attended_pairs)
+            pairs *= 0.5 if self.is_causal else 1.0
+            if left >= 0 and right >= 0:
+                pairs = min(pairs, float(self.len_q * (left + 1 + right)))
+        else:
+            low, high, count = self.offset, self.len_k, self.len_q
+            upper = _clamped_sum(count, low + right + 1, high) if right >= 0 else count * high
+            lower = _clamped_sum(count, low - left, high) if left >= 0 else 0
+            pairs = float(max(upper - lower, 0))
+        return pairs / self.dilation
+
+    @property
     def is_positional(self) -> bool:
         """True when which keys are seen depends on positions."""
         return self.is_causal or self.window != (-1, -1) or self.dilation > 1
+
+
+def _clamped_sum(count: int, start: int, high: int) -> int:
+    """Return the sum of clamp(start + i, 0, high) over i in range(count)."""
+    first = min(max(-start, 0), count)
+    last = min(max(high - start, first), count)
+    rising = (last - first) * (2 * start + first + last - 1) // 2
+    return rising + (count - last) * high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +166,9 @@ class TensorStats:
             rank leaves out of each head's scores.
         value_tails: for each rank, the share of the values' norm that it leaves out.
         value_spreads: share of the values' energy around their mean over the keys, per head.
-        low_rank_errors: for each (rank, value_rank) the relative Frobenius error of each
-            head's sampled output rows; ranks that were predicted not to do are left out.
-        block_sparse: for each kept-mass target ``(mass, densities, errors)``, per head: the
-            fraction of blocks kept and the error of the sampled output rows.
+        method_errors: what the sampled rows say of each approximation; those that were predicted
+            not to do are left out. Those of one executor stand in the order of their errors, the
+            largest first.
         measure_ms: what the measurement cost.
     """
 
@@ -155,9 +181,30 @@ class TensorStats:
     score_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
     value_tails: tuple[tuple[int, tuple[float, ...]], ...] = ()
     value_spreads: tuple[float, ...] = ()
-    low_rank_errors: tuple[tuple[tuple[int, int], tuple[float, ...]], ...] = ()
-    block_sparse: tuple[tuple[float, tuple[float, ...], tuple[float, ...]], ...] = ()
+    method_errors: tuple["MethodErrors", ...] = ()
     measure_ms: float = 0.0
+
+    def errors_of(self, capability: str, method: HeadMethod) -> "MethodErrors | None":
+        """Return what was measured of a method as an executor computes it, or None."""
+        wanted = (capability, method)
+        return next((it for it in self.method_errors if (it.capability, it.method) == wanted), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodErrors:
+    """What sampled rows say of one approximation. One entry per query head.
+
+    Args:
+        capability: name of the executor's capability.
+        method: the approximation with its parameters.
+        errors: relative Frobenius error of the sampled output rows.
+        densities: share of the visible keys that is computed; () is all.
+    """
+
+    capability: str
+    method: HeadMethod
+    errors: tuple[float, ...]
+    densities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +226,10 @@ class Rates:
     def flops_of(self, precision: Precision) -> float:
         """Return the rate of one precision in FLOP/s; 0 when the device lacks it."""
         return dict(self.flops).get(precision, 0.0)
+
+    def matrix_flops_of(self, precision: Precision) -> float:
+        """Return the same, a quarter of fp32's for a format without a rate of its own."""
+        return self.flops_of(precision) or 0.25 * self.flops_of(Precision.FP32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,86 +258,3 @@ class HardwareFacts:
     instructions: tuple[Precision, ...] = (Precision.FP64, Precision.FP32)
     rates: Rates = field(default_factory=Rates)
     timings: "TimingTable | None" = None
-
-
-def _usual_order(problem: AttentionProblem) -> int:
-    """Return 50, behind every executor that says better."""
-    del problem
-    return 50
-
-
-def _no_bytes(problem: AttentionProblem) -> int:
-    """Return 0."""
-    del problem
-    return 0
-
-
-def _all_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
-    """Return 0: all rows at once."""
-    del problem, memory_budget_bytes
-    return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capability:
-    """What one executor can do, as data.
-
-    Args:
-        name: unique name, such as ``"sdpa.flash"``.
-        backend: the module that executes it, such as ``"sdpa"``.
-        method: exact, or which approximation.
-        device_types: devices it runs on.
-        precisions: dtypes that it takes.
-        features: what it honours.
-        max_head_dim: largest D and Dv; 0 is unlimited.
-        min_compute_capability: on CUDA.
-        min_group_size: least query heads per key and value head (a grouped decode needs 2).
-        max_len_q: most query rows (a decode kernel takes few); 0 is unlimited.
-        min_len_q: fewest query rows that it is for.
-        skips_hidden: keys hidden by causality or windows cost nothing.
-        materialises_scores: allocates all Sq x Sk scores.
-        expands_kv: copies k and v for each query head of a group.
-        is_fused: one kernel with online softmax; counted as "flash" in statistics.
-        efficiency: share of the device's matrix rate reached.
-        num_launches: eager operations per call.
-        unavailable: why this installation cannot run it at all; "" if it can.
-        rules: what features and sizes cannot say: each returns why the executor cannot serve a
-            problem, or "".
-        order: where a PyTorch user would look for this executor when nothing was measured; the
-            lowest that can serve is the incumbent.
-        waits: it reads the device on the host while it runs.
-        compiles: its first call of a kind compiles a kernel.
-        chunk_rows: how many query rows it takes at once for a problem and a memory budget; 0 is
-            all.
-        row_bytes: what each of these rows allocates.
-    """
-
-    name: str
-    backend: str
-    method: Method = Method.EXACT
-    device_types: tuple[str, ...] = ("cpu", "cuda")
-    precisions: tuple[Precision, ...] = (
-        Precision.FP64,
-        Precision.FP32,
-        Precision.BF16,
-        Precision.FP16,
-    )
-    features: Feature = _NO_FEATURES
-    max_head_dim: int = 0
-    min_compute_capability: tuple[int, int] = (0, 0)
-    min_group_size: int = 1
-    max_len_q: int = 0
-    min_len_q: int = 0
-    skips_hidden: bool = False
-    materialises_scores: bool = False
-    expands_kv: bool = False
-    is_fused: bool = False
-    efficiency: float = 0.5
-    num_launches: int = 1
-    unavailable: str = ""
-    rules: tuple[Callable[["AttentionProblem"], str], ...] = ()
-    order: Callable[["AttentionProblem"], int] = _usual_order
-    waits: bool = False
-    compiles: bool = False
-    chunk_rows: Callable[["AttentionProblem", int | None], int] = _all_rows
-    row_bytes: Callable[["AttentionProblem"], int] = _no_bytes

@@ -10,8 +10,18 @@ from adaattn.spec.enums import Method
 __all__ = ["METHODS", "BlockSparse", "Exact", "HeadMethod", "LowRank"]
 
 
+class _Whole:
+    """A method that computes with every column."""
+
+    __slots__ = ()
+
+    def columns(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the columns of the score product and of the value product."""
+        return head_dim, value_dim
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exact:
+class Exact(_Whole):
     """Attention as it is defined, up to rounding."""
 
     kind: ClassVar[Method] = Method.EXACT
@@ -44,6 +54,10 @@ class LowRank:
         check_at_least_0("rank", self.rank)
         check_at_least_0("value_rank", self.value_rank)
 
+    def columns(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Return the columns of the score product and of the value product."""
+        return self.rank or head_dim, self.value_rank or value_dim
+
     @property
     def label(self) -> str:
         """The ranks, where q and k lose columns."""
@@ -53,7 +67,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSparse:
+class BlockSparse(_Whole):
     """Attention over the blocks of keys that matter to a block of rows.
 
     Args:

@@ -21,7 +21,7 @@ from adaattn.testing.gradients import (
     num_summands,
     term_sizes,
 )
-from adaattn.testing.inputs import Layout, cast_tensors, make_problem, make_tensors
+from adaattn.testing.inputs import Layout, cast_tensors, make_errors, make_problem, make_tensors
 from adaattn.testing.mutate import mutations
 from adaattn.testing.poison import poisoned_memory
 
@@ -39,6 +39,7 @@ __all__ = [
     "fake_facts",
     "gradients_of",
     "head_errors",
+    "make_errors",
     "make_problem",
     "make_tensors",
     "mutations",

@@ -7,7 +7,7 @@ tensors, up to rounding, for every dtype and device.
 import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,10 +15,18 @@ import torch
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends.interface import Tensors
+from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.spec import AttentionProblem, MaskKind, Precision
+from adaattn.spec import (
+    AttentionProblem,
+    BlockSparse,
+    LowRank,
+    MaskKind,
+    MethodErrors,
+    Precision,
+)
 
-__all__ = ["Layout", "cast_tensors", "make_problem", "make_tensors"]
+__all__ = ["Layout", "cast_tensors", "make_errors", "make_problem", "make_tensors"]
 
 _HIDDEN_SHARE = 0.3
 
@@ -198,3 +206,33 @@ def _bounds(
 def _int32(bounds: tuple[int, ...], device: str) -> torch.Tensor | None:
     """Return bounds as a tensor; None when not packed."""
     return torch.tensor(bounds, dtype=torch.int32, device=device) if bounds else None
+
+
+def make_errors(
+    ranks: Mapping[int, tuple[float, ...]],
+    masses: Mapping[float, tuple[float, ...]] | None = None,
+    densities: tuple[float, ...] = (),
+    names: tuple[str, str] = ("low_rank", "block_sparse"),
+) -> tuple[MethodErrors, ...]:
+    """Return invented errors of approximations, for the ``method_errors`` of statistics.
+
+    Args:
+        ranks: errors of each head by rank.
+        masses: errors of each head by kept mass.
+        densities: share of the keys that block sparsity keeps, for each head and every mass.
+        names: the capabilities of both.
+    """
+    low = [
+        MethodErrors(capability=names[0], method=LowRank(rank=rank, value_rank=rank), errors=errors)
+        for rank, errors in ranks.items()
+    ]
+    sparse = [
+        MethodErrors(
+            capability=names[1],
+            method=BlockSparse(block_size=BLOCK_SIZE, kept_mass=mass),
+            errors=errors,
+            densities=densities or (1.0,) * len(errors),
+        )
+        for mass, errors in (masses or {}).items()
+    ]
+    return (*low, *sparse)

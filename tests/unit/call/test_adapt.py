@@ -267,8 +267,8 @@ class TestWays:
         assert key[0] == events[0].problem.without_layout()
         assert entry.stats is not None and entry.variants == (LOW, LOW)
         errors = (share * LOSSY.error_budget,) * 2
-        found = tuple((ranks, errors) for ranks, _ in entry.stats.low_rank_errors)
-        entry.stats, entry.variants = replace(entry.stats, low_rank_errors=found), variants
+        found = tuple(replace(item, errors=errors) for item in entry.stats.method_errors)
+        entry.stats, entry.variants = replace(entry.stats, method_errors=found), variants
         attend(*tensors, policy=LOSSY, history=history)
         assert low_heads(events[1]) == low
         assert entry.variants == tuple(LOW if head in low else DENSE for head in range(2))
@@ -333,7 +333,7 @@ class TestArriving:
         attend(*tensors, policy=LOSSY, history=history)
         entry = self.known(history)
         before = entry.stats
-        found = replace(measurements[0], max_magnitude=INFINITE, low_rank_errors=())
+        found = replace(measurements[0], max_magnitude=INFINITE, method_errors=())
         entry.arriving.append(Late(found, has_arrived=True))
         attend(*tensors, policy=LOSSY, history=history)
         assert entry.stats is before

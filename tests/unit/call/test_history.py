@@ -13,7 +13,7 @@ from adaattn import AttentionProblem, HeadGroup, History, Policy
 from adaattn.call.history import Entry, is_recomputing, running_stats
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import Decision, Plan, Precision, TensorStats
-from adaattn.testing import make_problem
+from adaattn.testing import make_errors, make_problem
 
 BF16 = Precision.BF16
 PROBLEM = make_problem(num_heads=2)
@@ -27,8 +27,7 @@ def stats(*errors: float) -> TensorStats:
         sampled_rows=16,
         precision_errors=((BF16, errors),),
         entropy_bits=errors,
-        low_rank_errors=(((8, 8), errors),),
-        block_sparse=((0.9, errors, errors),),
+        method_errors=make_errors({8: errors}, {0.9: errors}, errors),
     )
 
 
@@ -61,7 +60,7 @@ class TestAverages:
             effective_ranks=(16.0, 32.0),
             score_tails=((8, (0.5, 0.25)),),
             value_tails=((8, (0.125, 1.0)),),
-            block_sparse=((0.9, (0.5, 1.0), (0.0, 0.0)),),
+            method_errors=make_errors({}, {0.9: (0.0, 0.0)}, (0.5, 1.0)),
         )
         new = TensorStats(
             entropy_bits=(8.0, 4.0),
@@ -69,7 +68,7 @@ class TestAverages:
             effective_ranks=(32.0, 16.0),
             score_tails=((8, (0.25, 0.5)),),
             value_tails=((8, (1.0, 0.125)),),
-            block_sparse=((0.9, (1.0, 0.5), (0.0, 0.0)),),
+            method_errors=make_errors({}, {0.9: (0.0, 0.0)}, (1.0, 0.5)),
         )
 
         def mean(before: tuple[float, ...], now: tuple[float, ...]) -> tuple[float, ...]:
@@ -83,7 +82,8 @@ class TestAverages:
         assert found.effective_ranks == mean((16.0, 32.0), (32.0, 16.0))
         assert found.score_tails == ((8, mean((0.5, 0.25), (0.25, 0.5))),)
         assert found.value_tails == ((8, mean((0.125, 1.0), (1.0, 0.125))),)
-        assert found.block_sparse == ((0.9, mean((0.5, 1.0), (1.0, 0.5)), (0.0, 0.0)),)
+        densities = mean((0.5, 1.0), (1.0, 0.5))
+        assert found.method_errors == make_errors({}, {0.9: (0.0, 0.0)}, densities)
 
     @pytest.mark.parametrize(
         ("before", "now", "expected"), [(0.5, 0.25, 0.375), (0.25, 0.5, 0.5), (0.25, 0.25, 0.25)]
@@ -93,16 +93,15 @@ class TestAverages:
     ) -> None:
         found = running_stats(stats(before, 0.0), stats(now, 0.0), 0.5)
         assert found.precision_errors == ((BF16, (expected, 0.0)),)
-        assert found.low_rank_errors == (((8, 8), (expected, 0.0)),)
-        assert found.block_sparse[0][2] == (expected, 0.0)
+        assert [item.errors for item in found.method_errors] == [(expected, 0.0)] * 2
 
     def test_without_momentum_the_newest_alone_counts(self) -> None:
         new = stats(0.125, 0.25)
         assert running_stats(stats(0.5, 0.5), new, 0.0) == new
 
     def test_what_was_not_measured_before_is_taken_as_it_is(self) -> None:
-        old = TensorStats(low_rank_errors=(((8, 8), (0.5, 0.5)), ((16, 16), (0.25, 0.25))))
-        new = replace(stats(0.125, 0.125), low_rank_errors=(((32, 32), (0.125, 0.25)),))
+        old = TensorStats(method_errors=make_errors({8: (0.5, 0.5), 16: (0.25, 0.25)}))
+        new = replace(stats(0.125, 0.125), method_errors=make_errors({32: (0.125, 0.25)}))
         assert running_stats(old, new, 0.5) == new
 
     def test_what_was_not_measured_now_is_not_known_now(self) -> None:
@@ -114,9 +113,8 @@ class TestAverages:
     def test_an_infinite_error_is_forgotten_at_the_next_measurement(self, momentum: float) -> None:
         """An average with infinity stayed infinite, and with no momentum it was no number."""
         found = running_stats(stats(INFINITE, 0.5), stats(0.125, 0.5), momentum)
-        assert found.low_rank_errors == (((8, 8), (0.125, 0.5)),)
         assert found.precision_errors == ((BF16, (0.125, 0.5)),)
-        assert found.block_sparse[0][2] == (0.125, 0.5)
+        assert [item.errors for item in found.method_errors] == [(0.125, 0.5)] * 2
 
 
 class TestValues:
@@ -177,18 +175,18 @@ class TestEntries:
         assert (entry.age, entry.stats) == (0, stats(0.5, 0.5))
         entry.learn(stats(0.25, 1.0), 0.5)
         assert entry.stats is not None
-        assert entry.stats.low_rank_errors == (((8, 8), (0.375, 1.0)),)
+        assert entry.stats.method_errors[0].errors == (0.375, 1.0)
 
     def test_a_barred_head_is_approximated_by_nothing_until_it_is_measured(self) -> None:
         entry = Entry(stats=stats(0.25, 0.25))
         entry.bar((1,))
         assert entry.stats is not None
-        assert entry.stats.low_rank_errors == (((8, 8), (0.25, INFINITE)),)
         assert entry.stats.precision_errors == ((BF16, (0.25, INFINITE)),)
-        assert entry.stats.block_sparse == ((0.9, (0.25, 0.25), (0.25, INFINITE)),)
+        barred = make_errors({8: (0.25, INFINITE)}, {0.9: (0.25, INFINITE)}, (0.25, 0.25))
+        assert entry.stats.method_errors == barred
         assert entry.stats.entropy_bits == (0.25, 0.25)
         entry.learn(stats(0.25, 0.25), 0.5)
-        assert entry.stats.low_rank_errors == (((8, 8), (0.25, 0.25)),)
+        assert entry.stats.method_errors == stats(0.25, 0.25).method_errors
 
     def test_heads_of_which_nothing_is_known_cannot_be_barred(self) -> None:
         entry = Entry()

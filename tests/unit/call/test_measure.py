@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from adaattn import (
-    BlockSparse,
     HeadGroup,
-    LowRank,
     Method,
     Policy,
     Precision,
@@ -18,9 +16,9 @@ from adaattn import (
 )
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, execute
+from adaattn.backends.block_sparse.executor import KEPT_MASSES
+from adaattn.backends.low_rank.ranks import methods
 from adaattn.call.measure import Sample, audit, check_finite, measure
-from adaattn.planning.candidates import BLOCK_SIZE, KEPT_MASSES
-from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import AttentionProblem, MaskKind, Plan, TensorStats
 from adaattn.testing import attention, head_errors, make_problem, make_tensors
 
@@ -57,15 +55,11 @@ def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, 
 
 def variants(stats: TensorStats) -> list[tuple[HeadGroup, tuple[float, ...]]]:
     """Return every approximation that was measured, with its estimated error of each head."""
-    own = HeadGroup(capability="low_rank", method=LowRank(), scheme=Scheme.of(Precision.FP64))
+    names = {LOW_RANK: "low_rank", BLOCK_SPARSE: "block_sparse"}
+    own = Scheme.of(Precision.FP64)
     found = [
-        (replace(own, method=LowRank(rank=rank, value_rank=value_rank)), errors)
-        for (rank, value_rank), errors in stats.low_rank_errors
-    ]
-    sparse = HeadGroup(capability="block_sparse", scheme=Scheme.of(Precision.FP64))
-    found += [
-        (replace(sparse, method=BlockSparse(block_size=BLOCK_SIZE, kept_mass=mass)), errors)
-        for mass, _, errors in stats.block_sparse
+        (HeadGroup(capability=names[item.method.kind], method=item.method, scheme=own), item.errors)
+        for item in stats.method_errors
     ]
     assert found
     return found
@@ -88,7 +82,7 @@ def test_an_estimate_is_the_executors_own_error_on_the_sampled_rows(name: str) -
     stats, sample = measured(tensors, problem)
     rounding = roundings(problem)
     groups = variants(stats)
-    assert len(groups) == len(candidate_ranks(problem)) + len(KEPT_MASSES)
+    assert len(groups) == len(methods(problem, Policy())) + len(KEPT_MASSES)
     for group, estimated in groups:
         actual = audit(run(group, tensors, problem), sample).amax(0)
         assert (actual - wide(estimated)).abs().amax() < rounding, group.label
@@ -196,19 +190,19 @@ class TestNumbers:
         tensors, problem = draw()
         tensors = replace(tensors, query=4 * tensors.query)
         stats, _ = measured(tensors, problem)
-        masses, densities, errors = zip(*stats.block_sparse, strict=True)
-        assert masses == KEPT_MASSES
+        found = [item for item in stats.method_errors if item.method.kind is BLOCK_SPARSE]
+        assert [item.method.kept_mass for item in found] == list(KEPT_MASSES)
         for head in range(problem.num_heads):
-            kept = [density[head] for density in densities]
-            lost = [error[head] for error in errors]
+            kept = [item.densities[head] for item in found]
+            lost = [item.errors[head] for item in found]
             assert 0 < kept[0] <= kept[1] <= kept[2] <= 1
             assert lost[0] >= lost[1] >= lost[2]
 
     def test_only_what_is_wanted_is_measured(self) -> None:
         tensors, problem = draw()
         stats, _ = measure(tensors, problem, ((LOW_RANK, Precision.FP64),), ROWS)
-        assert len(stats.low_rank_errors) == len(candidate_ranks(problem))
-        assert (stats.block_sparse, stats.precision_errors) == ((), ())
+        assert tuple(item.method for item in stats.method_errors) == methods(problem, Policy())
+        assert stats.precision_errors == ()
 
     def test_the_worst_of_a_batch_counts(self) -> None:
         tensors, problem = draw(batch=2)
@@ -252,8 +246,9 @@ def test_the_decision_rests_on_the_measured_numbers() -> None:
     )
     stats, _ = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows)
     largest = {
-        f"rank={rank},{value_rank}": max(errors)
-        for (rank, value_rank), errors in stats.low_rank_errors
+        item.method.label: max(item.errors)
+        for item in stats.method_errors
+        if item.method.kind is LOW_RANK
     }
     assert largest
     estimates = {

@@ -1,11 +1,14 @@
 """Tables of times, errors and earlier ways, and the way that each head must take."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends import capability_named
+from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.errors import PlanError
 from adaattn.planning import decide
 from adaattn.planning.assignment import (
@@ -15,9 +18,8 @@ from adaattn.planning.assignment import (
     group_heads,
     with_inertia,
 )
-from adaattn.planning.candidates import KEPT_MASSES, Candidate
+from adaattn.planning.candidates import Candidate
 from adaattn.planning.cost import estimate
-from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
     METHODS,
     AttentionProblem,
@@ -34,7 +36,7 @@ from adaattn.spec import (
     TensorStats,
     Variant,
 )
-from adaattn.testing import fake_facts, make_problem
+from adaattn.testing import fake_facts, make_errors, make_problem
 
 FP32, BF16 = Precision.FP32, Precision.BF16
 BUDGET = 0.02
@@ -248,8 +250,9 @@ class TestDecisions:
         heads = problem.num_heads
         return TensorStats(
             sampled_rows=32,
-            low_rank_errors=tuple((ranks, errors) for ranks in candidate_ranks(problem)),
-            block_sparse=tuple((mass, (1.0,) * heads, (0.9,) * heads) for mass in KEPT_MASSES),
+            method_errors=make_errors(
+                dict.fromkeys((16, 32, 64), errors), dict.fromkeys(KEPT_MASSES, (0.9,) * heads)
+            ),
         )
 
     def decided(
@@ -298,12 +301,13 @@ class TestDecisions:
     ) -> None:
         """Rank 32 was faster for head 1 and barred by inertia, and the trace told of its time."""
         problem = self.problem()
-        ranks = candidate_ranks(problem)
         stats = TensorStats(
-            low_rank_errors=(
-                (ranks[0], (0.1 * BUDGET, 9.0, 9.0, 9.0)),
-                (ranks[1], (0.1 * BUDGET, *[0.9 * BUDGET] * 3)),
-                (ranks[2], (9.0,) * 4),
+            method_errors=make_errors(
+                {
+                    16: (0.1 * BUDGET, 9.0, 9.0, 9.0),
+                    32: (0.1 * BUDGET, *[0.9 * BUDGET] * 3),
+                    64: (9.0,) * 4,
+                }
             )
         )
         decision = decide(
@@ -337,7 +341,7 @@ class TestDecisions:
         """One head of four gains a tenth, which is less than the margin of the whole."""
         everything = ~Feature(0)
         facts, problem = fake_facts("cpu"), self.problem()
-        low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+        low = replace(capability_named("low_rank"), name="low", features=everything, efficiency=0.5)
         group = HeadGroup(capability="low", method=LowRank(rank=64, value_rank=64))
         low_ms = estimate(problem, low, group, facts).time_ms
         flops = 2 * problem.len_q**2 * (128 + 128) * problem.num_heads
@@ -348,7 +352,9 @@ class TestDecisions:
             is_fused=True,
             efficiency=0.9 * flops / (1e-3 * low_ms) / facts.rates.flops_of(FP32),
         )
-        stats = TensorStats(low_rank_errors=(((64, 64), (0.001, 0.9, 0.9, 0.9)),))
+        stats = TensorStats(
+            method_errors=make_errors({64: (0.001, 0.9, 0.9, 0.9)}, names=("low", ""))
+        )
         policy = Policy(error_budget=BUDGET, ranks=(64,))
         decision = decide(problem, stats, facts, policy, (exact, low), variants=before)
         assert decision.exact_cost is not None

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from adaattn.backends import capability_named
+from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
+from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.planning.candidates import (
-    BLOCK_SIZE,
-    KEPT_MASSES,
     Candidate,
     enumerate_candidates,
     with_stats,
 )
-from adaattn.planning.rank import candidate_ranks, rank_errors
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -21,12 +21,13 @@ from adaattn.spec import (
     Feature,
     HardwareFacts,
     HeadGroup,
+    LowRank,
     Method,
     Policy,
     Precision,
     TensorStats,
 )
-from adaattn.testing import fake_facts, make_problem
+from adaattn.testing import fake_facts, make_errors, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 ANY = ~Feature(0)
@@ -39,8 +40,8 @@ CHUNKED = Capability(
     chunk_rows=choose_chunk_rows,
     row_bytes=row_bytes,
 )
-LOW_RANK = Capability(name="low_rank", backend="low_rank", features=ANY, method=Method.LOW_RANK)
-SPARSE = Capability(name="sparse", backend="sparse", features=ANY, method=Method.BLOCK_SPARSE)
+LOW_RANK = replace(capability_named("low_rank"), features=ANY)
+SPARSE = replace(capability_named("block_sparse"), name="sparse", features=ANY)
 ALL = (FUSED, NAIVE, CHUNKED, LOW_RANK, SPARSE)
 LOSSY = Policy(name="lossy", error_budget=0.05)
 PROBLEM = make_problem(num_heads=2, len_q=2048, head_dim=64)
@@ -49,8 +50,11 @@ STATS = TensorStats(
     sampled_rows=32,
     max_magnitude=1.0,
     precision_errors=((BF16, (0.004, 0.005)), (FP16, (0.0005, 0.0006))),
-    low_rank_errors=(((8, 8), (0.3, 0.4)), ((16, 16), (0.04, 0.2)), ((32, 32), (0.01, 0.02))),
-    block_sparse=((0.9, (0.1, 0.5), (0.06, 0.07)), (0.97, (0.2, 0.6), (0.03, 0.04))),
+    method_errors=(
+        *make_errors({8: (0.3, 0.4), 16: (0.04, 0.2), 32: (0.01, 0.02)}),
+        *make_errors({}, {0.9: (0.06, 0.07)}, (0.1, 0.5), ("", "sparse")),
+        *make_errors({}, {0.97: (0.03, 0.04)}, (0.2, 0.6), ("", "sparse")),
+    ),
 )
 
 
@@ -135,7 +139,7 @@ def test_head_dimensions_too_small_for_any_rank_are_a_reason_and_not_an_absence(
     """The capability once vanished from the trace instead."""
     found = _enumerate(replace(PROBLEM, head_dim=dims[0], value_dim=dims[1]))
     assert found["low_rank/fp32"].refusal == (
-        f"expected head dimensions that a lower rank pays for, got D {dims[0]}, Dv {dims[1]}"
+        f"expected head dimensions for which it gains something, got D {dims[0]}, Dv {dims[1]}"
     )
 
 
@@ -232,14 +236,14 @@ def test_a_candidate_is_refused_only_if_no_head_may_use_it(name: str, refusal: s
 
 
 def test_one_error_of_all_heads_is_said_once() -> None:
-    stats = replace(STATS, low_rank_errors=(((8, 8), (0.3, 0.3)),))
+    stats = replace(STATS, method_errors=make_errors({8: (0.3, 0.3)}))
     judged = _judge(stats)["low_rank/fp32 rank=8,8"]
     assert judged.refusal == "expected an error of at most 0.05, got 0.3"
 
 
 def test_an_error_that_is_no_number_is_over_every_budget() -> None:
     nan = float("nan")
-    stats = replace(STATS, low_rank_errors=(((8, 8), (nan, nan)),))
+    stats = replace(STATS, method_errors=make_errors({8: (nan, nan)}))
     assert "got nan" in _judge(stats)["low_rank/fp32 rank=8,8"].refusal
 
 
@@ -250,7 +254,7 @@ def test_each_head_is_held_to_its_own_budget() -> None:
 
 def test_a_budget_of_0_allows_nothing_not_even_an_estimate_of_0() -> None:
     """An estimate of 0 on sampled rows is no proof, and a budget of 0 is the exact path."""
-    stats = replace(STATS, low_rank_errors=(((8, 8), (0.0, 0.0)),))
+    stats = replace(STATS, method_errors=make_errors({8: (0.0, 0.0)}))
     assert _judge(stats, budgets=(0.0, 0.1))["low_rank/fp32 rank=8,8"].allows(1)
     assert not _judge(stats, budgets=(0.0, 0.1))["low_rank/fp32 rank=8,8"].allows(0)
     refused = _judge(stats, budgets=(0.0, 0.0))["low_rank/fp32 rank=8,8"]
@@ -272,20 +276,10 @@ def test_what_was_refused_before_measuring_keeps_its_reason() -> None:
     assert {name: judged[name].refusal for name in refused} == refused
 
 
-def test_ranks_are_fractions_of_the_wider_head_dimension_below_the_narrower() -> None:
-    def ranks(dim: int, value_dim: int) -> tuple[tuple[int, int], ...]:
-        return candidate_ranks(make_problem(head_dim=dim, value_dim=value_dim))
-
-    assert ranks(128, 128) == ((16, 16), (32, 32), (64, 64))
-    assert ranks(32, 32) == ((8, 8), (16, 16))
-    assert ranks(128, 40) == ((16, 16), (32, 32))
-    assert ranks(9, 9) == ((8, 8),)
-    assert ranks(8, 8) == ()
-
-
-def test_the_errors_of_a_rank_that_was_not_measured_are_unknown() -> None:
-    assert rank_errors(STATS, (16, 16)) == (0.04, 0.2)
-    assert rank_errors(STATS, (16, 32)) == ()
+def test_the_errors_of_parameters_that_were_not_measured_are_unknown() -> None:
+    found = STATS.errors_of("low_rank", LowRank(rank=16, value_rank=16))
+    assert found is not None and found.errors == (0.04, 0.2)
+    assert STATS.errors_of("low_rank", LowRank(rank=16, value_rank=32)) is None
 
 
 def test_a_candidate_without_heads_shares_its_time_among_none() -> None:

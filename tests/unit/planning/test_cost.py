@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends import capability_named
+from adaattn.backends.block_sparse.cost import SELECTION_STRIDE
 from adaattn.backends.chunk_rows import row_bytes
 from adaattn.planning.cost import (
-    SELECTION_STRIDE,
     computed_pairs,
     estimate,
     measuring_ms,
-    visible_pairs,
 )
 from adaattn.spec import (
     Align,
@@ -25,7 +25,6 @@ from adaattn.spec import (
     Launch,
     LowRank,
     MaskKind,
-    Method,
     Precision,
     Rates,
     Scheme,
@@ -38,8 +37,8 @@ COPIES = replace(FUSED, name="copies", expands_kv=True)
 CHUNKED = Capability(
     name="chunked", backend="chunked", skips_hidden=True, num_launches=14, row_bytes=row_bytes
 )
-LOW_RANK = Capability(name="low_rank", backend="x", method=Method.LOW_RANK, skips_hidden=True)
-SPARSE = Capability(name="sparse", backend="x", method=Method.BLOCK_SPARSE, skips_hidden=True)
+LOW_RANK = capability_named("low_rank")
+SPARSE = capability_named("block_sparse")
 GROUPED = replace(FUSED, name="grouped", min_group_size=2, max_len_q=8)
 
 EXACT = HeadGroup(capability="any")
@@ -94,7 +93,7 @@ def test_visible_pairs_are_counted_exactly(
     problem = make_problem(
         len_q=len_q, len_k=len_k, is_causal=causal, align=align, window=(left, right)
     )
-    assert visible_pairs(problem) == _counted(problem)
+    assert problem.visible_pairs == _counted(problem)
 
 
 @settings(max_examples=300, deadline=None)
@@ -105,7 +104,7 @@ def test_visible_pairs_under_dilation_are_within_one_a_row(
     problem = make_problem(
         len_q=len_q, len_k=len_k, is_causal=causal, window=(left, -1), dilation=dilation
     )
-    assert abs(visible_pairs(problem) - _counted(problem)) <= len_q
+    assert abs(problem.visible_pairs - _counted(problem)) <= len_q
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_pairs_of_packed_sequences_are_bounded_by_the_longest_and_not_the_whole_
     values: dict[str, object], expected: float
 ) -> None:
     """A window open to the right was once counted as if it ended at the row itself."""
-    assert visible_pairs(make_problem(lengths_q=(3, 5), **values)) == expected
+    assert make_problem(lengths_q=(3, 5), **values).visible_pairs == expected
 
 
 def test_an_executor_that_does_not_skip_works_through_hidden_pairs_too() -> None:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends import capability_named
+from adaattn.backends.block_sparse.executor import KEPT_MASSES
+from adaattn.backends.low_rank.ranks import methods
 from adaattn.planning import decide, head_budgets, worth_measuring
-from adaattn.planning.candidates import KEPT_MASSES
-from adaattn.planning.cost import estimate, visible_pairs
+from adaattn.planning.cost import estimate
 from adaattn.planning.evidence import DISPLACES
 from adaattn.planning.plan import MARGIN
-from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -33,7 +34,7 @@ from adaattn.spec import (
     TraceEntry,
 )
 from adaattn.spec.evidence import problem_class
-from adaattn.testing import fake_facts, make_problem
+from adaattn.testing import fake_facts, make_errors, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 MACHINES = ("h200", "l40s", "a100", "v100", "pascal", "cpu", "cpu_amx")
@@ -63,8 +64,11 @@ def _stats(
         sampled_rows=32,
         max_magnitude=magnitude,
         precision_errors=((BF16, (lower,) * heads), (FP16, (lower / 8,) * heads)),
-        low_rank_errors=tuple((ranks, rank) for ranks in candidate_ranks(problem)),
-        block_sparse=tuple((mass, densities, sparse) for mass in KEPT_MASSES),
+        method_errors=make_errors(
+            {method.rank: rank for method in methods(problem, Policy())},
+            dict.fromkeys(KEPT_MASSES, sparse),
+            densities,
+        ),
     )
 
 
@@ -225,12 +229,19 @@ def test_the_more_accurate_of_two_near_equals_is_taken() -> None:
     """Half the blocks kept twice over: equal times, so the smaller error decides."""
     everything = ~Feature(0)
     exact = Capability(name="exact", backend="x", features=everything, is_fused=True)
-    sparse = Capability(name="sparse", backend="x", features=everything, method=Method.BLOCK_SPARSE)
+    sparse = replace(
+        capability_named("block_sparse"), name="sparse", features=everything, efficiency=0.5
+    )
     problem = _problem("cpu", len_q=32768)
     stats = TensorStats(
-        block_sparse=tuple(
-            (mass, (0.2,) * 4, (error,) * 4)
-            for mass, error in zip(KEPT_MASSES, (0.01, 0.002, 0.005), strict=True)
+        method_errors=make_errors(
+            {},
+            {
+                mass: (error,) * 4
+                for mass, error in zip(KEPT_MASSES, (0.01, 0.002, 0.005), strict=True)
+            },
+            (0.2,) * 4,
+            ("", "sparse"),
         )
     )
     policy = Policy(error_budget=0.02)
@@ -259,10 +270,15 @@ def test_an_approximation_must_be_faster_by_the_margin(saved: float, taken: bool
 def test_sharing_heads_out_is_dropped_where_it_gains_too_little() -> None:
     """The trace once called the approximation slower than the exact path that it had beaten."""
     everything = ~Feature(0)
-    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    low = replace(
+        capability_named("low_rank"),
+        features=everything,
+        efficiency=0.5,
+        num_launches=1,
+    )
     facts = fake_facts("cpu")
     problem = _problem("cpu", head_dim=128)
-    group = HeadGroup(capability="low", method=LowRank(rank=16, value_rank=16))
+    group = HeadGroup(capability="low_rank", method=LowRank(rank=16, value_rank=16))
     low_ms = estimate(problem, low, group, facts).time_ms
     flops = 2 * problem.len_q**2 * (128 + 128) * problem.num_heads
     share = 0.9 * flops / (1e-3 * low_ms) / facts.rates.flops_of(FP32)
@@ -277,10 +293,10 @@ def test_sharing_heads_out_is_dropped_where_it_gains_too_little() -> None:
     assert chosen(4).plan.groups == (group,)
     one = chosen(1)
     assert one.plan.is_exact and one.plan.groups[0].heads == ()
-    reason = _entries(one)["low/fp32 rank=16,16"].reason
+    reason = _entries(one)["low_rank/fp32 rank=16,16"].reason
     assert reason.startswith("faster for some heads, but too little is gained: ")
     assert " ms with heads shared out, exact/fp32 " in reason and reason.endswith(" ms for all")
-    assert _entries(one)["low/fp32 rank=64,64"].reason.startswith("slower for head 0: ")
+    assert _entries(one)["low_rank/fp32 rank=64,64"].reason.startswith("slower for head 0: ")
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -310,12 +326,10 @@ def test_any_numbers_give_a_plan_within_budget_that_covers_each_head_once(
     for group in decision.plan.groups:
         for head in group.heads or range(heads):
             loss = measured[group.scheme.inputs][head] if group.scheme.inputs is not FP32 else 0.0
-            if group.method.kind is Method.LOW_RANK:
-                loss += dict(stats.low_rank_errors)[group.method.rank, group.method.value_rank][
-                    head
-                ]
-            if group.method.kind is Method.BLOCK_SPARSE:
-                loss += stats.block_sparse[0][2][head]
+            if group.method.kind is not Method.EXACT:
+                found = stats.errors_of(group.capability, group.method)
+                assert found is not None
+                loss += found.errors[head]
             allowed = budgets[head][2]
             assert loss <= allowed
             exact = group.method.kind is Method.EXACT and group.scheme.inputs is FP32
@@ -458,7 +472,7 @@ def _table(problem: AttentionProblem, times: dict[str, Measured]) -> TimingTable
         len_q=problem.len_q,
         len_k=problem.len_k,
         head_dim=problem.head_dim,
-        visible=visible_pairs(problem) / problem.len_q,
+        visible=problem.visible_pairs / problem.len_q,
         times=times,
     )
     return TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})

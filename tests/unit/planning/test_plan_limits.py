@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from adaattn.backends import capability_named
+from adaattn.backends.low_rank.ranks import methods
 from adaattn.errors import PlanError
 from adaattn.planning import decide, worth_measuring
-from adaattn.planning.rank import candidate_ranks
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -19,7 +20,7 @@ from adaattn.spec import (
     TensorStats,
     TraceEntry,
 )
-from adaattn.testing import fake_facts, make_problem
+from adaattn.testing import fake_facts, make_errors, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 Executors = tuple[Capability, ...]
@@ -34,8 +35,8 @@ def _problem(machine: str, **values: object) -> AttentionProblem:
 
 def _stats(problem: AttentionProblem, rank: tuple[float, ...]) -> TensorStats:
     """Invented numbers: the same errors at every rank."""
-    errors = tuple((ranks, rank) for ranks in candidate_ranks(problem))
-    return TensorStats(sampled_rows=32, max_magnitude=4.0, low_rank_errors=errors)
+    errors = make_errors({method.rank: rank for method in methods(problem, Policy())})
+    return TensorStats(sampled_rows=32, max_magnitude=4.0, method_errors=errors)
 
 
 def _entries(decision: Decision) -> dict[str, TraceEntry]:
@@ -67,7 +68,13 @@ def test_a_memory_budget_below_every_candidate_is_an_error_that_lists_them_all(
 def test_approximations_do_not_serve_where_nothing_exact_could_take_over() -> None:
     everything = ~Feature(0)
     exact = Capability(name="x", backend="x", features=everything, materialises_scores=True)
-    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    low = replace(
+        capability_named("low_rank"),
+        name="low",
+        features=everything,
+        efficiency=0.5,
+        num_launches=1,
+    )
     policy = Policy(error_budget=0.1, memory_budget_bytes=64 << 20)
     with pytest.raises(PlanError, match="low/fp32 rank=16,16: it approximates, and no exact one"):
         decide(_problem("cpu", head_dim=128), None, fake_facts("cpu"), policy, (exact, low))
@@ -143,7 +150,13 @@ def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
 def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
     everything = ~Feature(0)
     exact = Capability(name="exact", backend="x", features=everything)
-    low = Capability(name="low", backend="x", features=everything, method=Method.LOW_RANK)
+    low = replace(
+        capability_named("low_rank"),
+        name="low",
+        features=everything,
+        efficiency=0.5,
+        num_launches=1,
+    )
     problem = make_problem(lengths_q=(512, 512), head_dim=64)
     policy = Policy(error_budget=0.05)
     decision = decide(problem, None, fake_facts("cpu"), policy, (exact, low))
@@ -227,10 +240,12 @@ def test_an_executor_asked_for_by_name_serves_within_the_budget_though_it_does_n
     policy = Policy(error_budget=0.05)
     stats = replace(
         _stats(problem, ()),
-        low_rank_errors=(
-            ((8, 8), (0.01, 0.9, 0.9, 0.01)),
-            ((16, 16), (0.01, 0.04, 0.9, 0.01)),
-            ((32, 32), (0.001, 0.01, 0.03, 0.002)),
+        method_errors=make_errors(
+            {
+                8: (0.01, 0.9, 0.9, 0.01),
+                16: (0.01, 0.04, 0.9, 0.01),
+                32: (0.001, 0.01, 0.03, 0.002),
+            }
         ),
     )
     decision = decide(problem, stats, facts, policy, low, forced=True)

@@ -3,13 +3,15 @@
 Scores: (q A)(k B)^T, the best approximation of that rank for the very q and k of the call.
 Values: (P v W) W^T with W the leading directions of v. Projections come from all tokens of
 the call; in a causal model they are therefore chosen with later tokens in view. Full rank is
-exact. Gradients are those of exact attention, see `adaattn.backends.projected`.
+exact. Gradients are those of exact attention, see `adaattn.backends.low_rank.projected`.
 """
 
 import torch
 
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.projected import attention_with_whole_gradients, project
+from adaattn.backends.low_rank.cost import BACKWARD_FACTOR, overhead
+from adaattn.backends.low_rank.projected import attention_with_whole_gradients, project
+from adaattn.backends.low_rank.ranks import methods, why_unmeasured
 from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, LowRank, Method
 
@@ -31,6 +33,11 @@ CAPABILITIES = (
         skips_hidden=True,
         efficiency=0.8,
         num_launches=6,
+        methods=methods,
+        overhead=overhead,
+        backward_factor=BACKWARD_FACTOR,
+        sampling_cost=5,
+        why_unmeasured=why_unmeasured,
     ),
 )
 

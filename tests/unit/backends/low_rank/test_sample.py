@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from adaattn.backends import Tensors
-from adaattn.call.measure import measure
-from adaattn.call.spectra import ENTROPY_SCALES, entropy_stats
-from adaattn.planning.rank import candidate_ranks, tail_ranks
-from adaattn.spec import AttentionProblem, Method, Precision, TensorStats
+from adaattn.backends.low_rank.ranks import methods, tail_ranks
+from adaattn.call.measure import ENTROPY_SCALES, measure
+from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats
 from adaattn.testing import make_problem, make_tensors
 
 LOW_RANK = ((Method.LOW_RANK, Precision.FP64),)
@@ -181,14 +180,7 @@ def test_without_low_rank_only_entropies_are_measured() -> None:
 
 def test_a_head_too_narrow_for_any_rank_has_entropies_alone() -> None:
     tensors, problem = draw(head_dim=8)
-    assert candidate_ranks(problem) == ()
+    assert methods(problem, Policy()) == ()
     stats = measured(tensors, problem)
-    assert stats.score_tails == stats.low_rank_errors == ()
+    assert stats.score_tails == stats.method_errors == ()
     assert len(stats.entropy_bits) == problem.num_heads
-
-
-def test_entropies_alone_are_statistics() -> None:
-    stats = entropy_stats(torch.tensor([[3.0, 2.0], [1.5, 1.0], [0.5, 0.25]]))
-    assert stats == TensorStats(
-        entropy_bits=(3.0, 2.0), pooled_entropy_bits=((4, (1.5, 1.0)), (16, (0.5, 0.25)))
-    )

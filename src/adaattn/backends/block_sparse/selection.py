@@ -1,12 +1,10 @@
-"""Attention over the blocks of keys that hold most of each row's probability.
+"""Which blocks of keys each block of queries needs.
 
-Selection: the rows that `scored_rows` names are scored exactly against all keys that they see; a
-block of keys is kept for a block of queries if any of its scored rows needs it to reach
-the kept mass (the worst row decides, which loses far less than a mean would), and the
-diagonal is always kept. Between the scored rows, each row is held against the key of each
-block that is farthest from the block's mean: one key that few rows look for is not lost.
-Computation: the kept blocks are gathered for each block of
-queries and attended exactly.
+The rows that `scored_rows` names are scored exactly against all keys that they see; a block of keys
+is kept for a block of queries if any of its scored rows needs it to reach the kept mass (the worst
+row decides, which loses far less than a mean would), and the diagonal is always kept. Between the
+scored rows, each row is held against the key of each block that is farthest from the block's mean:
+one key that few rows look for is not lost.
 """
 
 import torch
@@ -20,67 +18,13 @@ from adaattn.backends.common import (
     tile_scores,
     visible_tile,
 )
-from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.sdpa_call import fused_attention
-from adaattn.spec import AttentionProblem, BlockSparse, Capability, Feature, HeadGroup, Method
+from adaattn.backends.interface import Tensors
+from adaattn.backends.sampling import STRIDE, scored_rows
+from adaattn.spec import AttentionProblem
 
-__all__ = [
-    "CAPABILITIES",
-    "STRIDE",
-    "blocks_needed",
-    "diagonal_blocks",
-    "far_shares",
-    "run",
-    "scored_rows",
-    "select_blocks",
-]
+__all__ = ["blocks_needed", "diagonal_blocks", "far_shares", "padded_blocks", "select_blocks"]
 
-STRIDE = 16
 _ROWS_AT_ONCE = 64
-
-CAPABILITIES = (
-    Capability(
-        name="block_sparse",
-        backend="block_sparse",
-        method=Method.BLOCK_SPARSE,
-        waits=True,
-        features=(
-            Feature.CAUSAL_TOP_LEFT
-            | Feature.CAUSAL_BOTTOM_RIGHT
-            | Feature.WINDOW
-            | Feature.SCALE_SIGN
-            | Feature.DROPOUT
-            | Feature.BACKWARD
-            | Feature.VALUE_DIM
-        ),
-        skips_hidden=True,
-        efficiency=0.6,
-        num_launches=4,
-    ),
-)
-
-
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention over the blocks that `select_blocks` keeps, as ``group.method`` says."""
-    assert isinstance(group.method, BlockSparse)
-    size = group.method.block_size
-    if problem.len_q == 0 or problem.len_k == 0:
-        shape = (*tensors.query.shape[:-1], problem.value_dim)
-        tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
-        return Result(output=tensors.query.new_zeros(shape) + torch.stack(tied).sum())
-    with torch.no_grad():
-        keep = select_blocks(tensors, problem, size, group.method.kept_mass)
-        most = keep.sum(-1).amax(dim=(0, 1)).tolist()  # the one host read
-    key_blocks = _blocks(tensors.key, size)
-    value_blocks = _blocks(tensors.value, size)
-    outputs = []
-    for index, start in enumerate(range(0, problem.len_q, size)):
-        stop = min(start + size, problem.len_q)
-        order, valid = _kept_first(keep[:, :, index], max(most[index], 1))
-        outputs.append(
-            _attend(tensors, problem, (order, valid), (key_blocks, value_blocks), start, stop)
-        )
-    return Result(output=torch.cat(outputs, dim=2))
 
 
 def select_blocks(
@@ -120,16 +64,6 @@ def select_blocks(
     return keep | diagonal_blocks(problem, size, keep.device)
 
 
-def scored_rows(start: int, stop: int, size: int) -> list[int]:
-    """Return which of the query rows ``start..stop`` selection scores.
-
-    Beside every `STRIDE`-th row it is the last of each block: a head that looks at its
-    neighbourhood needs the next block for its last rows alone.
-    """
-    last = range(start + (-start - 1) % size, stop, size)
-    return sorted({*range(start, stop, STRIDE), *last, stop - 1})
-
-
 def far_shares(tensors: Tensors, problem: AttentionProblem, size: int) -> torch.Tensor:
     """Return the largest estimated share of each block's far key: [B, Hq, Nq, Nk].
 
@@ -145,7 +79,7 @@ def far_shares(tensors: Tensors, problem: AttentionProblem, size: int) -> torch.
     """
     dtype = accumulation_dtype(tensors.query.dtype)
     query = tensors.query.to(dtype) * problem.scale
-    blocks = _blocks(tensors.key.to(dtype), size)
+    blocks = padded_blocks(tensors.key.to(dtype), size)
     numbers = torch.arange(blocks.shape[2] * size, device=query.device).view(-1, size)
     counts = (numbers < problem.len_k).sum(-1)
     means = blocks.sum(3) / counts.unsqueeze(-1)
@@ -213,41 +147,8 @@ def diagonal_blocks(problem: AttentionProblem, size: int, device: torch.device) 
     return _block_distances(problem, size, device).abs() < size
 
 
-def _blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
+def padded_blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
     """Return [B, H, N, size, X], the last block padded with zeros."""
     missing = -tokens.shape[2] % size
     blocks: torch.Tensor = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
     return blocks
-
-
-def _kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (block numbers, which of them are kept), [B, Hq, most], the kept ones first."""
-    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    return order, keep.gather(-1, order)
-
-
-def _attend(
-    tensors: Tensors,
-    problem: AttentionProblem,
-    kept: tuple[torch.Tensor, torch.Tensor],
-    blocks: tuple[torch.Tensor, torch.Tensor],
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Return the output of query rows ``start..stop`` over their kept blocks."""
-    order, valid = kept
-    key_blocks, value_blocks = blocks
-    batch, heads, _ = order.shape
-    size = key_blocks.shape[3]
-    batches = torch.arange(batch, device=order.device)[:, None, None]
-    kv_heads = torch.arange(heads, device=order.device)[None, :, None] // problem.group_size
-    key = key_blocks[batches, kv_heads, order].flatten(2, 3)
-    value = value_blocks[batches, kv_heads, order].flatten(2, 3)
-    numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=order.device)
-    numbers = numbers.flatten(2)
-    seen = (valid.repeat_interleave(size, dim=-1) & (numbers < problem.len_k)).unsqueeze(2)
-    rows = torch.arange(start, stop, device=order.device).expand(batch, heads, -1)
-    visible = visible_tile(problem, rows, numbers)
-    if visible is not None:
-        seen = seen & visible
-    return fused_attention(tensors.query[:, :, start:stop], key, value, seen, problem)

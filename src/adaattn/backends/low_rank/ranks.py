@@ -12,19 +12,20 @@ since neighbours whose weights move together count as fewer. It screens; errors 
 sampled rows decide.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import AttentionProblem, TensorStats
+from adaattn.spec import AttentionProblem, HeadMethod, LowRank, Policy, TensorStats
 
 __all__ = [
     "SCREEN",
-    "candidate_ranks",
+    "methods",
     "predicted_error",
     "predicted_ranks",
-    "rank_errors",
     "ranks_to_measure",
     "tail_ranks",
+    "why_unmeasured",
 ]
 
 _FRACTIONS: Final = (8, 4, 2)
@@ -44,28 +45,24 @@ times the predicted ones, 1.10 in the median.
 """
 
 
-def candidate_ranks(
-    problem: AttentionProblem, allowed: tuple[int, ...] = ()
-) -> tuple[tuple[int, int], ...]:
-    """Return (rank of q and k, rank of v), the smallest first; empty when D is too small.
+def methods(problem: AttentionProblem, policy: Policy) -> tuple[LowRank, ...]:
+    """Return each rank of q, k and v to try, the smallest first; empty when D is too small.
 
     Args:
         problem: gives the head dimensions.
-        allowed: the ranks of a policy that names them; () is a few fractions of D.
+        policy: its ``ranks``, where it names them; else a few fractions of D.
     """
     width = max(problem.head_dim, problem.value_dim)
-    ranks = set(allowed) or {max(width // fraction, _MIN_RANK) for fraction in _FRACTIONS}
+    ranks = set(policy.ranks) or {max(width // fraction, _MIN_RANK) for fraction in _FRACTIONS}
     usable = sorted(rank for rank in ranks if rank < min(problem.head_dim, problem.value_dim))
-    return tuple((rank, rank) for rank in usable)
+    return tuple(LowRank(rank=rank, value_rank=rank) for rank in usable)
 
 
-def tail_ranks(
-    problem: AttentionProblem, candidates: tuple[tuple[int, int], ...] = ()
-) -> tuple[int, ...]:
+def tail_ranks(problem: AttentionProblem, candidates: tuple[LowRank, ...] = ()) -> tuple[int, ...]:
     """Return the ranks at which spectra are read: the candidates, and steps of D/16 below D."""
     width = min(problem.head_dim, problem.value_dim)
     step = max(max(problem.head_dim, problem.value_dim) // _TAILS, 1)
-    return tuple(sorted({rank for rank, _ in candidates} | set(range(step, width, step))))
+    return tuple(sorted({method.rank for method in candidates} | set(range(step, width, step))))
 
 
 def predicted_error(stats: TensorStats, rank: int, head: int) -> float:
@@ -109,20 +106,36 @@ def predicted_ranks(
 
 
 def ranks_to_measure(
-    stats: TensorStats, candidates: tuple[tuple[int, int], ...], budgets: tuple[float, ...]
-) -> tuple[tuple[int, int], ...]:
-    """Return the candidate ranks that may hold some head's budget, by prediction."""
+    stats: TensorStats, candidates: tuple[LowRank, ...], budgets: tuple[float, ...]
+) -> tuple[LowRank, ...]:
+    """Return the ranks that may hold some head's budget, by prediction."""
     return tuple(
-        ranks
-        for ranks in candidates
+        method
+        for method in candidates
         if any(
-            predicted_error(stats, ranks[0], head) <= SCREEN * budget
+            predicted_error(stats, method.rank, head) <= SCREEN * budget
             for head, budget in enumerate(budgets)
             if budget > 0.0
         )
     )
 
 
-def rank_errors(stats: TensorStats, ranks: tuple[int, int]) -> tuple[float, ...]:
-    """Return the measured error of each query head at ``ranks``; () when it was not measured."""
-    return dict(stats.low_rank_errors).get(ranks, ())
+def why_unmeasured(
+    problem: AttentionProblem, stats: TensorStats, method: HeadMethod, budgets: tuple[float, ...]
+) -> str:
+    """Return what was predicted of a rank; "" without spectra."""
+    if not (isinstance(method, LowRank) and stats.score_tails):
+        return ""
+    expected = min(predicted_error(stats, method.rank, head) for head in range(problem.num_heads))
+    needed = predicted_ranks(stats, problem, budgets)
+    return (
+        f"predicted error {expected:.2g} or more, {max(budgets):g} allowed: heads are expected "
+        f"to need rank {_span(needed)} (effective rank {_span(stats.effective_ranks)}, row "
+        f"entropy {_span(stats.entropy_bits)} bits)"
+    )
+
+
+def _span(values: Sequence[float]) -> str:
+    """Return the smallest and the largest number, once if they look alike."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"

@@ -6,32 +6,30 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn.backends import Tensors
-from adaattn.call.measure import measure
-from adaattn.planning import decide
-from adaattn.planning.rank import (
+from adaattn.backends import Tensors, capabilities
+from adaattn.backends.low_rank.ranks import (
     SCREEN,
-    candidate_ranks,
+    methods,
     predicted_error,
     predicted_ranks,
-    rank_errors,
     ranks_to_measure,
     tail_ranks,
 )
+from adaattn.call.measure import measure
+from adaattn.planning import decide
 from adaattn.spec import (
     AttentionProblem,
-    Capability,
+    LowRank,
     Method,
     Policy,
     Precision,
     TensorStats,
     TraceEntry,
 )
-from adaattn.testing import fake_facts, make_problem
+from adaattn.testing import fake_facts, make_errors, make_problem
 
 HEADS = 4
 WANTED = ((Method.LOW_RANK, Precision.FP32),)
-Executors = tuple[Capability, ...]
 
 SPECTRA = {
     "planted": lambda dim: torch.where(torch.arange(dim) < 8, 1.0, 0.02),
@@ -72,6 +70,15 @@ def measured(tensors: Tensors, problem: AttentionProblem, **options: Any) -> Ten
     return measure(tensors, problem, WANTED, 16, **options)[0]
 
 
+def by_rank(stats: TensorStats) -> dict[int, tuple[float, ...]]:
+    """Return the errors of each rank that was measured."""
+    return {
+        found.method.rank: found.errors
+        for found in stats.method_errors
+        if isinstance(found.method, LowRank)
+    }
+
+
 def invented(
     *,
     score: dict[int, tuple[float, ...]],
@@ -106,7 +113,7 @@ class TestPrediction:
         stats = measured(tensors, problem)
         ratios = [
             error / predicted_error(stats, rank, head)
-            for (rank, _), errors in stats.low_rank_errors
+            for rank, errors in by_rank(stats).items()
             for head, error in enumerate(errors)
             if error < 0.3
         ]
@@ -222,7 +229,7 @@ class TestScreening:
         stats = invented(
             score={8: (1.0, 0.5), 16: (1.0, 0.039), 32: (1.0, 0.01)}, bits=(50.0, 50.0)
         )
-        ranks = tuple((rank, rank) for rank in (8, 16, 32))
+        ranks = tuple(LowRank(rank=rank, value_rank=rank) for rank in (8, 16, 32))
         assert ranks_to_measure(stats, ranks, (0.01, 0.01)) == ranks[1:]
         assert ranks_to_measure(stats, ranks, (0.25, 0.01)) == ranks
         assert ranks_to_measure(stats, ranks, (0.01, 0.0)) == ()
@@ -234,15 +241,13 @@ class TestScreening:
         tensors, problem = draw("falling slowly", 2.0)
         stats = measured(tensors, problem, budgets=(budget,) * HEADS)
         everything = measured(tensors, problem)
-        assert len(everything.low_rank_errors) == len(candidate_ranks(problem)) == 3
-        assert len(stats.low_rank_errors) == tried
-        for ranks, errors in stats.low_rank_errors:
-            assert rank_errors(everything, ranks) == errors
-        skipped = {ranks for ranks, _ in everything.low_rank_errors} - {
-            ranks for ranks, _ in stats.low_rank_errors
-        }
-        for ranks in skipped:
-            assert min(rank_errors(everything, ranks)) > budget
+        every, some = by_rank(everything), by_rank(stats)
+        assert len(every) == len(methods(problem, Policy())) == 3
+        assert len(some) == tried
+        for rank, errors in some.items():
+            assert every[rank] == errors
+        for rank in every.keys() - some.keys():
+            assert min(every[rank]) > budget
 
     @pytest.mark.parametrize("budget", [0.02, 0.05])
     @pytest.mark.parametrize("spectrum", SPECTRA)
@@ -251,22 +256,20 @@ class TestScreening:
         self, spectrum: str, sharpness: str, budget: float
     ) -> None:
         tensors, problem = draw(spectrum, SHARPNESS[sharpness])
-        tried = dict(measured(tensors, problem, budgets=(budget,) * HEADS).low_rank_errors)
-        everything = measured(tensors, problem).low_rank_errors
-        assert len(everything) == len(candidate_ranks(problem)) == 3
-        for ranks, errors in everything:
-            assert ranks in tried or min(errors) > budget, ranks
+        tried = by_rank(measured(tensors, problem, budgets=(budget,) * HEADS))
+        everything = by_rank(measured(tensors, problem))
+        assert len(everything) == len(methods(problem, Policy())) == 3
+        for rank, errors in everything.items():
+            assert rank in tried or min(errors) > budget, rank
 
-    def test_a_refused_rank_is_told_with_what_would_have_been_needed(
-        self, executors: Executors
-    ) -> None:
+    def test_a_refused_rank_is_told_with_what_would_have_been_needed(self) -> None:
         problem = make_problem(num_heads=2, len_q=8192, head_dim=64)
         stats = invented(
             score={8: (0.8, 0.9), 16: (0.8, 0.9), 32: (0.2, 0.3), 60: (0.01, 0.3)},
             bits=(5.0, 9.25),
         )
         policy = Policy(error_budget=0.02)
-        decision = decide(problem, stats, fake_facts("cpu"), policy, executors)
+        decision = decide(problem, stats, fake_facts("cpu"), policy, capabilities())
         entries = {entry.candidate: entry for entry in decision.trace}
         reason = (
             "predicted error 0.79 or more, 0.02 allowed: heads are expected to need rank 60 to 64 "
@@ -275,14 +278,14 @@ class TestScreening:
         entry = entries["low_rank/fp32 rank=16,16"]
         assert (entry.reason, entry.accepted, entry.error_estimate) == (reason, False, None)
 
-    def test_one_number_is_said_once_where_heads_are_alike(self, executors: Executors) -> None:
+    def test_one_number_is_said_once_where_heads_are_alike(self) -> None:
         problem = make_problem(num_heads=2, len_q=8192, head_dim=64)
         stats = replace(
             invented(score={8: (0.8,) * 2, 60: (0.5,) * 2}, bits=(5.0, 5.0)),
             effective_ranks=(31.0, 31.0),
         )
         policy = Policy(error_budget=0.02)
-        decision = decide(problem, stats, fake_facts("cpu"), policy, executors)
+        decision = decide(problem, stats, fake_facts("cpu"), policy, capabilities())
         reasons = {e.reason for e in decision.trace if e.candidate.startswith("low_rank")}
         (reason,) = reasons
         assert reason.endswith("expected to need rank 64 (effective rank 31, row entropy 5 bits)")
@@ -311,13 +314,14 @@ class TestNamedRanks:
         self, dims: tuple[int, int], named: tuple[int, ...], expected: tuple[int, ...]
     ) -> None:
         problem = make_problem(head_dim=dims[0], value_dim=dims[1])
-        assert candidate_ranks(problem, named) == tuple((rank, rank) for rank in expected)
+        tried = tuple(LowRank(rank=rank, value_rank=rank) for rank in expected)
+        assert methods(problem, Policy(ranks=named)) == tried
 
-    def test_they_alone_are_candidates(self, executors: Executors) -> None:
+    def test_they_alone_are_candidates(self) -> None:
         problem = make_problem(num_heads=2, len_q=8192, head_dim=64)
-        stats = TensorStats(low_rank_errors=(((12, 12), (1e-3, 1e-3)), ((8, 8), (0.0, 0.0))))
+        stats = TensorStats(method_errors=make_errors({12: (1e-3, 1e-3), 8: (0.0, 0.0)}))
         policy = Policy(error_budget=0.02, ranks=(12, 40))
-        decision = decide(problem, stats, fake_facts("cpu"), policy, executors)
+        decision = decide(problem, stats, fake_facts("cpu"), policy, capabilities())
         assert [(g.method.rank, g.method.value_rank) for g in decision.plan.groups] == [(12, 12)]
         tried = [e.candidate for e in decision.trace if e.candidate.startswith("low_rank")]
         assert tried == ["low_rank/fp32 rank=12,12", "low_rank/fp32 rank=40,40"]
@@ -325,14 +329,12 @@ class TestNamedRanks:
     def test_they_alone_are_measured(self) -> None:
         tensors, problem = draw("planted", 1.0)
         stats = measured(tensors, problem, policy=Policy(ranks=(12, 20)))
-        assert [ranks for ranks, _ in stats.low_rank_errors] == [(12, 12), (20, 20)]
+        assert list(by_rank(stats)) == [12, 20]
 
-    def test_ranks_that_the_dimension_does_not_exceed_leave_no_low_rank(
-        self, executors: Executors
-    ) -> None:
+    def test_ranks_that_the_dimension_does_not_exceed_leave_no_low_rank(self) -> None:
         problem = make_problem(num_heads=2, len_q=8192, head_dim=64)
         policy = Policy(error_budget=0.02, ranks=(64, 100))
-        decision = decide(problem, None, fake_facts("cpu"), policy, executors)
+        decision = decide(problem, None, fake_facts("cpu"), policy, capabilities())
         (entry,) = _low_rank(decision.trace)
         assert not entry.accepted
         assert entry.reason.endswith("got D 64, Dv 64")
@@ -351,9 +353,8 @@ class TestNamedRanks:
         )
         tensors = Tensors(query=q, key=k, value=v)
         stats = measured(tensors, problem, policy=Policy(ranks=(rank,)), budgets=(0.02,) * 2)
-        ((ranks, errors),) = stats.low_rank_errors
-        assert ranks == (rank, rank)
-        assert max(errors) < 0.02
+        assert list(by_rank(stats)) == [rank]
+        assert max(by_rank(stats)[rank]) < 0.02
 
 
 class TestTailRanks:
@@ -388,13 +389,13 @@ class TestTailRanks:
         self, dims: tuple[int, int], named: tuple[int, ...], expected: tuple[int, ...]
     ) -> None:
         problem = make_problem(head_dim=dims[0], value_dim=dims[1])
-        found = tail_ranks(problem, candidate_ranks(problem, named))
+        found = tail_ranks(problem, methods(problem, Policy(ranks=named)))
         assert found == tuple(sorted(set(expected)))
 
     @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
     def test_usual_candidates_are_among_them(self, dim: int) -> None:
         problem = make_problem(head_dim=dim)
-        assert {rank for rank, _ in candidate_ranks(problem)} <= set(tail_ranks(problem))
+        assert {found.rank for found in methods(problem, Policy())} <= set(tail_ranks(problem))
 
 
 def _low_rank(trace: tuple[TraceEntry, ...]) -> list[TraceEntry]:

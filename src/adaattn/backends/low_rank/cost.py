@@ -1,0 +1,80 @@
+"""What low rank takes beside the products of attention: projections, and a whole backward pass."""
+
+import math
+from typing import Final
+
+from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, LowRank, Overhead, Precision
+
+__all__ = ["BACKWARD_FACTOR", "overhead"]
+
+BACKWARD_FACTOR: Final = 1.0
+"""Its backward pass takes all columns, and is counted in `overhead`."""
+
+_BACKWARD: Final = 2.5
+"""Products of a backward pass, over those of a forward pass."""
+
+_FUSED_SHARE: Final = 0.55
+"""Share of the matrix rate of the fused backward: sdpa.flash's own."""
+
+_LAUNCHES: Final = 60
+
+
+def overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return what Gram matrices, eigenproblems and projections take, and the backward pass."""
+    del density
+    assert isinstance(group.method, LowRank)
+    rank, value_rank = group.method.rank, group.method.value_rank
+    kv_heads = problem.batch * problem.num_kv_heads
+    tokens = problem.len_q * problem.batch * problem.num_heads + problem.len_k * kv_heads
+    dim = max(problem.head_dim, problem.value_dim)
+    flops = 2.0 * tokens * dim * (dim + rank + value_rank)
+    flops += 2.0 * problem.len_k * kv_heads * dim * dim
+    whole, whole_s = _whole_backward(problem, group, hardware)
+    return Overhead(
+        flops=flops + whole,
+        bytes_moved=4.0 * tokens * dim * 4,
+        workspace_bytes=tokens * (rank + (value_rank or problem.value_dim)) * _bytes(problem),
+        launches=_LAUNCHES,
+        seconds=flops / max(hardware.rates.flops_of(Precision.FP32), 1.0)
+        + _eigen_s(problem, hardware)
+        + whole_s,
+    )
+
+
+def _bytes(problem: AttentionProblem) -> float:
+    """Return the bytes of an element of the input."""
+    return problem.precision.bits / 8
+
+
+def _eigen_s(problem: AttentionProblem, hardware: HardwareFacts) -> float:
+    """Return the seconds of the symmetric eigenproblems behind the projections.
+
+    Three for each key head: two for the scores, one for the values. A CPU takes about
+    45 D^3 operations' worth of its fp32 matrix rate for each (9 D^3 at a fifth of the rate:
+    0.2 ms at D 64, 14 ms at D 512 on two cores); a GPU is bound by its steps, not by
+    arithmetic: 1.6 ms at D 128 on an H200.
+    """
+    dim = max(problem.head_dim, problem.value_dim)
+    count = 3 * problem.batch * problem.num_kv_heads
+    if problem.device_type == "cuda":
+        return count * 1.6e-3 * math.pow(dim / 128, 1.5)
+    return count * (1e-4 + 45.0 * dim**3 / max(hardware.rates.flops_of(Precision.FP32), 1.0))
+
+
+def _whole_backward(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts
+) -> tuple[float, float]:
+    """Return (FLOPs, seconds) of a backward pass that takes all columns.
+
+    On a CPU the fused kernel computes it, on a GPU chunks of written-out weights, for which
+    half of the fused kernel's rate is assumed.
+    """
+    if not problem.requires_grad:
+        return 0.0, 0.0
+    columns = problem.head_dim + problem.value_dim
+    products = 2.0 * problem.visible_pairs * columns * problem.batch * problem.num_heads
+    share = _FUSED_SHARE if problem.device_type == "cpu" else 0.5 * _FUSED_SHARE
+    rate = hardware.rates.matrix_flops_of(group.scheme.inputs)
+    return _BACKWARD * products, _BACKWARD * products / max(rate * share, 1.0)
