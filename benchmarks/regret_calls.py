@@ -143,16 +143,14 @@ def _tensors(problem: Problem, device: str) -> Tensors:
     if problem.kind is Kind.ALIBI:
         places = torch.arange(1, problem.heads + 1, device=device)
         slopes = torch.exp2(-8.0 * places / problem.heads)[None]
-    return Tensors(
-        query=query,
-        key=key,
-        value=value,
+    return Tensors.of(
+        query,
+        key,
+        value,
+        starts=(starts, starts),
+        bounds=(bounds, bounds),
         mask=_mask(problem, generator, dtype) if problem.mask_shape else None,
         alibi_slopes=slopes,
-        cu_seqlens_q=starts,
-        cu_seqlens_k=starts,
-        bounds_q=bounds,
-        bounds_k=bounds,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from adaattn.backends import capabilities
-from adaattn.spec import Capability, Feature
+from adaattn.spec import Capability, Feature, KVKind
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- support table, by scripts/support_table.py -->"
@@ -26,15 +26,15 @@ _COLUMNS = {
     "sinks": Feature.SINKS,
     "ALiBi": Feature.ALIBI,
     "dropout": Feature.DROPOUT,
-    "packed": Feature.PACKED,
 }
 
 
 def overview(declared: Sequence[Capability]) -> list[str]:
     """Return the lines of the README's table: what users ask for first."""
-    lines = _head("executor", "method", "CPU", "GPU", *_COLUMNS)
+    lines = _head("executor", "method", "CPU", "GPU", *_COLUMNS, "packed")
     for capability in declared:
         honoured = [feature in capability.features for feature in _COLUMNS.values()]
+        honoured.append(KVKind.PACKED in capability.kv_kinds)
         devices = [device in capability.device_types for device in ("cpu", "cuda")]
         lines.append(
             _row(
@@ -104,6 +104,8 @@ def _features(capability: Capability) -> str:
     """Return what a capability honours, or what it lacks where that is the shorter list."""
     honoured = [f.name.lower() for f in _ALL if f in capability.features]
     missing = [f.name.lower() for f in _ALL if f not in capability.features]
+    packed = KVKind.PACKED in capability.kv_kinds
+    (honoured if packed else missing).append("packed")
     if not missing:
         return "all"
     if len(missing) < len(honoured):

@@ -48,6 +48,7 @@ from adaattn.testing import (
     make_tensors,
     num_summands,
     term_sizes,
+    with_tensors,
 )
 
 DEVICES = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
@@ -355,7 +356,7 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps(meeting: Meeting) -> N
     tensors = meeting.case.tensors()
     identity = torch.eye(problem.len_k, device=problem.device_type)
     value = identity.expand(tensors.value.shape).contiguous().requires_grad_()
-    tensors = replace(tensors, value=value)
+    tensors = with_tensors(tensors, value=value)
     output = run(meeting, tensors).output
     kept = (output != 0).detach()
 

@@ -32,6 +32,7 @@ from adaattn.backends.common import (
     tile_scores,
 )
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.masked import (
     is_plain,
     packed_tile,
@@ -41,7 +42,7 @@ from adaattn.backends.masked import (
     whole_tile,
 )
 from adaattn.backends.sdpa_call import fused_attention, needs_care
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, MaskKind
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
 
@@ -67,6 +68,7 @@ CAPABILITIES = (
         name="chunked",
         backend="chunked",
         features=~Feature(0),
+        kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         skips_hidden=True,
         efficiency=0.5,
         num_launches=14,
@@ -134,7 +136,9 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
         if tensors.alibi_slopes is None and in_order and lengths[0] == lengths[1] > 0:
             outputs.append(fused_attention(q, k, v, None, problem, is_causal=True))
             continue
-        part = replace(tensors, query=q, key=k, value=v, bounds_q=(), bounds_k=())
+        part = replace(
+            tensors, query=q, kv=KeysValues(key=k, value=v), cu_seqlens_q=None, bounds_q=()
+        )
         part_problem = replace(problem, num_sequences=0, len_q=lengths[0], len_k=lengths[1])
         outputs.append(_one_sequence(part, part_problem, chunk_rows).output)
     return Result(output=outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))
@@ -247,8 +251,7 @@ def _differentiable(
         tile = replace(
             shared,
             query=query,
-            key=_joined(keys, cols).to(query.dtype),
-            value=_joined(values, cols).to(query.dtype),
+            kv=KeysValues(key=_joined(keys, cols), value=_joined(values, cols)).to(query.dtype),
             mask=mask_part(mask, rows, cols),
         )
         return chunk(tile, problem, rows, cols)

@@ -61,7 +61,7 @@ def sequences(
         rows = range(bounds_q[n], bounds_q[n + 1])
         cols = range(bounds_k[n], bounds_k[n + 1])
         yield (
-            replace(part_of(tensors, rows, cols), bounds_q=(), bounds_k=()),
+            replace(part_of(tensors, rows, cols), cu_seqlens_q=None, bounds_q=()),
             replace(problem, num_sequences=0, len_q=len(rows), len_k=len(cols)),
         )
 
@@ -73,8 +73,7 @@ def part_of(tensors: Tensors, rows: range, cols: range) -> Tensors:
     return replace(
         tensors,
         query=tensors.query[:, :, rows.start : rows.stop],
-        key=tensors.key[:, :, cols.start : cols.stop],
-        value=tensors.value[:, :, cols.start : cols.stop],
+        kv=tensors.kv.of_tokens(cols),
         mask=mask_part(tensors.mask, rows, cols),
         mask_given=None,
     )

@@ -40,12 +40,7 @@ def run_group(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> 
     if precision is problem.precision:
         return executor(tensors, problem, group)
     dtype = torch_dtype(precision)
-    cast = replace(
-        tensors,
-        query=tensors.query.to(dtype),
-        key=tensors.key.to(dtype),
-        value=tensors.value.to(dtype),
-    )
+    cast = replace(tensors, query=tensors.query.to(dtype), kv=tensors.kv.to(dtype))
     lower = replace(problem.without_layout(), precision=precision, sdpa_default="")
     result = executor(cast, lower, group)
     return replace(result, output=result.output.to(tensors.query.dtype))
@@ -72,8 +67,7 @@ def slice_heads(
     part = replace(
         tensors,
         query=tensors.query.index_select(1, rows),
-        key=tensors.key.index_select(1, cols),
-        value=tensors.value.index_select(1, cols),
+        kv=tensors.kv.of_heads(cols),
         mask=mask,
         mask_given=None,
         sinks=None if tensors.sinks is None else tensors.sinks.index_select(0, rows),

@@ -17,7 +17,7 @@ import torch
 from adaattn.backends.flex_masks import BLOCK, block_mask, score_mod
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, Precision
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, Precision
 
 __all__ = ["CAPABILITIES", "run"]
 
@@ -75,12 +75,12 @@ CAPABILITIES = (
             | Feature.SINKS
             | Feature.SINKS_GRADIENT
             | Feature.ALIBI
-            | Feature.PACKED
             | Feature.VALUE_DIM
             | Feature.BACKWARD
             | Feature.LSE
             | Feature.LSE_GRADIENT
         ),
+        kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         rules=(_narrow, _without_kernel),
         max_head_dim=256,
         min_len_q=16,

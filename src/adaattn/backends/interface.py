@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.spec import AttentionProblem, HeadGroup
 
 __all__ = ["Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
@@ -21,30 +22,69 @@ class Tensors:
 
     Args:
         query: [B, Hq, Sq, D].
-        key: [B, Hkv, Sk, D], unrepeated.
-        value: [B, Hkv, Sk, Dv], unrepeated.
+        kv: keys and values.
         mask: boolean (True = attend) or floating point, 4-D, broadcastable to [B, Hq, Sq, Sk].
         mask_given: the mask as the caller gave it: what is known of it is kept by its identity.
         sinks: [Hq] logits that join the denominator.
         alibi_slopes: [B or 1, Hq] positive slopes; the bias is -slope * abs(p - j).
         cu_seqlens_q: int32 [N + 1], starts of packed query sequences and their end.
-        cu_seqlens_k: the same for keys.
-        bounds_q: the same numbers on the host; () when not packed, or on a GPU
-            (`adaattn.backends.common.host_bounds` reads them there).
-        bounds_k: the same for keys.
+        bounds_q: the same numbers on the host; () when not packed, or on a GPU.
     """
 
     query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    kv: KeysValues
     mask: torch.Tensor | None = None
     mask_given: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
     bounds_q: tuple[int, ...] = ()
-    bounds_k: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        bounds: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        **others: torch.Tensor | None,
+    ) -> "Tensors":
+        """Return the tensors of a call from those that its caller gave.
+
+        Args:
+            query: likewise.
+            key: [B, Hkv, Sk, D], unrepeated.
+            value: [B, Hkv, Sk, Dv], unrepeated.
+            starts: of packed queries and keys; None where they are dense.
+            bounds: the same on the host.
+            **others: mask, mask_given, sinks, alibi_slopes.
+        """
+        kv = KeysValues(key=key, value=value)
+        if starts[1] is not None:
+            kv = PackedKeysValues(key=key, value=value, cu_seqlens=starts[1], bounds=bounds[1])
+        return cls(query=query, kv=kv, cu_seqlens_q=starts[0], bounds_q=bounds[0], **others)
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The keys, [B, Hkv, Sk, D]."""
+        return self.kv.key
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The values, [B, Hkv, Sk, Dv]."""
+        return self.kv.value
+
+    @property
+    def cu_seqlens_k(self) -> torch.Tensor | None:
+        """Starts of packed keys and their end, int32 [N + 1]; None where they are dense."""
+        return self.kv.cu_seqlens if isinstance(self.kv, PackedKeysValues) else None
+
+    @property
+    def bounds_k(self) -> tuple[int, ...]:
+        """The same on the host, where they are known."""
+        return self.kv.bounds if isinstance(self.kv, PackedKeysValues) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

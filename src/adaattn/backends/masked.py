@@ -86,7 +86,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             if slopes is not None and slopes.dim() == 1:
                 slopes = slopes.unsqueeze(0)
             grown = replace(problem, len_k=key.shape[2])
-            tensors = Tensors(query=query, key=key, value=value, alibi_slopes=slopes)
+            tensors = Tensors.of(query, key, value, alibi_slopes=slopes)
             read = range(*key_range(grown, 0, grown.len_q))
             return sdpa_tile(part_of(tensors, rows, read), grown, rows, read)[0]
         if part is not None:
@@ -156,15 +156,8 @@ def whole_packed(problem: AttentionProblem) -> Direct:
         same = starts_k is starts_q
         bounds_q = () if starts_q.is_cuda else tuple(starts_q.tolist())
         bounds_k = bounds_q if same or starts_k.is_cuda else tuple(starts_k.tolist())
-        tensors = Tensors(
-            query=query,
-            key=key,
-            value=value,
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-            bounds_q=bounds_q,
-            bounds_k=bounds_k,
-        )
+        starts, bounds = (starts_q, starts_k), (bounds_q, bounds_k)
+        tensors = Tensors.of(query, key, value, starts=starts, bounds=bounds)
         return sdpa(query, key, value, packed_tile(tensors, problem), **keywords)
 
     return run
@@ -227,7 +220,7 @@ def _bias(
 ) -> torch.Tensor:
     """Return what slopes, [Hq] or [B or 1, Hq], add to the scores, -inf where position hides."""
     slopes = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
-    tile = Tensors(query=query, key=query, value=query, alibi_slopes=slopes)
+    tile = Tensors.of(query, query, query, alibi_slopes=slopes)
     bias, seen = tile_masks(tile, problem, rows, cols)
     assert bias is not None
     bias = bias.to(query.dtype)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from adaattn._constants import LOG2_E
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup
+from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind
 
 __all__ = ["CAPABILITIES", "attention", "positions", "run", "visible_keys"]
 
@@ -25,6 +25,7 @@ CAPABILITIES = (
         name="reference",
         backend="reference",
         features=~Feature(0),
+        kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         materialises_scores=True,
         expands_kv=True,
         efficiency=0.05,

@@ -5,7 +5,7 @@ Masks that stand for windows or packed sequences belong to other executors.
 
 from functools import partial
 
-from adaattn.spec import AttentionProblem, Capability, Feature, Precision
+from adaattn.spec import AttentionProblem, Capability, Feature, KVKind, Precision
 
 __all__ = ["CAPABILITIES"]
 
@@ -64,13 +64,9 @@ CAPABILITIES = (
         device_types=("cuda",),
         precisions=_HALF,
         features=(
-            Feature.CAUSAL_BOTTOM_RIGHT
-            | Feature.WINDOW
-            | Feature.PACKED
-            | Feature.DROPOUT
-            | _TRAINING
-            | Feature.LSE
+            Feature.CAUSAL_BOTTOM_RIGHT | Feature.WINDOW | Feature.DROPOUT | _TRAINING | Feature.LSE
         ),
+        kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         max_head_dim=256,
         min_compute_capability=(8, 0),
         skips_hidden=True,

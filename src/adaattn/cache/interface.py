@@ -4,6 +4,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from adaattn.backends.keys_values import KeysValues
+
 __all__ = ["LayerCache"]
 
 
@@ -27,8 +29,8 @@ class LayerCache(Protocol):
         """Position of the first key that is still kept; 0 unless a window dropped some."""
         ...
 
-    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values): those kept, [B, Hkv, S, D] and Dv, with the new ones behind.
+    def update(self, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
+        """Return the keys [B, Hkv, S, D] and values kept, with the new ones behind.
 
         Args:
             key: [B, Hkv, L, D], rotated if the layer rotates.

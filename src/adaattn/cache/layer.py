@@ -2,6 +2,7 @@
 
 import torch
 
+from adaattn.backends.keys_values import KeysValues
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -56,8 +57,8 @@ class StoredLayer:
             return 0
         return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
 
-    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values): those kept with the new ones behind, as views where possible.
+    def update(self, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
+        """Return the keys and values kept with the new ones behind, as views where possible.
 
         The views hold until the next call that changes the cache. Where gradients are followed
         (gradients enabled, and the new or the kept tensors require them) the parts are
@@ -73,7 +74,8 @@ class StoredLayer:
             DeviceError: not the device of before, or of each other.
         """
         self._check(key, value)
-        parts = [(key, value)] if not self._kept else [self._view(), (key, value)]
+        new = KeysValues(key=key, value=value)
+        parts = [self._view(), new] if self._kept else [new]
         total = self._kept + key.shape[2]
         if self._follows_gradients(key, value):
             self._keys, self._values = (torch.cat(side, dim=2) for side in zip(*parts, strict=True))
@@ -85,7 +87,7 @@ class StoredLayer:
             )
             self._refill(keys, values, self._keep)
             self._length += key.shape[2]
-            return keys, values
+            return KeysValues(key=keys, value=values)
         else:
             self._append(key, value)
         self._length += key.shape[2]
@@ -160,12 +162,12 @@ class StoredLayer:
         self._keys = self._values = None
         self._offset = self._kept = self._length = 0
 
-    def _view(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _view(self) -> KeysValues:
         """Return the kept keys and values, no copy."""
         assert self._keys is not None and self._values is not None
-        return (
-            self._keys.narrow(2, self._offset, self._kept),
-            self._values.narrow(2, self._offset, self._kept),
+        return KeysValues(
+            key=self._keys.narrow(2, self._offset, self._kept),
+            value=self._values.narrow(2, self._offset, self._kept),
         )
 
     def _append(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -193,7 +195,7 @@ class StoredLayer:
         kept = None if self._keys is None else self._view()
         self._allocate(key, value, slots)
         if kept is not None:
-            self._write(*kept, 0)
+            self._write(kept.key, kept.value, 0)
 
     def _refill(self, keys: torch.Tensor, values: torch.Tensor, keep: int) -> None:
         """Store the last ``keep`` tokens of a call that is longer than the buffer."""

@@ -94,19 +94,17 @@ def build_call(
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
     window, dilation, softcap, scale, dropout_p = checked_numbers(arguments, query.shape[3])
-    bounds_q, bounds_k = packed_bounds(arguments.cu_seqlens_q, arguments.cu_seqlens_k, query, key)
-    tensors = Tensors(
-        query=query,
-        key=key,
-        value=value,
+    starts = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    tensors = Tensors.of(
+        query,
+        key,
+        value,
+        starts=starts,
+        bounds=packed_bounds(*starts, query, key),
         mask=mask,
         mask_given=arguments.attn_mask if mask is given_mask else None,
         sinks=sinks,
         alibi_slopes=slopes,
-        cu_seqlens_q=arguments.cu_seqlens_q,
-        cu_seqlens_k=arguments.cu_seqlens_k,
-        bounds_q=bounds_q,
-        bounds_k=bounds_k,
     )
     problem = AttentionProblem(
         **tensor_facts(tensors),

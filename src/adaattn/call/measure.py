@@ -241,11 +241,6 @@ def _cast_rows(sampled: Sampled, precision: Precision) -> torch.Tensor:
     """Return the sampled outputs with inputs and weights rounded to ``precision``."""
     dtype, tensors = torch_dtype(precision), sampled.tensors
     wide = accumulation_dtype(tensors.query.dtype)
-    rounded = replace(
-        tensors,
-        query=tensors.query.to(dtype),
-        key=tensors.key.to(dtype),
-        value=tensors.value.to(dtype),
-    )
+    rounded = replace(tensors, query=tensors.query.to(dtype), kv=tensors.kv.to(dtype))
     weights = row_weights(rounded, sampled.problem, sampled.index).to(dtype).to(wide)
     return grouped_product(weights, rounded.value.to(wide))

@@ -53,7 +53,6 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (Feature.ALIBI, lambda p: p.has_alibi, "ALiBi slopes"),
     (Feature.ALIBI_GRADIENT, lambda p: p.alibi_requires_grad, "a gradient for ALiBi slopes"),
     (Feature.DROPOUT, lambda p: p.dropout_p > 0, "dropout"),
-    (Feature.PACKED, lambda p: p.num_sequences > 0, "packed sequences"),
     (Feature.VALUE_DIM, lambda p: p.value_dim != p.head_dim, "Dv different from D"),
     (
         Feature.EMPTY,
@@ -104,6 +103,8 @@ def reasons(
         labels = ", ".join(precision.label for precision in capability.precisions)
         found.append(f"it takes {labels}, got {problem.precision.label}")
     found += [f"it does not support {text}" for text in _missing(capability.features, problem)]
+    if problem.kv_kind not in capability.kv_kinds:
+        found.append(f"it does not support {problem.kv_kind.value} sequences")
     found += _size_reasons(capability, problem)
     if (
         hardware is not None

@@ -8,7 +8,17 @@ Every value here can be printed, compared, hashed, pickled, and sent to other ra
 """
 
 from adaattn.spec.capability import Capability, Overhead
-from adaattn.spec.enums import Align, Aux, Feature, MaskKind, Method, Precision, Variant, Why
+from adaattn.spec.enums import (
+    Align,
+    Aux,
+    Feature,
+    KVKind,
+    MaskKind,
+    Method,
+    Precision,
+    Variant,
+    Why,
+)
 from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, HardwareFacts, MethodErrors, Rates, TensorStats
 from adaattn.spec.method import METHODS, BlockSparse, Exact, HeadMethod, LowRank
@@ -31,6 +41,7 @@ __all__ = [
     "HardwareFacts",
     "HeadGroup",
     "HeadMethod",
+    "KVKind",
     "Launch",
     "LowRank",
     "MaskKind",

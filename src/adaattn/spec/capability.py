@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from adaattn.spec.enums import Feature, Method, Precision
+from adaattn.spec.enums import Feature, KVKind, Method, Precision
 from adaattn.spec.facts import AttentionProblem, HardwareFacts, TensorStats
 from adaattn.spec.method import METHODS, HeadMethod
 from adaattn.spec.plan import HeadGroup
@@ -79,6 +79,7 @@ class Capability:
         device_types: devices it runs on.
         precisions: dtypes that it takes.
         features: what it honours.
+        kv_kinds: how keys and values may be stored.
         max_head_dim: largest D and Dv; 0 is unlimited.
         min_compute_capability: on CUDA.
         min_group_size: least query heads per key and value head (a grouped decode needs 2).
@@ -121,6 +122,7 @@ class Capability:
         Precision.FP16,
     )
     features: Feature = _NO_FEATURES
+    kv_kinds: tuple[KVKind, ...] = (KVKind.DENSE,)
     max_head_dim: int = 0
     min_compute_capability: tuple[int, int] = (0, 0)
     min_group_size: int = 1

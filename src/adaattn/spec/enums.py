@@ -2,7 +2,7 @@
 
 import enum
 
-__all__ = ["Align", "Aux", "Feature", "MaskKind", "Method", "Precision", "Variant", "Why"]
+__all__ = ["Align", "Aux", "Feature", "KVKind", "MaskKind", "Method", "Precision", "Variant", "Why"]
 
 
 class Precision(enum.IntEnum):
@@ -96,6 +96,13 @@ class Why(enum.Enum):
     OVER_BUDGET = "over budget"
 
 
+class KVKind(enum.Enum):
+    """How keys and values are stored. A capability lists those that it takes."""
+
+    DENSE = "dense"
+    PACKED = "packed"
+
+
 class Feature(enum.IntFlag):
     """What an executor may be asked to honour. A capability lists those that it does."""
 
@@ -115,7 +122,6 @@ class Feature(enum.IntFlag):
     ALIBI = enum.auto()
     ALIBI_GRADIENT = enum.auto()
     DROPOUT = enum.auto()
-    PACKED = enum.auto()
     VALUE_DIM = enum.auto()
     EMPTY = enum.auto()
     BACKWARD = enum.auto()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from adaattn.spec.enums import Align, Aux, MaskKind, Precision
+from adaattn.spec.enums import Align, Aux, KVKind, MaskKind, Precision
 from adaattn.spec.method import HeadMethod
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class AttentionProblem:
     def group_size(self) -> int:
         """Query heads that share one key and value head; 1 when there are none."""
         return max(self.num_heads // max(self.num_kv_heads, 1), 1)
+
+    @property
+    def kv_kind(self) -> KVKind:
+        """How keys and values are stored."""
+        return KVKind.PACKED if self.num_sequences else KVKind.DENSE
 
     @property
     def offset(self) -> int:

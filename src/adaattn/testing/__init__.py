@@ -21,7 +21,14 @@ from adaattn.testing.gradients import (
     num_summands,
     term_sizes,
 )
-from adaattn.testing.inputs import Layout, cast_tensors, make_errors, make_problem, make_tensors
+from adaattn.testing.inputs import (
+    Layout,
+    cast_tensors,
+    make_errors,
+    make_problem,
+    make_tensors,
+    with_tensors,
+)
 from adaattn.testing.mutate import mutations
 from adaattn.testing.poison import poisoned_memory
 
@@ -48,4 +55,5 @@ __all__ = [
     "positions",
     "term_sizes",
     "visible_keys",
+    "with_tensors",
 ]

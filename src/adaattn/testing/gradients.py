@@ -5,7 +5,7 @@ difference of equal numbers, zero on paper and a rounding error in any kernel. I
 alone therefore says nothing about the error to expect; the size of its terms does.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +13,7 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.reference import attention, positions
 from adaattn.spec import AttentionProblem, Aux
 from adaattn.testing.compare import assert_matches
-from adaattn.testing.inputs import cast_tensors
+from adaattn.testing.inputs import FLOATING, cast_tensors
 
 __all__ = [
     "assert_gradients_match",
@@ -26,12 +26,13 @@ __all__ = [
 
 def differentiable(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Return the tensors that want a gradient, by field name."""
-    named = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    return {
-        name: tensor
-        for name, tensor in named.items()
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    }
+    named = {name: getattr(tensors, name) for name in FLOATING}
+    return {name: tensor for name, tensor in named.items() if _wants_gradient(tensor)}
+
+
+def _wants_gradient(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor is there and wants a gradient."""
+    return tensor is not None and tensor.requires_grad
 
 
 def gradients_of(result: Result, tensors: Tensors, *, seed: int = 1) -> dict[str, torch.Tensor]:

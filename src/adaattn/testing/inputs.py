@@ -8,7 +8,7 @@ import enum
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +26,18 @@ from adaattn.spec import (
     Precision,
 )
 
-__all__ = ["Layout", "cast_tensors", "make_errors", "make_problem", "make_tensors"]
+__all__ = [
+    "FLOATING",
+    "Layout",
+    "cast_tensors",
+    "make_errors",
+    "make_problem",
+    "make_tensors",
+    "with_tensors",
+]
+
+FLOATING = ("query", "key", "value", "mask", "sinks", "alibi_slopes")
+"""Those of a call's tensors that may hold floating-point numbers."""
 
 _HIDDEN_SHARE = 0.3
 
@@ -99,13 +110,15 @@ def make_tensors(
     """
     draw = _Draw(problem, seed)
     heads_q, heads_k = problem.num_heads, problem.num_kv_heads
-    bounds_q, bounds_k = _bounds(problem, lengths_q, lengths_k)
+    bounds = _bounds(problem, lengths_q, lengths_k)
     wide = torch.float64 if problem.precision is Precision.FP64 else torch.float32
     device = problem.device_type
-    return Tensors(
-        query=draw.heads(heads_q, problem.len_q, problem.head_dim, layout),
-        key=draw.heads(heads_k, problem.len_k, problem.head_dim, layout),
-        value=draw.heads(heads_k, problem.len_k, problem.value_dim, layout),
+    return Tensors.of(
+        draw.heads(heads_q, problem.len_q, problem.head_dim, layout),
+        draw.heads(heads_k, problem.len_k, problem.head_dim, layout),
+        draw.heads(heads_k, problem.len_k, problem.value_dim, layout),
+        starts=(_int32(bounds[0], device), _int32(bounds[1], device)),
+        bounds=bounds,
         mask=draw.mask(num_hidden_rows),
         sinks=draw.leaf(torch.randn, heads_q, grad=problem.sinks_require_grad)
         if problem.has_sinks
@@ -113,10 +126,6 @@ def make_tensors(
         alibi_slopes=draw.leaf(torch.rand, 1, heads_q, grad=problem.alibi_requires_grad, dtype=wide)
         if problem.has_alibi
         else None,
-        cu_seqlens_q=_int32(bounds_q, device),
-        cu_seqlens_k=_int32(bounds_k, device),
-        bounds_q=bounds_q,
-        bounds_k=bounds_k,
     )
 
 
@@ -178,12 +187,23 @@ def cast_tensors(tensors: Tensors, dtype: torch.dtype) -> Tensors:
         dtype: floating-point dtype of the copies.
     """
     copies: dict[str, Any] = {}
-    for field in fields(tensors):
-        tensor = getattr(tensors, field.name)
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+    for name in FLOATING:
+        tensor = getattr(tensors, name)
+        if tensor is not None and tensor.is_floating_point():
             copy = tensor.detach().to(dtype, copy=True)
-            copies[field.name] = copy.requires_grad_(tensor.requires_grad)
-    return replace(tensors, **copies)
+            copies[name] = copy.requires_grad_(tensor.requires_grad)
+    return with_tensors(tensors, **copies)
+
+
+def with_tensors(tensors: Tensors, **others: Any) -> Tensors:
+    """Return the tensors of a call with others in their place.
+
+    Args:
+        tensors: the tensors of a call.
+        **others: by their names in `FLOATING`.
+    """
+    kv = {name: others.pop(name) for name in ("key", "value") if name in others}
+    return replace(tensors, kv=replace(tensors.kv, **kv), **others)
 
 
 def _bounds(

@@ -8,6 +8,7 @@ import torch
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.reference import attention
 from adaattn.spec import Align, AttentionProblem
+from adaattn.testing.inputs import with_tensors
 
 __all__ = ["mutations"]
 
@@ -75,4 +76,4 @@ def _without_last_key(tensors: Tensors) -> Tensors:
     """Return the tensors with the last key's value zeroed, as a tail cut off by a tile would."""
     value = tensors.value.detach().clone()
     value[:, :, -1] = 0
-    return replace(tensors, value=value)
+    return with_tensors(tensors, value=value)

@@ -33,7 +33,11 @@ BUDGET = 0.01
 
 def cut(tensors: Tensors, rank: int) -> Tensors:
     """Return q and k with their first columns alone."""
-    return replace(tensors, query=tensors.query[..., :rank], key=tensors.key[..., :rank])
+    return replace(
+        tensors,
+        query=tensors.query[..., :rank],
+        kv=replace(tensors.kv, key=tensors.key[..., :rank]),
+    )
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn.backends import chunked, masked, registry, tiles
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.keys_values import KeysValues
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
 from adaattn.testing import (
     assert_gradients_match,
@@ -336,7 +337,8 @@ def test_nothing_is_kept_of_what_a_transform_or_a_compiler_traces() -> None:
         return run(replace(tensors, query=query), problem, 16).output
 
     def of_one(query: torch.Tensor) -> torch.Tensor:
-        one = replace(tensors, query=query[None], key=tensors.key[:1], value=tensors.value[:1])
+        kv = KeysValues(key=tensors.key[:1], value=tensors.value[:1])
+        one = replace(tensors, query=query[None], kv=kv)
         return run(one, replace(problem, batch=1), 16).output
 
     torch.func.grad(lambda query: call(query).sum())(tensors.query)

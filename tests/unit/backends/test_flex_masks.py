@@ -28,6 +28,7 @@ from adaattn.testing import (
     make_tensors,
     num_summands,
     term_sizes,
+    with_tensors,
 )
 
 CASES: dict[str, dict[str, Any]] = {
@@ -244,8 +245,8 @@ def test_layouts_shared_tensors_and_modes_ask_for_another_kernel(stand_in: list[
     run(tensors, problem)
     run(replace(tensors, query=strided), problem)
     run(replace(tensors, query=tensors.query.detach()), problem)
-    run(replace(tensors, key=tensors.query), problem)
-    run(replace(tensors, value=tensors.key), problem)
+    run(with_tensors(tensors, key=tensors.query), problem)
+    run(with_tensors(tensors, value=tensors.key), problem)
     with torch.no_grad():
         run(tensors, problem)
     with torch.inference_mode():
@@ -283,7 +284,8 @@ def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:
     run(tensors, problem)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         getattr(tensors, name).copy_(getattr(others, name))
-    check(replace(tensors, bounds_q=others.bounds_q, bounds_k=others.bounds_k), problem)
+    kv = replace(tensors.kv, bounds=others.bounds_k)
+    check(replace(tensors, bounds_q=others.bounds_q, kv=kv), problem)
     assert len(made) == 2
 
 
@@ -335,8 +337,11 @@ def test_the_kernels_tell_layouts_and_modes_apart() -> None:
     for _ in range(2):
         check(tensors, problem)
         check(replace(tensors, query=strided.requires_grad_()), problem)
-        check(replace(tensors, key=tensors.query.detach()), problem)
-        check(replace(tensors, key=tensors.query, value=tensors.query), problem)
+        check(with_tensors(tensors, key=tensors.query.detach()), problem)
+        check(
+            with_tensors(tensors, key=tensors.query, value=tensors.query),
+            problem,
+        )
         with torch.no_grad():
             check(tensors, without)
         with torch.inference_mode():

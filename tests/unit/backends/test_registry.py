@@ -10,6 +10,7 @@ import adaattn
 from adaattn import hardware
 from adaattn.backends import Result, Tensors, capabilities, capability_named, load, register
 from adaattn.backends.interface import Direct
+from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.backends.reference import attention
 from adaattn.errors import ArgumentError, UnsupportedError
 from adaattn.spec import (
@@ -18,6 +19,7 @@ from adaattn.spec import (
     Cell,
     Feature,
     HeadGroup,
+    KVKind,
     Measured,
     TimingTable,
 )
@@ -59,7 +61,7 @@ class Toy:
         def run(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
         ) -> torch.Tensor:
-            tensors = Tensors(query=query, key=key, value=value, mask=mask)
+            tensors = Tensors.of(query, key, value, mask=mask)
             return self.run(tensors, problem, group).output
 
         return run
@@ -161,3 +163,29 @@ def test_a_name_is_taken_once(toy: Toy) -> None:
         register([TOY], toy.run)
     assert load("toy.softmax") == toy.run
     assert capability_named("toy.softmax") is TOY
+
+
+@pytest.mark.parametrize("kinds", [(KVKind.DENSE,), tuple(KVKind)], ids=str)
+def test_keys_and_values_come_as_a_kind_that_it_takes(kinds: tuple[KVKind, ...]) -> None:
+    given: list[KeysValues] = []
+
+    def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+        given.append(tensors.kv)
+        return attention(tensors, problem)
+
+    remove = register([replace(TOY, kv_kinds=kinds)], run)
+    starts = torch.tensor([0, 12, 32], dtype=torch.int32)
+    packed = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    try:
+        adaattn.scaled_dot_product_attention(*draw(), backend="toy")
+        if KVKind.PACKED in kinds:
+            adaattn.scaled_dot_product_attention(*draw(), backend="toy", **packed)
+        else:
+            with pytest.raises(UnsupportedError, match="it does not support packed sequences"):
+                adaattn.scaled_dot_product_attention(*draw(), backend="toy", **packed)
+    finally:
+        remove()
+    assert [kv.kind for kv in given] == list(kinds)
+    for kv in given:
+        if isinstance(kv, PackedKeysValues):
+            assert kv.cu_seqlens is starts and kv.bounds == (0, 12, 32)

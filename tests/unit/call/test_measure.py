@@ -206,12 +206,8 @@ class TestNumbers:
 
     def test_the_worst_of_a_batch_counts(self) -> None:
         tensors, problem = draw(batch=2)
-        one = replace(
-            tensors, query=tensors.query[:1], key=tensors.key[:1], value=tensors.value[:1]
-        )
-        two = replace(
-            tensors, query=tensors.query[1:], key=tensors.key[1:], value=tensors.value[1:]
-        )
+        one = Tensors.of(tensors.query[:1], tensors.key[:1], tensors.value[:1])
+        two = Tensors.of(tensors.query[1:], tensors.key[1:], tensors.value[1:])
         both, _ = measured(tensors, problem)
         alone = [measured(part, replace(problem, batch=1))[0] for part in (one, two)]
         for index, (group, errors) in enumerate(variants(both)):

@@ -14,6 +14,7 @@ from adaattn.spec import (
     Capability,
     Decision,
     Feature,
+    KVKind,
     Method,
     Policy,
     Precision,
@@ -148,12 +149,13 @@ def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
 
 
 def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
-    everything = ~Feature(0)
-    exact = Capability(name="exact", backend="x", features=everything)
+    everything, kinds = ~Feature(0), tuple(KVKind)
+    exact = Capability(name="exact", backend="x", features=everything, kv_kinds=kinds)
     low = replace(
         capability_named("low_rank"),
         name="low",
         features=everything,
+        kv_kinds=kinds,
         efficiency=0.5,
         num_launches=1,
     )

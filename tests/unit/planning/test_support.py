@@ -13,6 +13,7 @@ from adaattn.spec import (
     Capability,
     Feature,
     HardwareFacts,
+    KVKind,
     MaskKind,
     Precision,
 )
@@ -21,6 +22,7 @@ from adaattn.testing import fake_facts, make_problem
 CPU = fake_facts("cpu")
 ALL = ~Feature(0)
 BARE = Capability(name="bare", backend="bare")
+EITHER = replace(BARE, kv_kinds=(KVKind.DENSE, KVKind.PACKED))
 MASKED = {"mask": MaskKind.BOOLEAN}
 ADDED = {"mask": MaskKind.ADDITIVE}
 
@@ -73,7 +75,6 @@ NEEDS = [
         "a gradient for ALiBi slopes",
     ),
     ({"dropout_p": 0.1}, Feature.DROPOUT, "dropout"),
-    ({"lengths_q": (3, 5)}, Feature.PACKED, "packed sequences"),
     ({"value_dim": 8}, Feature.VALUE_DIM, "Dv different from D"),
     ({"batch": 0}, Feature.EMPTY, "an empty input"),
     ({"num_heads": 0}, Feature.EMPTY, "an empty input"),
@@ -127,16 +128,21 @@ def test_causal_order_of_square_problems_needs_either_corner(
     values: dict[str, object], corner: Feature
 ) -> None:
     problem = make_problem(is_causal=True, align=Align.BOTTOM_RIGHT, **values)
-    packed = Feature.PACKED
-    assert reasons(replace(BARE, features=corner | packed), problem, CPU) == ()
-    assert reasons(replace(BARE, features=packed), problem, CPU) == (
-        "it does not support causal order",
-    )
+    assert reasons(replace(EITHER, features=corner), problem, CPU) == ()
+    assert reasons(EITHER, problem, CPU) == ("it does not support causal order",)
+
+
+def test_a_kind_of_keys_and_values_that_is_not_taken_is_named() -> None:
+    packed = make_problem(lengths_q=(3, 5))
+    assert reasons(BARE, packed, CPU) == ("it does not support packed sequences",)
+    assert reasons(EITHER, packed, CPU) == reasons(EITHER, make_problem(), CPU) == ()
+    only = replace(BARE, kv_kinds=(KVKind.PACKED,))
+    assert reasons(only, make_problem(), CPU) == ("it does not support dense sequences",)
 
 
 def test_packed_sequences_of_unlike_lengths_need_their_own_corner() -> None:
     problem = make_problem(lengths_q=(3, 5), lengths_k=(5, 3), is_causal=True)
-    other = replace(BARE, features=Feature.PACKED | Feature.CAUSAL_BOTTOM_RIGHT)
+    other = replace(EITHER, features=Feature.CAUSAL_BOTTOM_RIGHT)
     assert reasons(other, problem, CPU) == (
         "it does not support causal order aligned to the top left with Sq != Sk",
     )

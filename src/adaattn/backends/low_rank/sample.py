@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from adaattn.backends.common import grouped_product
+from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.low_rank.projected import Projected, project
 from adaattn.backends.low_rank.ranks import ranks_to_measure, tail_ranks
 from adaattn.backends.sampling import Estimate, Sampled, row_weights
@@ -44,8 +45,9 @@ def _estimate(sampled: Sampled, projected: Projected, method: LowRank) -> Estima
     part = replace(
         sampled.tensors,
         query=projected.query[..., : method.rank],
-        key=projected.key[..., : method.rank],
-        value=projected.value[..., : method.value_rank],
+        kv=KeysValues(
+            key=projected.key[..., : method.rank], value=projected.value[..., : method.value_rank]
+        ),
     )
     weights = row_weights(part, sampled.problem, sampled.index)
     output = grouped_product(weights, part.value.to(weights.dtype))

@@ -63,7 +63,7 @@ def draw(
     query, key, value = (turned(h) for h in (problem.num_heads, *[problem.num_kv_heads] * 2))
     keys = key.repeat_interleave(problem.group_size, dim=1)
     spread = (query[..., :64, :] @ keys.mT).std() * problem.scale
-    return Tensors(query=query * sharpness / spread, key=key, value=value), problem
+    return Tensors.of(query * sharpness / spread, key, value), problem
 
 
 def measured(tensors: Tensors, problem: AttentionProblem, **options: Any) -> TensorStats:
@@ -129,7 +129,7 @@ class TestPrediction:
         q, k, v = (
             torch.randn(1, HEADS, 512, rank) @ torch.randn(1, HEADS, rank, 32) for _ in range(3)
         )
-        tensors = Tensors(query=q / rank, key=k, value=v)
+        tensors = Tensors.of(q / rank, k, v)
         stats = measured(tensors, problem)
         expected = -(-rank // 2) * 2
         assert predicted_ranks(stats, problem, (1e-3,) * HEADS) == (expected,) * HEADS
@@ -140,13 +140,13 @@ class TestPrediction:
     def test_full_rank_tensors_are_predicted_to_need_all_of_it(self) -> None:
         problem = make_problem(num_heads=HEADS, len_q=512, head_dim=32)
         q, k, v = (torch.randn(1, HEADS, 512, 32) for _ in range(3))
-        stats = measured(Tensors(query=q, key=k, value=v), problem)
+        stats = measured(Tensors.of(q, k, v), problem)
         assert predicted_ranks(stats, problem, (0.01,) * HEADS) == (32,) * HEADS
 
     def test_heads_of_one_call_are_told_apart(self) -> None:
         low, problem = draw("planted", 1.0)
         slow, _ = draw("falling slowly", 1.0)
-        mixed = Tensors(
+        mixed = Tensors.of(
             **{
                 name: torch.cat([getattr(low, name)[:, :2], getattr(slow, name)[:, 2:]], dim=1)
                 for name in ("query", "key", "value")
@@ -166,7 +166,7 @@ class TestPrediction:
     def test_the_worst_of_a_batch_counts(self) -> None:
         low, problem = draw("planted", 1.0)
         slow, _ = draw("falling slowly", 1.0)
-        both = Tensors(
+        both = Tensors.of(
             **{
                 name: torch.cat([getattr(low, name), getattr(slow, name)])
                 for name in ("query", "key", "value")
@@ -351,7 +351,7 @@ class TestNamedRanks:
             torch.randn(1, 2, 512, rank) @ torch.randn(1, 2, rank, width) / rank
             for width in (dims[0], *dims)
         )
-        tensors = Tensors(query=q, key=k, value=v)
+        tensors = Tensors.of(q, k, v)
         stats = measured(tensors, problem, policy=Policy(ranks=(rank,)), budgets=(0.02,) * 2)
         assert list(by_rank(stats)) == [rank]
         assert max(by_rank(stats)[rank]) < 0.02

@@ -11,7 +11,7 @@ from adaattn.backends import Tensors
 from adaattn.backends.low_rank.ranks import methods, tail_ranks
 from adaattn.call.measure import ENTROPY_SCALES, measure
 from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats
-from adaattn.testing import make_problem, make_tensors
+from adaattn.testing import make_problem, make_tensors, with_tensors
 
 LOW_RANK = ((Method.LOW_RANK, Precision.FP64),)
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def test_pooling_tells_smooth_heads_from_those_that_pick_single_keys() -> None:
     problem = make_problem(num_heads=2, len_q=64, head_dim=64, precision=Precision.FP64, scale=1.0)
     keys = torch.eye(64, dtype=torch.float64).expand(1, 2, 64, 64)
     size = torch.tensor([0.0, 1000.0], dtype=torch.float64)[:, None, None]
-    tensors = Tensors(query=keys * size, key=keys, value=torch.randn(1, 2, 64, 64).double())
+    tensors = Tensors.of(keys * size, keys, torch.randn(1, 2, 64, 64).double())
     stats = measured(tensors, problem)
     found = {1: stats.entropy_bits} | dict(stats.pooled_entropy_bits)
     for scale, (flat, peaked) in found.items():
@@ -140,7 +140,7 @@ def test_spectra_end_at_a_planted_rank(rank: int) -> None:
         @ torch.randn(1, 3, rank, 32, dtype=torch.float64)
         for _ in range(3)
     )
-    stats = measured(Tensors(query=q, key=k, value=v), problem)
+    stats = measured(Tensors.of(q, k, v), problem)
     for tails in (stats.score_tails, stats.value_tails):
         for at, errors in tails:
             assert (max(errors) < rounding(problem) * 32) is (at >= rank)
@@ -161,7 +161,7 @@ def test_tails_fall_with_the_rank() -> None:
 @pytest.mark.parametrize("what", ["query", "key", "value"])
 def test_zeros_have_no_tails_and_no_rank(what: str) -> None:
     tensors, problem = draw()
-    empty = replace(tensors, **{what: torch.zeros_like(getattr(tensors, what))})
+    empty = with_tensors(tensors, **{what: torch.zeros_like(getattr(tensors, what))})
     stats = measured(empty, problem)
     tails = stats.value_tails if what == "value" else stats.score_tails
     assert {error for _, errors in tails for error in errors} == {0.0}
