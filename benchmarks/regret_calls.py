@@ -257,8 +257,11 @@ class _Exact:
         part = replace(
             tensors,
             query=self._cut(tensors.query, self.heads),
-            key=self._cut(tensors.key, self.kv_heads),
-            value=self._cut(tensors.value, self.kv_heads),
+            kv=replace(
+                tensors.kv,
+                key=self._cut(tensors.key, self.kv_heads),
+                value=self._cut(tensors.value, self.kv_heads),
+            ),
             mask=None if tensors.mask is None else self._cut(tensors.mask, self.heads),
             alibi_slopes=None
             if tensors.alibi_slopes is None
