@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import adaattn
 from adaattn.integrations.transformers import register
@@ -298,11 +299,34 @@ def test_a_registered_policy_goes_before_the_ambient_one(tiny: Any, tokens: Any)
     assert {event.decision.policy for event in events} == {"speed"}
 
 
-def test_a_compiled_model_computes_the_same(tiny: Any, same: Any, tokens: Any) -> None:
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "qwen3"])
+def test_a_compiled_model_is_one_graph_and_computes_the_same(
+    tiny: Any, same: Any, tokens: Any, left_padding: Any, name: str, is_padded: bool
+) -> None:
+    mask = {"attention_mask": left_padding} if is_padded else {}
+
     def call(model: Any) -> torch.Tensor:
-        if model.config._attn_implementation != "adaattn":
-            return model(tokens).logits
-        return torch.compile(model, backend="eager")(tokens).logits
+        run = model
+        if model.config._attn_implementation == "adaattn":
+            torch._dynamo.reset()
+            run = torch.compile(model, backend="eager", fullgraph=True)
+        logits: torch.Tensor = run(tokens, use_cache=False, **mask).logits
+        return logits[:, PADDING:] if is_padded else logits
 
     with torch.no_grad():
-        same(tiny("mistral"), call)
+        same(tiny(name), call)
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 2), (True, 1), (False, 5)])
+def test_lengths_share_the_graphs_of_a_compiled_llama(
+    tiny: Any, dynamic: bool | None, graphs: int
+) -> None:
+    torch._dynamo.reset()
+    model, counter = tiny("llama"), CompileCounter()
+    model.set_attn_implementation("adaattn")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        for length in (8, 12, 17, 33, 40):
+            compiled(torch.randint(3, 60, (2, length)), use_cache=False)
+    assert counter.frame_count == graphs

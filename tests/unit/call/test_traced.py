@@ -85,6 +85,35 @@ def test_a_module_is_one_graph_for_any_length(kind: Callable[..., Any]) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        adaattn.DenseAttention(64, 4),
+        adaattn.AdaAttention(64, 4, policy="quality"),
+        adaattn.AdaptiveRankAttention(64, 4, error_budget=0.0),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_an_exact_module_is_exported_for_any_length(module: torch.nn.Module) -> None:
+    module.eval()
+    x = torch.randn(1, 24, 64)
+    length = torch.export.Dim("length", min=2, max=512)
+    with torch.no_grad():
+        exported = torch.export.export(
+            module,
+            (x,),
+            {"is_causal": True},
+            dynamic_shapes={"query": {1: length}, "is_causal": None},
+        ).module()
+        other = torch.randn(1, 41, 64)
+        assert_matches(
+            exported(other, is_causal=True)[0],
+            module.double()(other.double(), is_causal=True)[0],
+            module.float()(other, is_causal=True)[0],
+            summands=64 + 41,
+        )
+
+
 def test_under_a_budget_one_operator_decides_when_the_graph_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from adaattn.cache import KVCache
@@ -351,3 +352,32 @@ def test_the_parts_of_an_encoder_are_refused(decoder: Maker, changes: dict[str, 
 def test_a_config_of_another_type_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match=r"config: expected a TransformerConfig, got dict"):
         Decoder({"vocab_size": 10})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_a_compiled_decoder_is_one_graph(
+    decoder: Maker, tokens: Tokens, exact: Any, same_numbers: Check, style: str, pad: bool
+) -> None:
+    torch._dynamo.reset()
+    model, rows = decoder(style), tokens(2, LONG)
+    rows, mask, place = padded(rows, "left") if pad else (rows, None, slice(None))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found, right, eager = (
+        run(rows, attention_mask=mask).logits[:, place] for run in (compiled, exact(model), model)
+    )
+    same_numbers(found, right, eager)
+
+
+@pytest.mark.parametrize(("dynamic", "graphs"), [(None, 2), (True, 1)])
+@torch.no_grad()
+def test_lengths_share_the_graphs_of_a_compiled_decoder(
+    decoder: Maker, tokens: Tokens, dynamic: bool | None, graphs: int
+) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(decoder(), backend=counter, fullgraph=True, dynamic=dynamic)
+    for length in (6, 7, 9, 12, 16):
+        compiled(tokens(2, length))
+    assert counter.frame_count == graphs
