@@ -147,8 +147,10 @@ def _tensors(problem: Problem, device: str) -> Tensors:
         query,
         key,
         value,
-        starts=(starts, starts),
-        bounds=(bounds, bounds),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        bounds_q=bounds,
+        bounds_k=bounds,
         mask=_mask(problem, generator, dtype) if problem.mask_shape else None,
         alibi_slopes=slopes,
     )

@@ -5,15 +5,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from adaattn.attention._layout import Layout
+from adaattn.backends.keys_values import KeysValues
 from adaattn.call.canonical import described
 from adaattn.call.history import is_recomputing
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import Policy
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
+from adaattn.spec import KVKind, Policy
 
 if TYPE_CHECKING:
     from adaattn.cache import LayerCache
 
-__all__ = ["check_cache", "check_ranks", "check_self_attention", "new_positions"]
+__all__ = [
+    "check_cache",
+    "check_ranks",
+    "check_self_attention",
+    "dense_keys_values",
+    "new_positions",
+]
 
 
 def check_ranks(policy: Policy, head_dim: int) -> None:
@@ -73,3 +80,18 @@ def new_positions(
             expected_got("positions", "None or a torch.Tensor", type(positions).__name__)
         )
     return positions
+
+
+def dense_keys_values(kv: KeysValues) -> KeysValues:
+    """Return what a cache handed over, if attention takes it as two tensors.
+
+    Raises:
+        UnsupportedError: keys and values of another kind.
+    """
+    if kv.kind is not KVKind.DENSE:
+        raise UnsupportedError(
+            "cache",
+            [expected_got("keys and values", KVKind.DENSE.value, kv.kind.value)],
+            "call adaattn.scaled_dot_product_attention with cu_seqlens_q and cu_seqlens_k",
+        )
+    return kv

@@ -1,9 +1,10 @@
 """Attention that switches each head between dense and low rank, at run time, where it pays.
 
 Entropy at several scales and the spectra of scores and values predict the rank that a head
-needs (`adaattn.planning.rank`); sampled exact rows measure the error at the ranks that may do;
-the cost model says whether the saving covers the projections on this device. A head goes to low
-rank only if all three agree, and comes back at once when an audit finds its error over budget.
+needs (`adaattn.backends.low_rank.ranks`); sampled exact rows measure the error at the ranks that
+may do; the cost model says whether the saving covers the projections on this device. A head goes
+to low rank only if all three agree, and comes back at once when an audit finds its error over
+budget.
 
 Low rank pays for keys and queries that span few dimensions, for large head dimensions and
 for models trained with it. Pretrained weights with D up to 256 rarely have such heads: there

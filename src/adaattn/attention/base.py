@@ -20,6 +20,7 @@ from adaattn.attention._checks import (
     check_cache,
     check_ranks,
     check_self_attention,
+    dense_keys_values,
     new_positions,
 )
 from adaattn.attention._layout import Layout, check_inputs
@@ -258,7 +259,7 @@ class BaseAttention(nn.Module, ABC):
                 expected_got("positions", "None without rotary", described(positions))
             )
         if cache is not None:
-            k, v = cache.update(k, v)
+            k, v = dense_keys_values(cache.update(k, v))
         if self.bias_k is not None or self.add_zero_attn:
             k, v = self._with_extra_keys(k, v)
         wanted = self.need_weights_by_default if need_weights is None else need_weights

@@ -47,24 +47,43 @@ class Tensors:
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        starts: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        bounds: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-        **others: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        mask_given: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        bounds_q: tuple[int, ...] = (),
+        bounds_k: tuple[int, ...] = (),
     ) -> "Tensors":
-        """Return the tensors of a call from those that its caller gave.
+        """Return the tensors of a call, keys and values dense or packed as they were given.
 
         Args:
-            query: likewise.
+            query: [B, Hq, Sq, D].
             key: [B, Hkv, Sk, D], unrepeated.
             value: [B, Hkv, Sk, Dv], unrepeated.
-            starts: of packed queries and keys; None where they are dense.
-            bounds: the same on the host.
-            **others: mask, mask_given, sinks, alibi_slopes.
+            mask: as in the fields, and so on.
+            mask_given: likewise.
+            sinks: likewise.
+            alibi_slopes: likewise.
+            cu_seqlens_q: likewise.
+            cu_seqlens_k: int32 [N + 1], starts of packed keys and their end.
+            bounds_q: likewise.
+            bounds_k: the numbers of ``cu_seqlens_k`` on the host, where they are known.
         """
         kv = KeysValues(key=key, value=value)
-        if starts[1] is not None:
-            kv = PackedKeysValues(key=key, value=value, cu_seqlens=starts[1], bounds=bounds[1])
-        return cls(query=query, kv=kv, cu_seqlens_q=starts[0], bounds_q=bounds[0], **others)
+        if cu_seqlens_k is not None:
+            kv = PackedKeysValues(key=key, value=value, cu_seqlens=cu_seqlens_k, bounds=bounds_k)
+        return cls(
+            query=query,
+            kv=kv,
+            mask=mask,
+            mask_given=mask_given,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q,
+            bounds_q=bounds_q,
+        )
 
     @property
     def key(self) -> torch.Tensor:

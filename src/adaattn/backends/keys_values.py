@@ -11,7 +11,7 @@ from adaattn.spec import KVKind
 __all__ = ["KeysValues", "PackedKeysValues"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeysValues:
     """Keys and values as dense tensors. Unpacks into both.
 
@@ -44,7 +44,7 @@ class KeysValues:
         return KeysValues(key=key, value=value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedKeysValues(KeysValues):
     """Keys and values of several sequences, one behind another in a batch of 1.
 

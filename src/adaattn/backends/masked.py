@@ -156,8 +156,15 @@ def whole_packed(problem: AttentionProblem) -> Direct:
         same = starts_k is starts_q
         bounds_q = () if starts_q.is_cuda else tuple(starts_q.tolist())
         bounds_k = bounds_q if same or starts_k.is_cuda else tuple(starts_k.tolist())
-        starts, bounds = (starts_q, starts_k), (bounds_q, bounds_k)
-        tensors = Tensors.of(query, key, value, starts=starts, bounds=bounds)
+        tensors = Tensors.of(
+            query,
+            key,
+            value,
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+            bounds_q=bounds_q,
+            bounds_k=bounds_k,
+        )
         return sdpa(query, key, value, packed_tile(tensors, problem), **keywords)
 
     return run

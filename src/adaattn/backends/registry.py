@@ -50,12 +50,15 @@ def register(
         sample: estimates its errors, where it approximates; see `Sampler`.
 
     Raises:
-        ArgumentError: a name is taken.
+        ArgumentError: a name is taken, or an approximation brings no parameters or estimates.
     """
     items = tuple(items)
     for item in items:
         if item.name in _BY_NAME:
             raise ArgumentError(expected_got("name of an executor", "a new one", repr(item.name)))
+        if item.method is not Method.EXACT and (sample is None or item.methods is None):
+            expected = "`methods` to try and a `sample` function that estimates its errors"
+            raise ArgumentError(expected_got(f"{item.name}, which approximates", expected, "none"))
     for item in items:
         _BY_NAME[item.name] = item
         _EXECUTORS[item.name] = run
@@ -137,7 +140,7 @@ def samplers(
     """Return who estimates errors of some methods, and the executors for which each does.
 
     Args:
-        allowed: the executors that a call may use.
+        allowed: the executors that can serve a call.
         methods: the methods that are worth a look.
     """
     found: dict[Sampler, list[Capability]] = {}

@@ -42,7 +42,6 @@ class Sampled:
         tensors: the call's, canonical.
         problem: simplified, not packed.
         rows: numbers of the rows, ascending.
-        blocks: the blocks of queries that they lie in, ascending.
         index: [R] the same rows on the device.
         weights: [B, Hq, R, Sk] their softmax weights in fp32 (fp64 for fp64).
         exact: [B, Hq, R, Dv] their outputs likewise.
@@ -51,7 +50,6 @@ class Sampled:
     tensors: Tensors
     problem: AttentionProblem
     rows: list[int]
-    blocks: list[int]
     index: torch.Tensor
     weights: torch.Tensor
     exact: torch.Tensor
@@ -61,7 +59,7 @@ class Sampled:
         cls,
         tensors: Tensors,
         problem: AttentionProblem,
-        chosen: tuple[list[int], list[int]],
+        rows: list[int],
         index: torch.Tensor,
     ) -> "Sampled":
         """Return rows computed exactly.
@@ -69,17 +67,15 @@ class Sampled:
         Args:
             tensors: the call's.
             problem: simplified, not packed.
-            chosen: from `choose_rows`.
-            index: the same rows as a tensor.
+            rows: their numbers, ascending.
+            index: [R] the same on the device of the tensors.
         """
         weights = row_weights(tensors, problem, index)
         exact = grouped_product(weights, tensors.value.to(weights.dtype))
-        blocks, rows = chosen
         return cls(
             tensors=tensors,
             problem=problem,
             rows=rows,
-            blocks=blocks,
             index=index,
             weights=weights,
             exact=exact,
@@ -121,8 +117,8 @@ parameters that are far over each budget may be missing.
 """
 
 
-def choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]]:
-    """Return (sampled blocks of queries, exactly ``rows`` rows in them), spread over the sequence.
+def choose_rows(len_q: int, rows: int, seed: int) -> list[int]:
+    """Return exactly ``rows`` query rows in a few blocks spread over the sequence, ascending.
 
     As far as there are others the rows are not those that block selection scores, which would
     flatter it. No more rows than the sequence has.
@@ -147,8 +143,7 @@ def choose_rows(len_q: int, rows: int, seed: int) -> tuple[list[int], list[int]]
     if len(numbers) < rows:  # blocks too short for their share
         left = sorted(set(range(len_q)) - set(numbers) - set(spare))
         numbers += (spare + left)[: rows - len(numbers)]
-        blocks = sorted({*blocks, *(row // BLOCK_SIZE for row in numbers)})
-    return blocks, sorted(numbers)
+    return sorted(numbers)
 
 
 def scored_rows(start: int, stop: int, size: int) -> list[int]:

@@ -35,6 +35,7 @@ from adaattn.planning import (
     decide,
     head_budgets,
     measuring_cost_ms,
+    serving,
     worth_measuring,
 )
 from adaattn.spec import (
@@ -156,11 +157,11 @@ def _looked_at(
     is_due = entry.stats is None or entry.age >= history.measure_every
     if not wanted or not is_due or entry.arriving:
         return None, ""
-    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, choice.allowed, wanted)
+    cost_ms = _measuring_cost_ms(choice, place, wanted)
     if not (choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted))):
         return None, ""
     with ledger.timing(call.tensors.query.device, "measuring", frozenset(wanted)):
-        stats, note = _measured(call, choice, wanted, entry, strict=history is PROCESS)
+        stats, note = _measured(call, choice, place, wanted, strict=history is PROCESS)
     if stats is not None:
         entry.learn(stats, history.momentum)
     return stats, note
@@ -174,7 +175,7 @@ def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorSta
     wanted = _wanted(choice, place)
     if not wanted or entry.stats is not None:
         return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
-    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, choice.allowed, wanted)
+    cost_ms = _measuring_cost_ms(choice, place, wanted)
     return min(ledger.calls_to_wait(cost_ms, frozenset(wanted)), _EXACT_CALLS)
 
 
@@ -188,7 +189,7 @@ def decide_approximately(call: Call, choice: Choice, history: History) -> Decisi
     place = place_of(call, choice, history)
     entry = place.entry
     if entry.stats is None:
-        entry = replace(entry, stats=_stats_now(call, choice, _wanted(choice, place)))
+        entry = replace(entry, stats=_stats_now(call, choice, place, _wanted(choice, place)))
     return _decided(choice, place, entry)
 
 
@@ -222,7 +223,7 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
 
 
 def _measured(
-    call: Call, choice: Choice, wanted: tuple[Variant, ...], entry: Entry, *, strict: bool
+    call: Call, choice: Choice, place: Place, wanted: tuple[Variant, ...], *, strict: bool
 ) -> tuple[TensorStats | None, str]:
     """Return numbers measured on this call; None where they arrive later, or cannot be had and why.
 
@@ -230,17 +231,27 @@ def _measured(
     it exactly: training skips such steps itself, and one rank that raised would hang the others.
     """
     if not call.problem.may_wait:
-        entry.arriving.append(measure_later(call.tensors, call.problem, wanted, choice.policy))
+        place.entry.arriving.append(
+            measure_later(call.tensors, call.problem, wanted, choice.policy)
+        )
         return None, ""
     try:
-        return _stats_now(call, choice, wanted), ""
+        return _stats_now(call, choice, place, wanted), ""
     except NonFiniteError as error:
         if strict or choice.backend != "auto":
             raise
         return None, f"{NOT_FINITE}: {error}"
 
 
-def _stats_now(call: Call, choice: Choice, wanted: tuple[Variant, ...]) -> TensorStats:
+def _measuring_cost_ms(choice: Choice, place: Place, wanted: tuple[Variant, ...]) -> float:
+    """Return what measuring these approximations should cost."""
+    able = serving(place.problem, place.facts, choice.allowed)
+    return measuring_cost_ms(place.problem, place.facts, choice.policy, able, wanted)
+
+
+def _stats_now(
+    call: Call, choice: Choice, place: Place, wanted: tuple[Variant, ...]
+) -> TensorStats:
     """Return numbers measured on this call; the host waits for them."""
     problem, policy = call.problem, choice.policy
     magnitude = check_finite(call.tensors)
@@ -254,7 +265,7 @@ def _stats_now(call: Call, choice: Choice, wanted: tuple[Variant, ...]) -> Tenso
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
-        allowed=choice.allowed,
+        allowed=serving(place.problem, place.facts, choice.allowed),
         budgets=budgets,
     )
     return stats

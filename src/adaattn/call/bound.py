@@ -275,19 +275,21 @@ class _Alike:
         problem = self.problem
         seen = None if mask is None else with_rank(mask, 4)
         # On a CPU the numbers of the bounds are read, and checked, at each call.
-        bounds = packed_bounds(starts_q, starts_k, query, key)
+        bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
         tensors = Tensors.of(
             query,
             key,
             value,
-            starts=(starts_q, starts_k),
-            bounds=bounds,
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
+            bounds_q=bounds_q,
+            bounds_k=bounds_k,
             mask=seen,
             mask_given=mask,
             sinks=sinks,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
         )
-        if bounds[0]:
+        if bounds_q:
             facts = packed_facts(tensors, self.max_seqlen_q, self.max_seqlen_k)
             if any(getattr(problem, name) != value for name, value in facts.items()):
                 return None

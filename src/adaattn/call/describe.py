@@ -94,13 +94,16 @@ def build_call(
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
     window, dilation, softcap, scale, dropout_p = checked_numbers(arguments, query.shape[3])
-    starts = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    starts_q, starts_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
+    bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
     tensors = Tensors.of(
         query,
         key,
         value,
-        starts=starts,
-        bounds=packed_bounds(*starts, query, key),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        bounds_q=bounds_q,
+        bounds_k=bounds_k,
         mask=mask,
         mask_given=arguments.attn_mask if mask is given_mask else None,
         sinks=sinks,

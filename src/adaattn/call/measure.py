@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
-from adaattn.backends import Tensors, capabilities, samplers
+from adaattn.backends import Tensors, samplers
 from adaattn.backends.common import accumulation_dtype, grouped_product
 from adaattn.backends.sampling import Estimate, Sampled, choose_rows, relative_errors, row_weights
 from adaattn.call.arriving import Arriving, on_device
@@ -103,7 +103,7 @@ def measure_later(
         policy: says how many rows.
     """
     chosen = choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)
-    sampled = Sampled.of(tensors, problem, chosen, on_device(chosen[1], tensors.query.device))
+    sampled = Sampled.of(tensors, problem, chosen, on_device(chosen, tensors.query.device))
     entropies = _entropies(sampled)
     precisions = sorted({precision for _, precision in wanted})
     errors = [sampled.errors(_cast_rows(sampled, precision)).double() for precision in precisions]
@@ -136,7 +136,7 @@ def measure(
     max_magnitude: float = 0.0,
     seed: int = 0,
     policy: Policy | None = None,
-    allowed: tuple[Capability, ...] | None = None,
+    allowed: Sequence[Capability] = (),
     budgets: tuple[float, ...] = (),
 ) -> tuple[TensorStats, Sample]:
     """Return the statistics that planning needs, and the exact rows they rest on.
@@ -149,26 +149,31 @@ def measure(
         max_magnitude: largest element of q, k and v, from `check_finite`.
         seed: of the choice of rows; equal seeds choose equal rows.
         policy: which ranks it names; None names none.
-        allowed: the executors that the call may use; None is all.
+        allowed: the executors that can serve the call: those that approximate are sampled.
         budgets: error budget of each head: ranks that are predicted to be far above all of
             them are not tried; () tries every rank.
     """
     start = time.perf_counter()
     chosen = choose_rows(problem.len_q, rows, seed)
-    index = torch.tensor(chosen[1], device=tensors.query.device)
+    index = torch.tensor(chosen, device=tensors.query.device)
     sampled = Sampled.of(tensors, problem, chosen, index)
     stats = _entropy_stats(_entropies(sampled).tolist())
     precisions = sorted({p for _, p in wanted if p is not problem.precision})
     columns = [sampled.errors(_cast_rows(sampled, precision)) for precision in precisions]
     estimates: list[tuple[str, Estimate]] = []
-    asked = samplers(
-        capabilities() if allowed is None else allowed, {method for method, _ in wanted}
-    )
-    for sample, items in asked.items():
-        methods = items[0].methods_for(problem, policy or Policy())
-        if methods:
-            stats, found = sample(sampled, methods, stats, budgets)
-            estimates += [(item.name, estimate) for item in items for estimate in found]
+    for sample, items in samplers(allowed, {method for method, _ in wanted}).items():
+        own = {item.name: item.methods_for(problem, policy or Policy()) for item in items}
+        every = tuple(dict.fromkeys(method for methods in own.values() for method in methods))
+        if not every:
+            continue
+        stats, found = sample(sampled, every, stats, budgets)
+        by_method = {estimate.method: estimate for estimate in found}
+        estimates += [
+            (name, by_method[method])
+            for name, methods in own.items()
+            for method in methods
+            if method in by_method
+        ]
     for _, estimate in estimates:
         columns.append(estimate.errors)
         if estimate.densities is not None:
@@ -204,7 +209,7 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
         seed: of their choice.
     """
     chosen = choose_rows(problem.len_q, rows, seed)
-    index = on_device(chosen[1], tensors.query.device)
+    index = on_device(chosen, tensors.query.device)
     return Sample(rows=index, exact=Sampled.of(tensors, problem, chosen, index).exact)
 
 

@@ -3,7 +3,7 @@
 from adaattn.planning.plan import decide, head_budgets, measuring_cost_ms, worth_measuring
 from adaattn.planning.precision import FP16_SAFE
 from adaattn.planning.simplify import simplify
-from adaattn.planning.support import reasons
+from adaattn.planning.support import reasons, serving
 
 __all__ = [
     "FP16_SAFE",
@@ -11,6 +11,7 @@ __all__ = [
     "head_budgets",
     "measuring_cost_ms",
     "reasons",
+    "serving",
     "simplify",
     "worth_measuring",
 ]

@@ -156,7 +156,7 @@ def enumerate_candidates(
             refusal, why = f"policy {policy.name!r} does not use this method", Why.POLICY
         if not refusal and not variants:
             dims = f"D {problem.head_dim}, Dv {problem.value_dim}"
-            refusal = f"expected head dimensions for which it gains something, got {dims}"
+            refusal = f"expected head dimensions and ranks for which it gains something, got {dims}"
         precisions = [] if refusal else [problem.precision]
         if refusal:
             refused = _candidate(own, capability, problem, refusal, why)

@@ -94,12 +94,13 @@ def estimate(
     launches = capability.num_launches * _num_chunks(problem, group) + extra.launches
     rates = hardware.rates
     compute_s = flops / _flops_rate(capability, group, hardware)
+    compute_s += extra.flops / max(rates.flops_of(Precision.FP32), 1.0)
     memory_s = (moved + extra.bytes_moved) / _bandwidth(problem, capability, hardware)
     if problem.len_q <= _DECODE_ROWS and not capability.materialises_scores:
         compute_s = min(compute_s, memory_s)
     time_s = max(compute_s, memory_s) + score_bytes / max(rates.bandwidth, 1.0) + extra.seconds
     return Cost(
-        flops=flops + extra.flops,
+        flops=flops + extra.flops + extra.flops_in_seconds,
         bytes_moved=moved + extra.bytes_moved + score_bytes,
         workspace_bytes=int(_workspace(problem, capability, group) + extra.workspace_bytes),
         time_ms=1e3 * (time_s + launches * rates.launch_s),

@@ -1,11 +1,12 @@
 """Why a capability cannot serve a problem, as sentences. An empty tuple means that it can."""
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final
 
 from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HardwareFacts, MaskKind
 
-__all__ = ["needed_features", "reasons"]
+__all__ = ["needed_features", "reasons", "serving"]
 
 _Rule = tuple[Feature, Callable[[AttentionProblem], bool], str]
 
@@ -104,7 +105,7 @@ def reasons(
         found.append(f"it takes {labels}, got {problem.precision.label}")
     found += [f"it does not support {text}" for text in _missing(capability.features, problem)]
     if problem.kv_kind not in capability.kv_kinds:
-        found.append(f"it does not support {problem.kv_kind.value} sequences")
+        found.append(f"it does not support {problem.kv_kind.value}")
     found += _size_reasons(capability, problem)
     if (
         hardware is not None
@@ -119,6 +120,14 @@ def reasons(
         found.append('it reads the device on the host, which only check="always" allows')
     found += [why for rule in capability.rules if (why := rule(problem))]
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def serving(
+    problem: AttentionProblem, hardware: HardwareFacts, capabilities: tuple[Capability, ...]
+) -> tuple[Capability, ...]:
+    """Return the capabilities against which nothing stands."""
+    return tuple(item for item in capabilities if not reasons(item, problem, hardware))
 
 
 def needed_features(problem: AttentionProblem) -> tuple[tuple[Feature, str], ...]:

@@ -20,11 +20,12 @@ class Overhead:
     """What an approximation takes beside the products of the attention that is left.
 
     Args:
-        flops: floating-point operations.
+        flops: floating-point operations in fp32, timed with those products.
         bytes_moved: bytes read and written in main memory.
         workspace_bytes: memory.
         launches: eager operations.
-        seconds: time that does not overlap with those products; launches are counted apart.
+        seconds: time that overlaps with nothing; launches are counted apart.
+        flops_in_seconds: floating-point operations whose time is in ``seconds``.
     """
 
     flops: float = 0.0
@@ -32,6 +33,7 @@ class Overhead:
     workspace_bytes: float = 0.0
     launches: int = 0
     seconds: float = 0.0
+    flops_in_seconds: float = 0.0
 
 
 def _usual_order(problem: AttentionProblem) -> int:
@@ -107,7 +109,8 @@ class Capability:
         best_density: share of keys kept that is assumed until it is measured.
         backward_factor: products of forward and backward pass together, over those of the forward
             pass; a backward pass of another kind is in ``overhead``.
-        sampling_cost: what measuring its errors costs, in computations of the sampled rows.
+        sampling_cost: what measuring its errors costs, in computations of the sampled rows; see
+            `adaattn.planning.plan` for what was measured.
         why_unmeasured: why a prediction left some parameters unmeasured; "" where none did.
     """
 
@@ -145,7 +148,7 @@ class Capability:
     overhead: Callable[[AttentionProblem, HeadGroup, HardwareFacts, float], Overhead] = _no_overhead
     best_density: float = 1.0
     backward_factor: float = 3.5
-    sampling_cost: int = 2
+    sampling_cost: int = 0
     why_unmeasured: Callable[
         [AttentionProblem, TensorStats, HeadMethod, tuple[float, ...]], str
     ] = _unpredicted

@@ -99,8 +99,8 @@ class Why(enum.Enum):
 class KVKind(enum.Enum):
     """How keys and values are stored. A capability lists those that it takes."""
 
-    DENSE = "dense"
-    PACKED = "packed"
+    DENSE = "dense keys and values"
+    PACKED = "packed sequences"
 
 
 class Feature(enum.IntFlag):

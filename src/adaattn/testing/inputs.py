@@ -110,15 +110,17 @@ def make_tensors(
     """
     draw = _Draw(problem, seed)
     heads_q, heads_k = problem.num_heads, problem.num_kv_heads
-    bounds = _bounds(problem, lengths_q, lengths_k)
+    bounds_q, bounds_k = _bounds(problem, lengths_q, lengths_k)
     wide = torch.float64 if problem.precision is Precision.FP64 else torch.float32
     device = problem.device_type
     return Tensors.of(
         draw.heads(heads_q, problem.len_q, problem.head_dim, layout),
         draw.heads(heads_k, problem.len_k, problem.head_dim, layout),
         draw.heads(heads_k, problem.len_k, problem.value_dim, layout),
-        starts=(_int32(bounds[0], device), _int32(bounds[1], device)),
-        bounds=bounds,
+        cu_seqlens_q=_int32(bounds_q, device),
+        cu_seqlens_k=_int32(bounds_k, device),
+        bounds_q=bounds_q,
+        bounds_k=bounds_k,
         mask=draw.mask(num_hidden_rows),
         sinks=draw.leaf(torch.randn, heads_q, grad=problem.sinks_require_grad)
         if problem.has_sinks

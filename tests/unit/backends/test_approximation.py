@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from adaattn.backends import Result, Tensors, register
 from adaattn.backends.common import grouped_product
 from adaattn.backends.reference import attention
 from adaattn.backends.sampling import Estimate, Sampled, row_weights
-from adaattn.errors import UnsupportedError
+from adaattn.errors import ArgumentError, UnsupportedError
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -24,6 +25,7 @@ from adaattn.spec import (
     Method,
     Overhead,
     Policy,
+    Precision,
     TensorStats,
 )
 
@@ -167,3 +169,59 @@ def test_executors_that_share_estimates_are_measured_once() -> None:
     }
     assert estimates.keys() == {"twin.one/fp32 rank=4", "twin.two/fp32 rank=4"}
     assert estimates["twin.one/fp32 rank=4"] == estimates["twin.two/fp32 rank=4"]
+
+
+def test_executors_that_share_estimates_keep_their_own_parameters() -> None:
+    """The first one's parameters were tried for all once, and the others were never measured."""
+    parts = [
+        replace(
+            FIRST,
+            name=f"rank.{rank}",
+            backend="parts",
+            methods=lambda problem, policy, rank=rank: (LowRank(rank=rank),),
+        )
+        for rank in (4, 8)
+    ]
+    remove = register(parts, run, None, sample)
+    try:
+        policy = Policy(error_budget=BUDGET)
+        decision = adaattn.plan_attention(*draw(8), policy=policy, backend="parts")
+    finally:
+        remove()
+    named = {(group.capability, group.method) for group in decision.plan.groups}
+    assert named == {("rank.8", LowRank(rank=8))}
+    errors = {entry.candidate: entry.error_estimate for entry in decision.trace}
+    assert errors["rank.4/fp32 rank=4"] is not None
+    assert "rank.4/fp32 rank=8" not in errors
+
+
+@pytest.mark.parametrize(
+    "changes", [{"device_types": ("cuda",)}, {"precisions": (Precision.FP16,)}], ids=str
+)
+def test_an_executor_that_cannot_serve_is_not_sampled(changes: dict[str, Any]) -> None:
+    """Its method alone decided once, and what its sampler raised reached the caller."""
+
+    def fails(*given: object) -> tuple[TensorStats, list[Estimate]]:
+        raise RuntimeError("it has no tensors of this kind")
+
+    other = replace(FIRST, name="elsewhere", **changes)
+    remove = register([other], run, None, fails)
+    try:
+        tensors = [torch.randn(1, 2, 4096, 128) for _ in range(3)]
+        policy = Policy(error_budget=BUDGET, methods=(Method.EXACT, Method.LOW_RANK))
+        decision = adaattn.plan_attention(*tensors, policy=policy)
+    finally:
+        remove()
+    measured = {
+        entry.executor for entry in decision.trace if "expected an error" in entry.reason
+    } | {entry.executor for entry in decision.trace if "predicted error" in entry.reason}
+    assert measured  # some approximation was looked at
+
+
+@pytest.mark.parametrize("missing", ["estimates", "parameters"])
+def test_an_approximation_without_estimates_or_parameters_is_refused(missing: str) -> None:
+    item = replace(FIRST, name="half made")
+    if missing == "parameters":
+        item = replace(item, methods=None)
+    with pytest.raises(ArgumentError, match="half made, which approximates: expected `methods`"):
+        register([item], run, None, sample if missing == "parameters" else None)

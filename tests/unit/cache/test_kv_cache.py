@@ -7,9 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn import scaled_dot_product_attention
+from adaattn import DenseAttention, scaled_dot_product_attention
+from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.cache import KVCache, LayerCache
-from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, DTypeError, ShapeError
+from adaattn.cache.layer import StoredLayer
+from adaattn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
+from adaattn.spec import KVKind
 from adaattn.testing import assert_matches
 
 BATCH, HEADS, DIM, VALUE_DIM = 2, 3, 4, 5
@@ -524,3 +534,21 @@ def test_it_prints_what_it_holds() -> None:
         f"KVCache(num_layers=2, length=3, max_length=16, window=4, "
         f"memory_bytes={2 * 8 * TOKEN_BYTES})"
     )
+
+
+def test_a_cache_hands_over_dense_keys_and_values() -> None:
+    found = KVCache(1).layer(0).update(*tokens(3))
+    assert isinstance(found, KeysValues) and found.kind is KVKind.DENSE
+    keys, values = found
+    assert keys is found.key and values is found.value
+
+
+def test_a_module_refuses_a_cache_of_another_kind() -> None:
+    class Packed(StoredLayer):
+        def update(self, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
+            starts = torch.tensor([0, key.shape[2]], dtype=torch.int32)
+            return PackedKeysValues(key=key, value=value, cu_seqlens=starts)
+
+    module = DenseAttention(16, 2)
+    with pytest.raises(UnsupportedError, match="expected dense keys and values"):
+        module(torch.randn(1, 3, 16), cache=Packed())

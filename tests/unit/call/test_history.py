@@ -116,6 +116,24 @@ class TestAverages:
         assert found.precision_errors == ((BF16, (0.125, 0.5)),)
         assert [item.errors for item in found.method_errors] == [(0.125, 0.5)] * 2
 
+    def test_an_average_that_is_out_of_date_is_held_to_cheaper_parameters(self) -> None:
+        old = TensorStats(method_errors=make_errors({8: (0.4,), 16: (0.4,)}))
+        new = TensorStats(method_errors=make_errors({8: (0.1,), 16: (0.01,)}))
+        once = running_stats(old, new, 0.5)
+        expected = [(0.5 * 0.4 + 0.5 * 0.1,), (0.5 * 0.4 + 0.5 * 0.01,)]
+        assert [item.errors for item in once.method_errors] == expected
+        left_out = TensorStats(method_errors=make_errors({8: (0.01,), 16: (0.005,)}))
+        stale = TensorStats(method_errors=make_errors({8: (0.01,), 16: (0.4,)}))
+        found = running_stats(stale, left_out, 0.5)
+        assert [item.errors for item in found.method_errors] == [(0.01,), (0.01,)]
+
+    def test_no_error_is_below_what_was_just_measured(self) -> None:
+        """It fell to that of a lower rank once, though the newest rows said more."""
+        old = TensorStats(method_errors=make_errors({8: (0.1,), 16: (0.1,)}))
+        new = TensorStats(method_errors=make_errors({8: (0.1,), 16: (0.3,)}))
+        found = running_stats(old, new, 0.5)
+        assert [item.errors for item in found.method_errors] == [(0.1,), (0.3,)]
+
 
 class TestValues:
     """The history itself."""

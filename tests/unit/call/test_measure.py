@@ -15,7 +15,7 @@ from adaattn import (
     plan_attention,
 )
 from adaattn._dtypes import torch_dtype
-from adaattn.backends import Tensors, execute
+from adaattn.backends import Tensors, capabilities, execute
 from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.low_rank.ranks import methods
 from adaattn.call.measure import Sample, audit, check_finite, measure
@@ -50,7 +50,7 @@ def wide(numbers: tuple[float, ...]) -> torch.Tensor:
 
 
 def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, Sample]:
-    return measure(tensors, problem, EVERYTHING, ROWS)
+    return measure(tensors, problem, EVERYTHING, ROWS, allowed=capabilities())
 
 
 def variants(stats: TensorStats) -> list[tuple[HeadGroup, tuple[float, ...]]]:
@@ -120,7 +120,7 @@ def test_an_estimate_for_a_lower_precision_is_the_error_of_that_precision() -> N
     """Within a factor of two of the executor's own error: it rounds in another order."""
     tensors, problem = draw(precision=Precision.FP32)
     wanted = ((Method.EXACT, Precision.BF16), (Method.EXACT, Precision.FP16))
-    stats, _ = measure(tensors, problem, wanted, ROWS)
+    stats, _ = measure(tensors, problem, wanted, ROWS, allowed=capabilities())
     exact = attention(replace(tensors, query=tensors.query.double()), problem).output
     assert [precision for precision, _ in stats.precision_errors] == [
         Precision.BF16,
@@ -200,7 +200,9 @@ class TestNumbers:
 
     def test_only_what_is_wanted_is_measured(self) -> None:
         tensors, problem = draw()
-        stats, _ = measure(tensors, problem, ((LOW_RANK, Precision.FP64),), ROWS)
+        stats, _ = measure(
+            tensors, problem, ((LOW_RANK, Precision.FP64),), ROWS, allowed=capabilities()
+        )
         assert tuple(item.method for item in stats.method_errors) == methods(problem, Policy())
         assert stats.precision_errors == ()
 
@@ -240,7 +242,7 @@ def test_the_decision_rests_on_the_measured_numbers() -> None:
         policy=Policy(error_budget=0.99),
         backend="low_rank",
     )
-    stats, _ = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows)
+    stats, _ = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows, allowed=capabilities())
     largest = {
         item.method.label: max(item.errors)
         for item in stats.method_errors

@@ -139,7 +139,8 @@ def test_head_dimensions_too_small_for_any_rank_are_a_reason_and_not_an_absence(
     """The capability once vanished from the trace instead."""
     found = _enumerate(replace(PROBLEM, head_dim=dims[0], value_dim=dims[1]))
     assert found["low_rank/fp32"].refusal == (
-        f"expected head dimensions for which it gains something, got D {dims[0]}, Dv {dims[1]}"
+        "expected head dimensions and ranks for which it gains something, "
+        f"got D {dims[0]}, Dv {dims[1]}"
     )
 
 

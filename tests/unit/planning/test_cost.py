@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from adaattn.backends import capability_named
 from adaattn.backends.block_sparse.cost import SELECTION_STRIDE
 from adaattn.backends.chunk_rows import row_bytes
+from adaattn.planning import measuring_cost_ms
 from adaattn.planning.cost import (
     computed_pairs,
     estimate,
@@ -25,6 +26,9 @@ from adaattn.spec import (
     Launch,
     LowRank,
     MaskKind,
+    Method,
+    Overhead,
+    Policy,
     Precision,
     Rates,
     Scheme,
@@ -356,3 +360,96 @@ def test_a_device_of_unknown_rates_gives_finite_times(
         cost = estimate(_problem(**values), capability, group, unknown)
         assert 0 <= cost.time_ms < float("inf")
     assert measuring_ms(_problem(), unknown, 32, 4) < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "amount", "changed"),
+    [
+        ("flops", 1e12, {"flops", "time_ms"}),
+        ("bytes_moved", 1e12, {"bytes_moved", "time_ms"}),
+        ("workspace_bytes", 1000, {"workspace_bytes"}),
+        ("launches", 7, {"time_ms"}),
+        ("seconds", 1.0, {"time_ms"}),
+        ("flops_in_seconds", 1e12, {"flops"}),
+    ],
+)
+def test_what_an_executor_takes_besides_is_counted_once(
+    field: str, amount: float, changed: set[str]
+) -> None:
+    facts = fake_facts("cpu")
+    more = replace(LOW_RANK, overhead=lambda *given: Overhead(**{field: amount}))
+    bare = replace(LOW_RANK, overhead=lambda *given: Overhead())
+    plain, full = (estimate(_problem(), item, RANK, facts) for item in (bare, more))
+    names = ("flops", "bytes_moved", "workspace_bytes", "time_ms")
+    assert {name for name in names if getattr(full, name) != getattr(plain, name)} == changed
+    added = {
+        "flops": amount / facts.rates.flops_of(Precision.FP32),
+        "bytes_moved": amount / facts.rates.bandwidth,
+        "launches": amount * facts.rates.launch_s,
+        "seconds": amount,
+    }
+    if field in ("launches", "seconds"):
+        assert 1e-3 * (full.time_ms - plain.time_ms) == pytest.approx(added[field])
+    elif field in added:
+        assert 1e-3 * full.time_ms >= added[field]
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+def test_low_rank_pays_for_gram_matrices_eigenproblems_and_a_whole_backward_pass(
+    machine: str,
+) -> None:
+    facts = fake_facts(machine)
+    problem = _problem(num_kv_heads=4, device_type=facts.device_type)
+    forward = LOW_RANK.overhead(problem, RANK, facts, 1.0)
+    tokens, keys, dim, rank = 8 * 1024 + 4 * 1024, 4 * 1024, 64, 16
+    assert forward.flops == 2 * tokens * dim * (dim + 2 * rank) + 2 * keys * dim * dim
+    assert forward.bytes_moved == 4 * 4 * tokens * dim
+    assert forward.workspace_bytes == 4 * tokens * 2 * rank
+    assert forward.launches == 60 and forward.flops_in_seconds == 0
+    assert forward.seconds > 0
+    more_heads = replace(problem, num_heads=16, num_kv_heads=8)
+    eigen = LOW_RANK.overhead(more_heads, RANK, facts, 1.0).seconds
+    assert eigen == pytest.approx(2 * forward.seconds)
+    training = LOW_RANK.overhead(replace(problem, requires_grad=True), RANK, facts, 1.0)
+    whole = 2.5 * 2 * 1024 * 1024 * (64 + 64) * 8
+    assert training.flops_in_seconds == whole
+    share = 0.55 if machine == "cpu" else 0.275
+    assert training.seconds - forward.seconds == pytest.approx(
+        whole / (share * facts.rates.matrix_flops_of(Precision.FP32))
+    )
+    exact = estimate(replace(problem, requires_grad=True), FUSED, EXACT, facts).flops
+    low = estimate(replace(problem, requires_grad=True), LOW_RANK, RANK, facts).flops
+    assert whole < low < exact
+
+
+def test_block_sparsity_pays_for_scored_rows_and_gathered_blocks() -> None:
+    problem, facts = _problem(), fake_facts("cpu")
+    pairs = 1024 * 1024
+    none, half = (SPARSE.overhead(problem, BLOCKS, facts, share) for share in (0.0, 0.5))
+    assert none.flops == half.flops == 2 * pairs * 64 * 8 * 5 / 64
+    assert none.bytes_moved == 4 * 6 * pairs * 8 * 5 / 64
+    assert half.bytes_moved - none.bytes_moved == 2 * 0.5 * pairs / 64 * 128 * 8 * 4
+    assert half.workspace_bytes - none.workspace_bytes == 2 * 0.5 * 8 * 1024 * 128 * 4
+    assert none.launches == 12 * 16 + 20
+
+
+@pytest.mark.parametrize(
+    ("methods", "computations"),
+    [
+        ((Method.EXACT,), 2),
+        ((Method.LOW_RANK,), 5),
+        ((Method.BLOCK_SPARSE,), 8),
+        ((Method.EXACT, Method.LOW_RANK, Method.BLOCK_SPARSE), 15),
+    ],
+)
+def test_measuring_costs_what_each_method_takes(
+    methods: tuple[Method, ...], computations: int
+) -> None:
+    problem, facts, policy = _problem(), fake_facts("cpu"), Policy(error_budget=0.1)
+    wanted = [(method, Precision.BF16) for method in methods for _ in range(2)]
+    able = (FUSED, NAIVE, LOW_RANK, SPARSE)
+    found = measuring_cost_ms(problem, facts, policy, able, wanted)
+    assert found == measuring_ms(problem, facts, policy.audit_rows, computations)
+    twice = measuring_cost_ms(problem, facts, policy, (*able, replace(LOW_RANK, name="b")), wanted)
+    more = 5 * (Method.LOW_RANK in methods)
+    assert twice == measuring_ms(problem, facts, policy.audit_rows, computations + more)

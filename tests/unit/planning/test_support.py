@@ -137,7 +137,7 @@ def test_a_kind_of_keys_and_values_that_is_not_taken_is_named() -> None:
     assert reasons(BARE, packed, CPU) == ("it does not support packed sequences",)
     assert reasons(EITHER, packed, CPU) == reasons(EITHER, make_problem(), CPU) == ()
     only = replace(BARE, kv_kinds=(KVKind.PACKED,))
-    assert reasons(only, make_problem(), CPU) == ("it does not support dense sequences",)
+    assert reasons(only, make_problem(), CPU) == ("it does not support dense keys and values",)
 
 
 def test_packed_sequences_of_unlike_lengths_need_their_own_corner() -> None:

@@ -1,6 +1,7 @@
 """What sampled rows say of each kept mass, by the selection that the executor makes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,39 +22,69 @@ def sample(
     """Return errors and densities of each kept mass. A `Sampler`."""
     del budgets
     tried = [method for method in methods if isinstance(method, BlockSparse)]
-    problem, blocks, device = sampled.problem, sampled.blocks, sampled.weights.device
-    (size,) = {method.block_size for method in tried}
-    scored = [row for block in blocks for row in _scored(block, size, problem.len_q)]
-    owner = torch.tensor([blocks.index(row // size) for row in scored], device=device)
-    member = torch.tensor([blocks.index(row // size) for row in sampled.rows], device=device)
-    scored_weights = row_weights(sampled.tensors, problem, torch.tensor(scored, device=device))
-    diagonal = diagonal_blocks(problem, size, device)[blocks]
-    shares = far_shares(sampled.tensors, problem, size)[:, :, blocks]
-    visible = _visible_blocks(sampled, size)
-    value = sampled.tensors.value.to(sampled.weights.dtype)
-    found = []
-    for method in tried:
-        needed = blocks_needed(scored_weights, size, method.kept_mass)
-        shape = (*needed.shape[:2], len(blocks), needed.shape[-1])
-        votes = torch.zeros(shape, device=device).index_add_(2, owner, needed.float())
-        keep = (votes > 0) | (shares > 1.0 - method.kept_mass) | diagonal
-        keep = keep.index_select(2, member)
-        kept = sampled.weights * keep.repeat_interleave(size, dim=-1)[..., : problem.len_k]
-        output = grouped_product(kept, value) / kept.sum(-1, keepdim=True).clamp_min(1e-30)
-        density = (keep & visible).sum(dim=(0, 2, 3)) / (visible.sum() * problem.batch)
-        found.append(
-            Estimate(
-                method=method,
-                errors=sampled.errors(output),
-                densities=density.to(sampled.weights.dtype),
-            )
+    sizes = {method.block_size: _Selection.of(sampled, method.block_size) for method in tried}
+    return stats, [sizes[method.block_size].estimate(sampled, method) for method in tried]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Selection:
+    """What selection sees in the sampled rows' blocks of queries, whatever mass it keeps.
+
+    Args:
+        weights: [B, Hq, T, Sk] of the rows that it scores.
+        owner: [T] which of the blocks each of them lies in.
+        member: [R] the same of the sampled rows.
+        shares: [B, Hq, N, Nk] of far keys, see `far_shares`.
+        diagonal: [N, Nk] blocks that are always kept.
+        visible: [R, Nk] blocks of which each sampled row sees a key by position.
+    """
+
+    weights: torch.Tensor
+    owner: torch.Tensor
+    member: torch.Tensor
+    shares: torch.Tensor
+    diagonal: torch.Tensor
+    visible: torch.Tensor
+
+    @classmethod
+    def of(cls, sampled: Sampled, size: int) -> "_Selection":
+        """Return what selection sees with blocks of one size."""
+        problem, device = sampled.problem, sampled.index.device
+        blocks = sorted({row // size for row in sampled.rows})
+        scored = [
+            row
+            for block in blocks
+            for row in scored_rows(block * size, min((block + 1) * size, problem.len_q), size)
+        ]
+        owner, member = (
+            torch.tensor([blocks.index(row // size) for row in rows], device=device)
+            for rows in (scored, sampled.rows)
         )
-    return stats, found
+        return cls(
+            weights=row_weights(sampled.tensors, problem, torch.tensor(scored, device=device)),
+            owner=owner,
+            member=member,
+            shares=far_shares(sampled.tensors, problem, size)[:, :, blocks],
+            diagonal=diagonal_blocks(problem, size, device)[blocks],
+            visible=_visible_blocks(sampled, size),
+        )
 
-
-def _scored(block: int, size: int, len_q: int) -> list[int]:
-    """Return the rows of a block of queries that selection scores."""
-    return scored_rows(block * size, min((block + 1) * size, len_q), size)
+    def estimate(self, sampled: Sampled, method: BlockSparse) -> Estimate:
+        """Return the errors of a kept mass, and the share of visible blocks that it keeps."""
+        size, exact = method.block_size, sampled.weights
+        needed = blocks_needed(self.weights, size, method.kept_mass)
+        shape = (*needed.shape[:2], len(self.diagonal), needed.shape[-1])
+        votes = torch.zeros(shape, device=exact.device).index_add_(2, self.owner, needed.float())
+        keep = (votes > 0) | (self.shares > 1.0 - method.kept_mass) | self.diagonal
+        keep = keep.index_select(2, self.member)
+        kept = exact * keep.repeat_interleave(size, dim=-1)[..., : sampled.problem.len_k]
+        output = grouped_product(kept, sampled.tensors.value.to(kept.dtype))
+        output = output / kept.sum(-1, keepdim=True).clamp_min(1e-30)
+        seen = (keep & self.visible).sum(dim=(0, 2, 3))
+        density = seen / (self.visible.sum() * sampled.problem.batch)
+        return Estimate(
+            method=method, errors=sampled.errors(output), densities=density.to(exact.dtype)
+        )
 
 
 def _visible_blocks(sampled: Sampled, size: int) -> torch.Tensor:
