@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from adaattn.call.history import History
     from adaattn.call.outputs import AuxOutput, AuxRequest
     from adaattn.functional import plan_attention, scaled_dot_product_attention
+    from adaattn.integrations.pytorch import SdpaPatch, patch_sdpa
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
     from adaattn.spec import (
         AttentionProblem,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         Launch,
         LowRank,
         Method,
+        MethodErrors,
         Plan,
         Policy,
         Precision,
@@ -55,6 +57,7 @@ _EXPORTS: Final = {
     "adaattn.attention.statistics": ("AttentionStatistics",),
     "adaattn.cache": ("KVCache",),
     "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
+    "adaattn.integrations.pytorch": ("SdpaPatch", "patch_sdpa"),
     "adaattn.call.history": ("History",),
     "adaattn.call.outputs": ("AuxOutput", "AuxRequest"),
     "adaattn.policies": (
@@ -75,6 +78,7 @@ _EXPORTS: Final = {
         "Launch",
         "LowRank",
         "Method",
+        "MethodErrors",
         "Plan",
         "Policy",
         "Precision",
@@ -109,10 +113,12 @@ __all__ = [
     "Launch",
     "LowRank",
     "Method",
+    "MethodErrors",
     "Plan",
     "Policy",
     "Precision",
     "Scheme",
+    "SdpaPatch",
     "TensorStats",
     "__version__",
     "convert",
@@ -120,6 +126,7 @@ __all__ = [
     "errors",
     "hardware",
     "load_policy",
+    "patch_sdpa",
     "plan_attention",
     "record_events",
     "save_policy",
