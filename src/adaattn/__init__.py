@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from adaattn import errors, hardware
+    from adaattn import errors, hardware, models
     from adaattn._events import AttentionEvent, record_events
     from adaattn.attention.adaattn import AdaAttention
     from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from adaattn.call.outputs import AuxOutput, AuxRequest
     from adaattn.functional import plan_attention, scaled_dot_product_attention
     from adaattn.integrations.pytorch import SdpaPatch, patch_sdpa
+    from adaattn.kernels.flash_attention import AdaptiveFlashAttention
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
     from adaattn.spec import (
         AttentionProblem,
@@ -60,6 +61,7 @@ _EXPORTS: Final = {
     "adaattn.integrations.pytorch": ("SdpaPatch", "patch_sdpa"),
     "adaattn.call.history": ("History",),
     "adaattn.call.outputs": ("AuxOutput", "AuxRequest"),
+    "adaattn.kernels.flash_attention": ("AdaptiveFlashAttention",),
     "adaattn.policies": (
         "PRESETS",
         "current_policy",
@@ -87,12 +89,13 @@ _EXPORTS: Final = {
     ),
     "adaattn.tuning": ("tune",),
 }
-_MODULES: Final = ("errors", "hardware")
+_MODULES: Final = ("errors", "hardware", "models")
 _HOME: Final = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "PRESETS",
     "AdaAttention",
+    "AdaptiveFlashAttention",
     "AdaptivePrecisionAttention",
     "AdaptiveRankAttention",
     "AttentionEvent",
@@ -126,6 +129,7 @@ __all__ = [
     "errors",
     "hardware",
     "load_policy",
+    "models",
     "patch_sdpa",
     "plan_attention",
     "record_events",

@@ -72,6 +72,32 @@ class AttentionEvent:
         """Mean row entropy per query head where it was measured, else empty."""
         return self.stats.entropy_bits if self.stats else ()
 
+    def __str__(self) -> str:
+        """Return a short block: what was called, what ran and why it was allowed, what it cost."""
+        problem, plan = self.problem, self.decision.plan
+        name = self.tag or ("" if self.layer < 0 else f"layer {self.layer}")
+        lines = [
+            f"attention{name and f' of {name}'}: B {problem.batch}, Hq {problem.num_heads}, "
+            f"Hkv {problem.num_kv_heads}, Sq {problem.len_q}, Sk {problem.len_k}, "
+            f"D {problem.head_dim}, Dv {problem.value_dim}, {problem.precision.label}, "
+            f"{problem.device_type}"
+        ]
+        for group in plan.groups:
+            heads = f"heads {', '.join(map(str, group.heads))}" if group.heads else "all heads"
+            lines.append(f"{heads} by {group.label}")
+        lines.append(f"policy {self.decision.policy or 'none'}, error budget {plan.error_budget:g}")
+        if self.error_estimate is not None:
+            lines.append(f"largest error {self.error_estimate:.2g}")
+        if self.repaired_heads:
+            lines.append(
+                f"computed again exactly: heads {', '.join(map(str, self.repaired_heads))}"
+            )
+        if self.saved_ms:
+            lines.append(f"saved {self.saved_ms:.3g} ms so far, measured")
+        if self.time_ms is not None:
+            lines.append(f"took {self.time_ms:.3g} ms")
+        return "\n  ".join([*lines, *self.fallbacks])
+
 
 Sink = Callable[[AttentionEvent], None]
 

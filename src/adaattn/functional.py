@@ -6,7 +6,7 @@ Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,15 +16,27 @@ from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, key_of
+from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
-from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
+
+_SEMANTICS: Final = tuple(Arguments.__dataclass_fields__)
+_KEYWORDS: Final = (
+    *_SEMANTICS,
+    "policy",
+    "plan",
+    "backend",
+    "return_aux",
+    "tag",
+    "layer",
+    "history",
+)
 
 
 def scaled_dot_product_attention(
@@ -47,13 +59,14 @@ def scaled_dot_product_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str | float | None = None,
     plan: Plan | None = None,
     backend: str = "auto",
     return_aux: AuxRequest | bool | None = None,
     tag: str = "",
     layer: int = -1,
     history: History | None = None,
+    **unknown: Any,
 ) -> Any:
     """Return attention of the inputs, [..., Hq, Sq, Dv].
 
@@ -85,8 +98,8 @@ def scaled_dot_product_attention(
         max_seqlen_q: longest packed query sequence, or more; None takes what is known without
             waiting for a GPU: the number of tokens.
         max_seqlen_k: the same for key and value.
-        policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``) or a policy
-            file; None is the one set by `use_policy`, else ``"quality"``.
+        policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``), a policy file, or
+            a number: an error budget; None is the one set by `use_policy`, else ``"quality"``.
         plan: run this and plan nothing; audited as its ``audit_rows`` say.
         backend: ``"auto"``; ``"flash"``, any fused kernel; ``"unfused"``, scores written out; or
             the name of an executor. What is asked for never falls back on anything else.
@@ -96,6 +109,7 @@ def scaled_dot_product_attention(
             is learnt of it; -1 is none.
         history: what earlier calls taught; attention modules keep one each, calls without one
             share one for the process.
+        **unknown: nothing; a keyword of another library is refused with its name here.
 
     Returns:
         The output, or ``(output, AuxOutput)`` when ``return_aux`` is given.
@@ -116,6 +130,8 @@ def scaled_dot_product_attention(
         >>> tuple(out.shape), tuple(aux.lse.shape)
         ((1, 4, 128, 64), (1, 4, 128))
     """
+    if unknown:
+        refuse_unknown(unknown, _KEYWORDS)
     companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
     settings = (
         scale,
@@ -187,11 +203,8 @@ def plan_attention(
         >>> decision.plan.is_exact
         True
     """
-    known = set(Arguments.__dataclass_fields__)
-    if unknown := sorted(set(semantics) - known):
-        raise ArgumentTypeError(
-            expected_got("keyword arguments", f"some of {sorted(known)}", unknown)
-        )
+    if unknown := set(semantics) - set(_SEMANTICS):
+        refuse_unknown(unknown, (*_SEMANTICS, "policy", "backend", "layer", "history"))
     arguments = Arguments(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -48,11 +49,11 @@ def current_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def use_policy(policy: Policy | str | os.PathLike[str]) -> Iterator[Policy]:
+def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Policy]:
     """Make ``policy`` the one that calls inside the ``with`` block follow.
 
     Args:
-        policy: a `Policy`, the name of a preset, or the path of a policy file.
+        policy: a `Policy`, the name of a preset, the path of a policy file, or an error budget.
 
     Raises:
         PolicyError: no preset has that name, or the file is not a policy file.
@@ -71,11 +72,14 @@ def use_policy(policy: Policy | str | os.PathLike[str]) -> Iterator[Policy]:
         AMBIENT.reset(token)
 
 
-def resolve_policy(policy: Policy | str | os.PathLike[str] | None) -> Policy:
-    """Return the policy meant by an argument: itself, a preset's name, a file, or the ambient one.
+def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Policy:
+    """Return the policy meant by an argument.
+
+    Args:
+        policy: a policy itself, a preset's name, a file, an error budget, or None: the ambient one.
 
     Raises:
-        PolicyError: no preset has that name and no such file exists.
+        PolicyError: no preset has that name and no such file exists, or the number is no budget.
     """
     if policy is None:
         return current_policy()
@@ -87,10 +91,17 @@ def resolve_policy(policy: Policy | str | os.PathLike[str] | None) -> Policy:
         path = Path(policy)
         if path.suffix == ".json" or os.path.isfile(path):
             return load_policy(path)
+    if isinstance(policy, (int, float)) and not isinstance(policy, bool) and 0 <= policy < 1:
+        return _with_budget(policy)
     names = ", ".join(repr(name) for name in PRESETS)
-    raise PolicyError(
-        expected_got("policy", f"{names}, a Policy or the path of a policy file", repr(policy))
-    )
+    expected = f"{names}, a Policy, the path of a policy file or an error budget in [0, 1)"
+    raise PolicyError(expected_got("policy", expected, repr(policy)))
+
+
+@lru_cache(maxsize=256)
+def _with_budget(error_budget: float) -> Policy:
+    """Return the policy that a number stands for, one object for each."""
+    return Policy(name=f"{error_budget:g}", error_budget=float(error_budget))
 
 
 def load_policy(path: str | os.PathLike[str]) -> Policy:

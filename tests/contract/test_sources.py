@@ -52,7 +52,13 @@ def test_lower_layers_never_import_higher_ones(root: Path) -> None:
 def test_nothing_in_the_package_imports_the_public_kernel_facade(
     sources: dict[Path, str],
 ) -> None:
-    inside = {p: t for p, t in sources.items() if "src/adaattn/kernels" not in p.as_posix()}
+    # The package itself hands its module out, by name and when asked.
+    inside = {
+        p: t
+        for p, t in sources.items()
+        if "src/adaattn/kernels" not in p.as_posix()
+        and not p.as_posix().endswith("src/adaattn/__init__.py")
+    }
     found = [
         (path.as_posix(), name)
         for path, text in inside.items()

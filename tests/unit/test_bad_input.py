@@ -239,7 +239,7 @@ def numbers_gone_wrong() -> dict[str, Wrong]:
         ("align", "middle", ArgumentError, "align: expected 'top_left' or 'bottom_right', got"),
         ("align", ["top_left"], ArgumentError, "or .bottom_right., got"),
         ("policy", "fastest", PolicyError, "'quality', 'balanced', 'speed', .* got 'fastest'"),
-        ("policy", 3, PolicyError, "a Policy or the path of a policy file, got 3"),
+        ("policy", 3, PolicyError, r"policy file or an error budget in \[0, 1\), got 3"),
         (
             "backend",
             "cudnn9",

@@ -84,11 +84,11 @@ def test_another_thread_follows_its_own_policy() -> None:
 
 @pytest.mark.parametrize(
     "unknown",
-    ["fast", "Balanced", "", "a\0b", "x" * 5000, 0.01, ["balanced"], Path("balanced")],
+    ["fast", "Balanced", "", "a\0b", "x" * 5000, 1.01, ["balanced"], Path("balanced")],
     ids=lambda value: repr(value)[:20],
 )
 def test_what_is_no_policy_is_answered_with_what_there_is(unknown: object) -> None:
-    message = "policy: expected 'quality', 'balanced', 'speed', a Policy or the path of a policy"
+    message = "policy: expected 'quality', 'balanced', 'speed', a Policy, the path of a policy"
     with pytest.raises(PolicyError, match=message):
         resolve_policy(unknown)
 

@@ -9,6 +9,7 @@ PyTorch gives NaN.
 Shape legend: B batch, L queries, S keys, E embed_dim, H heads, D head_dim.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -31,7 +32,8 @@ from adaattn.attention.rotary import RotaryEmbedding
 from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.canonical import described
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.call.keywords import refuse_unknown
+from adaattn.errors import ArgumentError, expected_got
 
 if TYPE_CHECKING:
     from adaattn.cache import LayerCache
@@ -94,9 +96,8 @@ class BaseAttention(nn.Module, ABC):
         **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
-        if unknown := sorted(set(options) - set(AttentionOptions.__annotations__)):
-            known = sorted(AttentionOptions.__annotations__)
-            raise ArgumentTypeError(expected_got("keyword arguments", f"some of {known}", unknown))
+        if unknown := set(options) - set(AttentionOptions.__annotations__):
+            refuse_unknown(unknown, _keywords_of(type(self)))
         fields: dict[str, Any] = dict(options)
         factory = {name: fields.pop(name, None) for name in ("device", "dtype")}
         config = AttentionConfig(
@@ -339,3 +340,11 @@ class BaseAttention(nn.Module, ABC):
             if name not in ("embed_dim", "num_heads") and value != getattr(default, name):
                 shown.append(f"{name}={value!r}")
         return ", ".join(shown)
+
+
+def _keywords_of(kind: type[BaseAttention]) -> tuple[str, ...]:
+    """Return what a module's constructor takes, its own keywords first."""
+    named = inspect.signature(kind).parameters.values()
+    own = [item.name for item in named if item.kind is item.KEYWORD_ONLY]
+    rest = [item.name for item in named if item.kind is item.POSITIONAL_OR_KEYWORD]
+    return (*own, *rest, *sorted(AttentionOptions.__annotations__))

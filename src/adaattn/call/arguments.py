@@ -73,10 +73,13 @@ def checked_numbers(
     arguments: Arguments, head_dim: int
 ) -> tuple[tuple[int, int], int, float, float, float]:
     """Return (window, dilation, softcap, scale, dropout_p), each in range."""
-    given = arguments.window
+    given: Any = arguments.window
     window = tuple(given) if isinstance(given, Sequence) else ()
     if len(window) != 2 or not all(_is_int(edge) and edge >= -1 for edge in window):
-        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given))
+        hint = ""
+        if _is_int(given):
+            hint = f"({given}, {given}) looks both ways, ({given - 1}, 0) is {given} keys, causal"
+        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given, hint))
     if not _is_int(arguments.dilation) or arguments.dilation < 1:
         raise ArgumentError(
             expected_got("dilation", "an integer of at least 1", arguments.dilation)

@@ -77,6 +77,12 @@ def bind(
         AdaAttnError: as `adaattn.scaled_dot_product_attention`.
     """
     policy, plan, history, backend, layer, return_aux = choice
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(
+            "torch.jit.trace",
+            ["plans are made of sizes as numbers, and a trace hides them"],
+            "use torch.compile or torch.export, which take these calls",
+        )
     if plan is not None and (policy is not None or backend != "auto" or history is not None):
         got = f"{policy!r}, {backend!r}, {history!r}"
         raise ArgumentError(

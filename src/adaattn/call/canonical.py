@@ -25,7 +25,8 @@ def canonical_tensors(
             )
         kv_heads = max(kv_heads, value.shape[-3])
     if heads != kv_heads:
-        heads = _check_heads(heads, kv_heads, enable_gqa)
+        looks_swapped = min(heads, kv_heads) > query.shape[-2] == key.shape[-2] > 1
+        heads = _check_heads(heads, kv_heads, enable_gqa, looks_swapped)
     try:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     except RuntimeError as error:
@@ -53,12 +54,18 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
         )
 
 
-def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> int:
+def _check_heads(heads: int, kv_heads: int, enable_gqa: bool, looks_swapped: bool) -> int:
     """Return the heads of the result when q and k differ in theirs."""
+    layout = "are they [B, S, H, D]? Then pass x.transpose(1, 2); else " if looks_swapped else ""
     if enable_gqa:
         if kv_heads == 0 or heads % kv_heads:
             raise ShapeError(
-                expected_got("query heads with enable_gqa=True", f"a multiple of {kv_heads}", heads)
+                expected_got(
+                    "query heads with enable_gqa=True",
+                    f"a multiple of {kv_heads}",
+                    heads,
+                    layout and layout + "use other heads",
+                )
             )
         return heads
     if kv_heads == 1:
@@ -67,7 +74,7 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool) -> int:
         return kv_heads
     hint = "pass enable_gqa=True" if kv_heads and heads % kv_heads == 0 else "use equal heads"
     raise ShapeError(
-        expected_got("heads of query and key", "the same", f"{heads}, {kv_heads}", hint)
+        expected_got("heads of query and key", "the same", f"{heads}, {kv_heads}", layout + hint)
     )
 
 

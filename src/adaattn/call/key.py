@@ -18,7 +18,7 @@ __all__ = ["DECODE_ROWS", "NO_WINDOW", "Choices", "Tensor", "key_of", "may_keep"
 Tensor = torch.Tensor | None
 
 Choices = tuple[
-    Policy | str | None, Plan | None, History | None, str, int, AuxRequest | bool | None
+    Policy | str | float | None, Plan | None, History | None, str, int, AuxRequest | bool | None
 ]
 """Policy, plan, history, backend, layer, and the outputs wanted beside the result."""
 
@@ -27,6 +27,9 @@ NO_WINDOW: Final = (-1, -1)
 
 DECODE_ROWS: Final = 8
 """Up to this many query rows a growing cache is bound once for each power of two of keys."""
+
+_NAMING: Final = frozenset((str, float, int))
+"""Types of policies that stand for the same one wherever they are equal."""
 
 _PLAIN: Final = frozenset((int, float, bool, type(None)))
 
@@ -105,7 +108,7 @@ def key_of(
         settings,
         type(settings[6]),  # 2.0 equals 2, and is no dilation
         window if window is NO_WINDOW else tuple(map(operator.index, window)),
-        policy if type(policy) is str else id(_ambient() if policy is None else policy),
+        policy if type(policy) in _NAMING else id(_ambient() if policy is None else policy),
         None if plan is None else id(plan),
         None if history is None else id(history),
         backend,
@@ -124,7 +127,10 @@ def key_of(
 def may_keep(arguments: Arguments, policy: object) -> bool:
     """Return whether calls with equal keys are alike: a tensor's value and a file may change."""
     numbers = (arguments.scale, arguments.softcap, arguments.dropout_p)
-    named = policy in PRESETS if type(policy) is str else isinstance(policy, Policy | None)
+    if type(policy) is str:
+        named = policy in PRESETS
+    else:
+        named = isinstance(policy, Policy | float | int | None)
     return named and all(type(number) in _PLAIN for number in numbers)
 
 

@@ -20,7 +20,7 @@ _POLICIES: Final[dict[str, Policy]] = dict(PRESETS)
 """Policies of graphs by token: an operator takes no objects."""
 
 
-def policy_token(policy: Policy | str | None) -> str:
+def policy_token(policy: Policy | str | float | None) -> str:
     """Return a name for a policy that an operator can take; "" where nothing may be lost.
 
     Read while a graph is made: the ambient policy of that moment is the graph's.

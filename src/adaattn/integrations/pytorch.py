@@ -79,7 +79,7 @@ class SdpaPatch:
         return f"SdpaPatch(policy={name!r}, is_active={self.is_active})"
 
 
-def patch_sdpa(policy: Policy | str | None = None) -> SdpaPatch:
+def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
     """Return a handle after putting our function in the place of PyTorch's; undo it with that.
 
     Tensors that this library does not take (other devices than CPUs and CUDA, nested tensors, other

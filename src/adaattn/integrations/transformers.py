@@ -130,10 +130,10 @@ _REGISTRATIONS: dict[str, Registration] = {}
 """The handles of the names that Transformers' registries hold by our doing."""
 
 
-def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Registration:
+def register(name: str = "adaattn", *, policy: Policy | str | float | None = None) -> Registration:
     """Return a handle after making ``attn_implementation=name`` work in Transformers.
 
-    Doing it again with the same policy replaces the earlier registration.
+    Doing it again replaces the earlier registration, whose handle then undoes nothing.
 
     Args:
         name: letters, digits, ``_``, ``.`` and ``-``. Not "flash...", which Transformers takes
@@ -142,7 +142,7 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
             that one registration serves all policies; several names can hold one each.
 
     Raises:
-        ArgumentError: the name is unsuitable, or taken by others or with another policy.
+        ArgumentError: the name is unsuitable, or taken by others.
         PolicyError: no policy has that name.
         AssetError: Transformers is not installed.
         UnsupportedError: Transformers is older than 5.0.
@@ -176,7 +176,7 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
     attention_registry, mask_registry = _registries()
     resolved = None if policy is None else resolve_policy(policy)
     earlier = _REGISTRATIONS.get(name)
-    if earlier is not None and earlier.policy == resolved:
+    if earlier is not None:
         earlier.undo()
     for registry in (attention_registry, mask_registry):
         if name == "eager" or _entry(registry, name) is not None:
@@ -185,7 +185,7 @@ def register(name: str = "adaattn", *, policy: Policy | str | None = None) -> Re
                     "name",
                     "one that Transformers does not know yet",
                     repr(name),
-                    "unregister() an earlier one of ours, or choose another name",
+                    "choose another name",
                 )
             )
 

@@ -16,6 +16,7 @@ from adaattn._dtypes import torch_dtype
 from adaattn.attention.precision_mode import cast_call, named_precision
 from adaattn.backends import capabilities
 from adaattn.call.describe import Arguments, build_call
+from adaattn.call.keywords import refuse_unknown
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
@@ -136,11 +137,9 @@ def adaptive_attention_kernel(
         >>> decision.plan.groups[0].label
         'low_rank/fp32 rank=8,8'
     """
-    known = set(Arguments.__dataclass_fields__)
-    if unknown := sorted(set(semantics) - known):
-        raise ArgumentTypeError(
-            expected_got("keyword arguments", f"some of {sorted(known)}", unknown)
-        )
+    known = tuple(Arguments.__dataclass_fields__)
+    if unknown := set(semantics) - set(known):
+        refuse_unknown(unknown, known)
     wanted = None if precision is None else named_precision(precision)
     chosen = resolve_policy(policy)
     semantics = {"enable_gqa": True} | semantics

@@ -58,8 +58,8 @@ class Policy:
         check_at_least_0("audit_rows", self.audit_rows)
         if self.check not in ("sampled", "always"):
             raise ArgumentError(expected_got("check", "'sampled' or 'always'", repr(self.check)))
-        _check_members("methods", self.methods, Method)
-        _check_members("precisions", self.precisions, Precision)
+        object.__setattr__(self, "methods", _members("methods", self.methods, Method))
+        object.__setattr__(self, "precisions", _members("precisions", self.precisions, Precision))
         _check_ranks(self.ranks)
         _check_head_budgets(self.head_budgets)
         if Method.EXACT not in self.methods:
@@ -119,12 +119,21 @@ def _check_budget(name: str, value: object) -> None:
         raise ArgumentError(expected_got(name, "a number in [0, 1)", value))
 
 
-def _check_members(name: str, values: object, kind: type) -> None:
-    """Refuse what is no tuple of members of one enum."""
-    if not isinstance(values, tuple) or not all(isinstance(item, kind) for item in values):
-        raise ArgumentTypeError(
-            expected_got(name, f"a tuple of adaattn.spec.{kind.__name__}", repr(values))
-        )
+def _members(name: str, values: object, kind: type[Method] | type[Precision]) -> tuple[Any, ...]:
+    """Return members of one enum, given as such or by their names in any case.
+
+    Raises:
+        ArgumentTypeError: a value is neither.
+    """
+    if isinstance(values, tuple):
+        named = {item.name: item for item in kind}
+        found = [named.get(it.upper()) if isinstance(it, str) else it for it in values]
+        if all(isinstance(item, kind) for item in found):
+            return tuple(found)
+    names = ", ".join(repr(item.name.lower()) for item in kind)
+    raise ArgumentTypeError(
+        expected_got(name, f"a tuple of adaattn.{kind.__name__}, or of {names}", repr(values))
+    )
 
 
 def _check_ranks(values: object) -> None:
