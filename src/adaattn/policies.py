@@ -8,6 +8,7 @@ sampled rows of the very call.
 import contextlib
 import contextvars
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -76,7 +77,8 @@ def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Po
     """Return the policy meant by an argument.
 
     Args:
-        policy: a policy itself, a preset's name, a file, an error budget, or None: the ambient one.
+        policy: a policy itself, a preset's name, a file, an error budget (a number, or its text),
+            or None: the ambient one.
 
     Raises:
         PolicyError: no preset has that name and no such file exists, or the number is no budget.
@@ -91,11 +93,20 @@ def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Po
         path = Path(policy)
         if path.suffix == ".json" or os.path.isfile(path):
             return load_policy(path)
-    if isinstance(policy, (int, float)) and not isinstance(policy, bool) and 0 <= policy < 1:
-        return _with_budget(policy)
+    budget = _number(policy)
+    if 0 <= budget < 1:
+        return _with_budget(budget)
     names = ", ".join(repr(name) for name in PRESETS)
     expected = f"{names}, a Policy, the path of a policy file or an error budget in [0, 1)"
     raise PolicyError(expected_got("policy", expected, repr(policy)))
+
+
+def _number(policy: object) -> float:
+    """Return a number that was given, as such or as text; NaN for anything else."""
+    if isinstance(policy, (int, float, str)) and not isinstance(policy, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            return float(policy)
+    return math.nan
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from adaattn.errors import (
     UnsupportedError,
 )
 from adaattn.kernels.cuda_utils import adaptive_attention_kernel
+from adaattn.policies import resolve_policy
 from adaattn.testing import assert_matches
 
 X = torch.randn(1, 4, 16, 8)
@@ -98,8 +99,16 @@ def test_calls_with_a_number_are_bound_once() -> None:
     assert bound_calls() == before
 
 
-@pytest.mark.parametrize("wrong", [True, -0.1, 1, 1.5, float("nan"), float("inf")])
-def test_a_number_that_is_no_budget_is_refused(wrong: float) -> None:
+@pytest.mark.parametrize("text", ["0.02", "2e-2", " .02 "])
+def test_the_text_of_a_number_is_the_same_budget(text: str) -> None:
+    """So that a command line takes one."""
+    assert resolve_policy(text) is resolve_policy(0.02)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["1.5", "nan", "0,02", True, -0.1, 1, 1.5, float("nan"), float("inf")]
+)
+def test_a_number_that_is_no_budget_is_refused(wrong: float | str) -> None:
     with pytest.raises(PolicyError, match=r"an error budget in \[0, 1\), got "):
         attend(X, X, X, policy=wrong)
 

@@ -52,7 +52,7 @@ def evaluate(
     window: Annotated[int, typer.Option(help="Most tokens in a forward pass.")] = 2048,
     stride: Annotated[int, typer.Option(help="Tokens by which windows advance.")] = 1024,
     policies: Annotated[
-        str, typer.Option(help="Presets or policy files, with commas between.")
+        str, typer.Option(help="Presets, error budgets or policy files, with commas between.")
     ] = "quality,balanced,speed",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -108,7 +108,9 @@ def plan(
     ] = "top_left",
     dilation: Annotated[int, typer.Option(help="Only keys at multiples of this distance.")] = 1,
     softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
-    policy: Annotated[str, typer.Option(help="A preset or a policy file.")] = "quality",
+    policy: Annotated[
+        str, typer.Option(help="A preset, an error budget or a policy file.")
+    ] = "quality",
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, cuda:N, or a card that need not be here: h200.")
     ] = "auto",

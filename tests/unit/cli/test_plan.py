@@ -85,6 +85,11 @@ def test_options_reach_the_problem_and_the_policy() -> None:
     assert decision.plan.error_budget == 0.25
 
 
+def test_a_number_is_a_policy() -> None:
+    _, _, decision = decision_for(PlanRequest(shape=SHAPE, policy="0.02", device="cpu"))
+    assert (decision.policy, decision.plan.error_budget) == ("0.02", 0.02)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
