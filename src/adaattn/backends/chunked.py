@@ -108,7 +108,10 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if _is_one_call(problem):
-        mask = packed_tile(tensors, problem)
+        starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+        assert starts_q is not None and starts_k is not None
+        bounds = (tensors.bounds_q, tensors.bounds_k)
+        mask = packed_tile(tensors.query, (starts_q, starts_k), bounds, problem)
         output = fused_attention(tensors.query, tensors.key, tensors.value, mask, problem)
         return Result(output=output)
     if problem.len_q and problem.len_k and is_plain(problem) and tensors.mask is None:

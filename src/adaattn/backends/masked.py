@@ -156,39 +156,36 @@ def whole_packed(problem: AttentionProblem) -> Direct:
         same = starts_k is starts_q
         bounds_q = () if starts_q.is_cuda else tuple(starts_q.tolist())
         bounds_k = bounds_q if same or starts_k.is_cuda else tuple(starts_k.tolist())
-        tensors = Tensors.of(
-            query,
-            key,
-            value,
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-            bounds_q=bounds_q,
-            bounds_k=bounds_k,
-        )
-        return sdpa(query, key, value, packed_tile(tensors, problem), **keywords)
+        tile = packed_tile(query, (starts_q, starts_k), (bounds_q, bounds_k), problem)
+        return sdpa(query, key, value, tile, **keywords)
 
     return run
 
 
-def packed_tile(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
+def packed_tile(
+    query: torch.Tensor,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    bounds: tuple[tuple[int, ...], tuple[int, ...]],
+    problem: AttentionProblem,
+) -> torch.Tensor:
     """Return which keys the rows of all packed sequences see, [Tq, Tk] to be added; kept.
 
     Args:
-        tensors: packed.
+        query: [1, Hq, Tq, D].
+        starts: of the packed queries and keys, int32 [N + 1].
+        bounds: the same on the host, () where they are not known there.
         problem: without mask and ALiBi; what it hides, it hides in each sequence.
     """
-    query, starts_q, starts_k = tensors.query, tensors.cu_seqlens_q, tensors.cu_seqlens_k
-    assert starts_q is not None and starts_k is not None
 
     def make() -> torch.Tensor:
-        seen = packed_tile_seen(starts_q, starts_k, problem)
+        seen = packed_tile_seen(*starts, problem)
         return aligned_bias(seen, query.dtype)
 
     if not may_keep(query):
         return make()
-    known: tuple[object, object] | None = ((tensors.bounds_q, tensors.bounds_k), None)
-    if not tensors.bounds_q:
-        known = identity((starts_q, starts_k))
+    known: tuple[object, object] | None = (bounds, None)
+    if not bounds[0]:
+        known = identity(starts)
     if known is None:
         return make()
     lengths = range(problem.len_q), range(problem.len_k)
