@@ -24,7 +24,6 @@ from adaattn.spec import (
     Launch,
     Measured,
     Method,
-    MethodErrors,
     Policy,
     Precision,
     Scheme,
@@ -244,15 +243,14 @@ def _judge(
 ) -> Candidate:
     """Return an approximate candidate with its measured errors, refused if no head may use it."""
     method = item.group.method
-    found = stats.errors_of(item.capability.name, method)
-    if found is None and method.kind is Method.EXACT:
-        found = MethodErrors(
-            capability=item.capability.name, method=method, errors=(0.0,) * problem.num_heads
-        )
-    if found is None or not found.errors:
-        said = item.capability.why_unmeasured(problem, stats, method, budgets)
-        return replace(item, refusal=said or UNMEASURED, why=Why.UNMEASURED)
-    errors, densities = found.errors, found.densities
+    errors: tuple[float, ...] = (0.0,) * problem.num_heads
+    densities: tuple[float, ...] = ()
+    if method.kind is not Method.EXACT:
+        found = stats.errors_of(item.capability.name, method)
+        if found is None or not found.errors:
+            said = item.capability.why_unmeasured(problem, stats, method, budgets)
+            return replace(item, refusal=said or UNMEASURED, why=Why.UNMEASURED)
+        errors, densities = found.errors, found.densities
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
     head_costs: tuple[float, ...] = ()

@@ -31,20 +31,16 @@ def overhead(
     dim = max(problem.head_dim, problem.value_dim)
     flops = 2.0 * tokens * dim * (dim + rank + value_rank)
     flops += 2.0 * problem.len_k * kv_heads * dim * dim
+    kept = rank + (value_rank or problem.value_dim)
     whole, whole_s = _whole_backward(problem, group, hardware)
     return Overhead(
         flops=flops,
         bytes_moved=4.0 * tokens * dim * 4,
-        workspace_bytes=tokens * (rank + (value_rank or problem.value_dim)) * _bytes(problem),
+        workspace_bytes=tokens * kept * problem.precision.bits / 8,
         launches=_LAUNCHES,
         seconds=_eigen_s(problem, hardware) + whole_s,
         flops_in_seconds=whole,
     )
-
-
-def _bytes(problem: AttentionProblem) -> float:
-    """Return the bytes of an element of the input."""
-    return problem.precision.bits / 8
 
 
 def _eigen_s(problem: AttentionProblem, hardware: HardwareFacts) -> float:
