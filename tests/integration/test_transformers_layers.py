@@ -143,6 +143,20 @@ def test_patterns_without_padding_take_no_boolean_mask(name: str) -> None:
     assert not mask.is_dense
 
 
+def test_a_mask_is_made_once_until_somebody_computes_with_it() -> None:
+    """What is computed with may be written to; the next forward pass gets another."""
+    request = {"batch_size": 2, "q_length": 5, "kv_length": 5, "mask_function": _causal()}
+    first = make_mask(**request)
+    assert make_mask(**request) is first
+    assert make_mask(**{**request, "batch_size": 3}) is not first
+    with torch.inference_mode():
+        assert make_mask(**request) is not first
+    first.logical_not_()
+    second = make_mask(**request)
+    assert second is not first
+    assert torch.equal(second.materialise(), ~first.materialise())
+
+
 def test_only_one_query_goes_without_a_mask() -> None:
     """Layers of NLLB-MoE, Splinter and PaliGemma took None for another order than their mask's."""
     request = {"batch_size": 2, "kv_length": 6, "mask_function": _causal()}

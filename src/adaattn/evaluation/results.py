@@ -5,7 +5,7 @@ from typing import Any
 
 from adaattn.evaluation.ledger import Refusal
 
-__all__ = ["EvaluationResult", "RunResult"]
+__all__ = ["Comparison", "EvaluationResult", "RunResult"]
 
 FORMAT = 1
 
@@ -72,6 +72,37 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One attention problem, computed as a PyTorch user would write it and by AdaAttn.
+
+    Args:
+        name: what the problem is, in a few words.
+        detail: its shape in words and numbers.
+        peer: what a PyTorch user writes for it.
+        chosen: label of what AdaAttn ran.
+        ours_ms: median time of a call.
+        peer_ms: the same of the peer, in turns with ours; None where it was not run.
+        ours_bytes: most memory that a call added, its output included; None where it cannot be
+            measured.
+        peer_bytes: the same of the peer; where it was not run, what it would need at least.
+        error: largest absolute difference of the two outputs, over the largest absolute value;
+            None where the peer was not run.
+        why_not: why the peer was not run; "" where it was.
+    """
+
+    name: str
+    detail: str
+    peer: str
+    chosen: str
+    ours_ms: float
+    peer_ms: float | None
+    ours_bytes: int | None
+    peer_bytes: int | None
+    error: float | None
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """Everything that one evaluation measured.
 
@@ -90,6 +121,7 @@ class EvaluationResult:
             the first window; empty where it cannot be seen.
         seconds: wall time of each stage.
         versions: of the packages that matter.
+        comparisons: single attention problems beside PyTorch; empty unless they were asked for.
     """
 
     model: str
@@ -105,6 +137,7 @@ class EvaluationResult:
     entropy_bits: tuple[tuple[float, ...], ...]
     seconds: tuple[tuple[str, float], ...]
     versions: tuple[tuple[str, str], ...]
+    comparisons: tuple[Comparison, ...] = ()
 
     def run(self, name: str) -> RunResult:
         """Return the run of a name.

@@ -179,12 +179,34 @@ def make_mask(**request: Any) -> torch.Tensor | None:
                 # A compiled graph may take it, and a row of booleans is cheap.
                 return _boolean_mask(request)
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
-        return StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
+        return _mask_of(structure, shape, request.get("device", "cpu"), dtype)
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen = _boolean_mask({**request, **skips})
     assert seen is not None
     return StructuredMask(seen, tuple(seen.shape), seen.device, dtype) if is_additive else seen
 
+
+def _mask_of(
+    structure: MaskStructure,
+    shape: tuple[int, ...],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> StructuredMask:
+    """Return the mask of a structure: the last one like it, while nobody has computed with it."""
+    if structure.starts is not None:
+        return StructuredMask(structure, shape, device, dtype)
+    like = (structure, shape, device, dtype, torch.is_inference_mode_enabled())
+    mask = _UNTOUCHED.get(like)
+    if mask is None or mask.is_dense:
+        if len(_UNTOUCHED) >= _KEPT:
+            _UNTOUCHED.clear()
+        mask = _UNTOUCHED[like] = StructuredMask(structure, shape, device, dtype)
+    return mask
+
+
+_KEPT = 64
+_UNTOUCHED: dict[tuple[object, ...], StructuredMask] = {}
+"""Masks by what they are made of: making a tensor takes longer than the rest of the request."""
 
 _expects_additive_masks = cache(expects_additive_masks)
 """The same, asked once; a trace cannot look through a cache."""
@@ -223,7 +245,7 @@ def _described(request: Mapping[str, Any]) -> MaskStructure | None:
     return _read(request)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def _described_once(
     function: Callable[..., Any], numbers: tuple[int | None, ...]
 ) -> MaskStructure | None:
