@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
     from adaattn.attention.adaptive_rank import AdaptiveRankAttention
     from adaattn.attention.dense import DenseAttention
-    from adaattn.attention.replace import ConversionReport, convert
     from adaattn.attention.statistics import AttentionStatistics
     from adaattn.cache import KVCache
     from adaattn.call.history import History
     from adaattn.call.outputs import AuxOutput, AuxRequest
     from adaattn.functional import plan_attention, scaled_dot_product_attention
+    from adaattn.integrations.conversion import ConversionReport, convert
     from adaattn.integrations.pytorch import SdpaPatch, patch_sdpa
     from adaattn.kernels.flash_attention import AdaptiveFlashAttention
     from adaattn.policies import PRESETS, current_policy, load_policy, save_policy, use_policy
@@ -54,10 +54,10 @@ _EXPORTS: Final = {
     "adaattn.attention.adaptive_precision": ("AdaptivePrecisionAttention",),
     "adaattn.attention.adaptive_rank": ("AdaptiveRankAttention",),
     "adaattn.attention.dense": ("DenseAttention",),
-    "adaattn.attention.replace": ("ConversionReport", "convert"),
     "adaattn.attention.statistics": ("AttentionStatistics",),
     "adaattn.cache": ("KVCache",),
     "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
+    "adaattn.integrations.conversion": ("ConversionReport", "convert"),
     "adaattn.integrations.pytorch": ("SdpaPatch", "patch_sdpa"),
     "adaattn.call.history": ("History",),
     "adaattn.call.outputs": ("AuxOutput", "AuxRequest"),

@@ -6,7 +6,6 @@ from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionConfig, AttentionOptions
 from adaattn.attention.dense import DenseAttention
-from adaattn.attention.replace import ConversionReport, convert
 from adaattn.attention.rotary import RotaryConfig, RotaryEmbedding, RotaryScaling
 from adaattn.attention.statistics import AttentionStatistics
 
@@ -18,10 +17,8 @@ __all__ = [
     "AttentionOptions",
     "AttentionStatistics",
     "BaseAttention",
-    "ConversionReport",
     "DenseAttention",
     "RotaryConfig",
     "RotaryEmbedding",
     "RotaryScaling",
-    "convert",
 ]

@@ -64,7 +64,7 @@ class BaseAttention(nn.Module, ABC):
         runner: what runs its calls.
         dropout: the probability in use; may be changed.
         need_weights_by_default: what ``need_weights=None`` means; False unless
-            `adaattn.attention.replace.convert` put the module in the place of one that
+            `adaattn.convert` put the module in the place of one that
             returned its weights.
 
     Raises:

@@ -21,7 +21,7 @@ from adaattn.functional import scaled_dot_product_attention
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
 
-__all__ = ["SdpaPatch", "patch_sdpa"]
+__all__ = ["SdpaPatch", "patch_sdpa", "sdpa_like"]
 
 _NAME: Final = "scaled_dot_product_attention"
 _KEYWORDS: Final = frozenset({"scale", "enable_gqa"})
@@ -46,7 +46,7 @@ class SdpaPatch:
     def __init__(self, policy: Policy | None) -> None:
         self.policy = policy
         self.history = History()
-        self._function = _function(policy, self.history)
+        self._function = sdpa_like(policy, self.history)
 
     @property
     def is_active(self) -> bool:
@@ -108,8 +108,17 @@ def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
     return made
 
 
-def _function(policy: Policy | None, history: History) -> Callable[..., torch.Tensor]:
-    """Return what stands in the place of PyTorch's function, with its signature."""
+def sdpa_like(
+    policy: Policy | None, history: History, *, layer: int = -1, tag: str = ""
+) -> Callable[..., torch.Tensor]:
+    """Return what can stand in the place of PyTorch's function, with its signature.
+
+    Args:
+        policy: policy of every call; None follows ``adaattn.use_policy``.
+        history: what its calls teach, and learn from.
+        layer: number of the layer that calls.
+        tag: its name in events.
+    """
 
     def patched(
         query: torch.Tensor,
@@ -127,7 +136,7 @@ def _function(policy: Policy | None, history: History) -> Callable[..., torch.Te
         if type(query) not in _TENSORS or query.device.type not in _DEVICES or query.is_nested:
             return sdpa(*given, **keywords)
         output: torch.Tensor = scaled_dot_product_attention(
-            *given, policy=policy, history=history, **keywords
+            *given, policy=policy, history=history, layer=layer, tag=tag, **keywords
         )
         return output
 

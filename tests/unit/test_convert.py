@@ -15,8 +15,8 @@ from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
 from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
-from adaattn.attention.replace import ConversionReport, convert
 from adaattn.errors import ArgumentError, ArgumentTypeError
+from adaattn.integrations.conversion import ConversionReport, convert
 from adaattn.testing import assert_matches
 
 EMBED, HEADS, BATCH, LEN = 16, 4, 3, 6
@@ -367,7 +367,7 @@ LEFT: dict[str, tuple[Any, str]] = {
     "compiled": (compiled, "it was compiled by itself"),
     "bound hook": (with_bound_hook, "hooks that are bound to it: \\['forward_hooks: partial'\\]"),
     "adapter": (with_adapter, "more or less than .* \\['adapter'\\]"),
-    "ours": (lambda: DenseAttention(EMBED, HEADS), "it is a DenseAttention already"),
+    "ours": (lambda: DenseAttention(EMBED, HEADS), "it is already of the class DenseAttention"),
 }
 
 
@@ -401,18 +401,6 @@ def test_scripted_modules_are_left() -> None:
     scripted = torch.jit.script(nn.MultiheadAttention(EMBED, HEADS))
     report = convert(nn.Sequential(scripted), "dense")
     assert report.left == (("0", "it is scripted; convert the model before torch.jit"),)
-
-
-def test_layers_of_transformers_are_left_to_their_own_door() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    report = convert(transformers.BertModel(config), "dense")
-    assert report.replaced == ()
-    ((name, reason),) = report.left
-    assert name == "encoder.layer.0.attention.self"
-    assert "adaattn.integrations.transformers.register serves it" in reason
 
 
 def test_the_report_prints_every_layer() -> None:
