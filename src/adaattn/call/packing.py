@@ -60,7 +60,8 @@ def packed_bounds(
 def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) -> tuple[int, ...]:
     """Return the bounds on the host, checked; () on a GPU and in a graph, which cannot wait."""
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
-        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts)))
+        hint = "cast it with .int()" if getattr(starts, "dtype", None) is torch.int64 else ""
+        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts), hint))
     if starts.device != device:
         raise DeviceError(expected_got(name, f"device {device}", starts.device))
     if starts.shape[0] < 2:
@@ -70,8 +71,10 @@ def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) 
     bounds = tuple(starts.tolist())
     rising = all(a <= b for a, b in pairwise(bounds))
     if bounds[0] != 0 or bounds[-1] != length or not rising:
+        is_lengths = bounds[0] > 0 and sum(bounds) == length
+        hint = "of lengths they are F.pad(lengths.cumsum(0), (1, 0)).int()" if is_lengths else ""
         raise ArgumentError(
-            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8])
+            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8], hint)
         )
     return bounds
 
@@ -92,7 +95,7 @@ def longest(name: str, given: int | None, bounds: tuple[int, ...], length: int) 
     if given is None:
         return least or length
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= length:
-        raise ArgumentError(expected_got(name, f"an integer from {least} to {length}", given))
+        raise ArgumentError(expected_got(name, f"an integer from {least} to {length}", repr(given)))
     return given
 
 
