@@ -21,7 +21,6 @@ autodoc_member_order = "bysource"
 # A signature has the types, one argument on a line where they are many; "Args" says what they mean.
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 maximum_signature_line_length = 88
 # Links to a section of another page.
 myst_heading_anchors = 3
