@@ -148,3 +148,21 @@ def test_a_tensor_for_the_longest_sequence_is_shown_as_one() -> None:
         given["attend"](
             one, one, one, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest
         )
+
+
+def test_the_layout_of_flash_attention_is_asked_about() -> None:
+    """[T, H, D] counts as [H, T, D]; on a GPU only the longest sequence can betray it."""
+    given = names()
+    packed = given["q"][0].transpose(0, 1)
+    bounds = given["torch"].tensor([0, 5, 12]).int()
+    starts = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    with pytest.raises(errors.ArgumentError) as caught:
+        given["attend"](packed, packed, packed, **starts)
+    assert str(caught.value).endswith(
+        "got [0, 5, 12]; are q, k and v [T, H, D]? Then pass x.transpose(0, 1)"
+    )
+    one = packed.transpose(0, 1)
+    assert given["attend"](one, one, one, **starts).shape == one.shape
+    with pytest.raises(errors.ArgumentError) as caught:
+        given["attend"](one, one, one, **starts, max_seqlen_q=13)
+    assert str(caught.value).endswith("got 13; packed tensors are [1, H, T, D] or [H, T, D]")
