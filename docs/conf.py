@@ -18,10 +18,12 @@ html_theme = "furo"
 # Single backticks in docstrings are code.
 default_role = "code"
 autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-# Types stand beside the arguments that a docstring explains. Where a paragraph parts "Args" from
-# "Raises", all types would otherwise be listed once more.
-autodoc_typehints_description_target = "documented_params"
+# A signature has the types, one argument on a line where they are many; "Args" says what they mean.
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+# Links to a section of another page.
+myst_heading_anchors = 3
 napoleon_google_docstring = True
 # An "Attributes:" section then describes what the class has, instead of listing it twice.
 napoleon_use_ivar = True

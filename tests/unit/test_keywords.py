@@ -39,6 +39,9 @@ ANSWERS = [
     ("is_casual", "is_causal"),
     ("alibi_slope", "alibi_slopes"),
     ("cu_seqlen_q", "cu_seqlens_q"),
+    ("alibi", "alibi_slopes"),
+    ("key_padding_mask", "attn_mask=~key_padding_mask[:, None, None, :], as True says attend"),
+    ("training", "dropout_p, 0.0 in evaluation"),
 ]
 
 
@@ -74,6 +77,23 @@ def test_modules_name_their_own_keywords_first(module: Any, first: str) -> None:
         module(16, 2, num_key_value_heads=1)
     assert str(caught.value).startswith(f"keyword arguments: expected some of ['{first}")
     assert str(caught.value).endswith("'num_key_value_heads' is num_kv_heads here")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("attention_dropout", "dropout"),
+        ("d_model", "embed_dim"),
+        ("dim", "embed_dim"),  # once taken for vdim
+        ("error_budget", "policy, a number is an error budget"),
+        ("hidden_size", "embed_dim"),
+        ("num_attention_heads", "num_heads"),
+    ],
+)
+def test_keywords_of_other_modules_are_answered(theirs: str, ours: str) -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        AdaAttention(16, 2, **{theirs: 1})
+    assert str(caught.value).endswith(f"got [{theirs!r}]; {theirs!r} is {ours} here")
 
 
 @pytest.mark.parametrize("budget", [0, 0.0, 0.01, 0.5])

@@ -174,7 +174,7 @@ class TestFacts:
     @pytest.mark.parametrize("wrong", [8, 17, 10.0, True, "9"], ids=repr)
     def test_a_bound_that_no_sequence_can_have_is_refused(self, wrong: object) -> None:
         tensors, bounds = packed()
-        message = f"max_seqlen_q: expected an integer from 9 to 16, got {wrong}"
+        message = f"max_seqlen_q: expected an integer from 9 to 16, got {wrong!r}"
         with pytest.raises(ArgumentError, match=message):
             attend(*tensors, enable_gqa=True, max_seqlen_q=wrong, **bounds)
 

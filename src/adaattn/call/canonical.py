@@ -94,7 +94,12 @@ def canonical_mask(
         return None
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise DTypeError(
-            expected_got("dtype of attn_mask", "bool or floating point", mask.dtype, "cast it")
+            expected_got(
+                "dtype of attn_mask",
+                "bool or floating point",
+                mask.dtype,
+                "mask.bool() if 1 says attend, a float is added to the scores",
+            )
         )
     if mask.device != query.device:
         raise DeviceError(expected_got("attn_mask", f"device {query.device}", mask.device))
@@ -106,7 +111,12 @@ def canonical_mask(
         fits = False
     if not fits:
         raise ShapeError(
-            expected_got("attn_mask", f"a shape that broadcasts to {list(full)}", described(mask))
+            expected_got(
+                "attn_mask",
+                f"a shape that broadcasts to {list(full)}",
+                described(mask),
+                _mask_hint(tuple(mask.shape), full),
+            )
         )
     mask = with_rank(mask, max(len(full), 4))
     if mask.dim() == 4:
@@ -114,6 +124,22 @@ def canonical_mask(
     if math.prod(mask.shape[:-3]) == 1:
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*leading[:-1], *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
+
+
+def _mask_hint(shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """Return what a mask of another shape was probably meant to be; "" if nothing is like it."""
+    if len(full) != 4:
+        return ""
+    batch, heads, len_q, len_k = full
+    if shape == (batch, len_k):
+        return "a mask of keys is mask[:, None, None, :]"
+    if shape == (batch, len_q, len_k):
+        return "a mask for all heads is mask[:, None]"
+    if shape == (batch * heads, len_q, len_k):
+        return f"a mask for each head is mask.reshape({list(full)})"
+    if heads != len_k and shape[-1:] == (heads,):
+        return "are q, k and v [B, S, H, D]? Then pass x.transpose(1, 2)"
+    return ""
 
 
 def described(value: object) -> str:

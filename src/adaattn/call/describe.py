@@ -193,6 +193,9 @@ def _causal_bias(
     """Return (mask, is_causal, align), a causal bias of torch.nn.attention turned into flags."""
     align = _align(arguments.align)
     mask = arguments.attn_mask
+    for name in ("is_causal", "enable_gqa"):
+        if isinstance(text := getattr(arguments, name), str):  # "False" would count as true
+            raise ArgumentTypeError(expected_got(name, "True or False", repr(text)))
     if mask is None:
         return None, bool(arguments.is_causal), align
     if not isinstance(mask, torch.Tensor):

@@ -48,8 +48,8 @@ def packed_bounds(
         )
     if query.shape[0] != 1:
         raise ShapeError(expected_got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}"))
-    bounds_q = _bounds("cu_seqlens_q", starts_q, query.shape[2], query.device)
-    bounds_k = _bounds("cu_seqlens_k", starts_k, key.shape[2], query.device)
+    bounds_q = _bounds("cu_seqlens_q", starts_q, query)
+    bounds_k = _bounds("cu_seqlens_k", starts_k, key)
     if len(starts_q) != len(starts_k):
         raise ShapeError(
             expected_got("cu_seqlens_k", f"{len(starts_q)} entries as cu_seqlens_q", len(starts_k))
@@ -57,21 +57,28 @@ def packed_bounds(
     return bounds_q, bounds_k
 
 
-def _bounds(name: str, starts: torch.Tensor, length: int, device: torch.device) -> tuple[int, ...]:
+def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int, ...]:
     """Return the bounds on the host, checked; () on a GPU and in a graph, which cannot wait."""
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
-        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts)))
-    if starts.device != device:
-        raise DeviceError(expected_got(name, f"device {device}", starts.device))
+        hint = "cast it with .int()" if getattr(starts, "dtype", None) is torch.int64 else ""
+        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts), hint))
+    if starts.device != tokens.device:
+        raise DeviceError(expected_got(name, f"device {tokens.device}", starts.device))
     if starts.shape[0] < 2:
         raise ArgumentError(expected_got(name, "at least two numbers, [N + 1]", described(starts)))
     if starts.is_cuda or torch.compiler.is_compiling():
         return ()
     bounds = tuple(starts.tolist())
+    length = tokens.shape[2]
     rising = all(a <= b for a, b in pairwise(bounds))
     if bounds[0] != 0 or bounds[-1] != length or not rising:
+        hint = ""
+        if bounds[0] > 0 and sum(bounds) == length:
+            hint = "of lengths they are F.pad(lengths.cumsum(0), (1, 0)).int()"
+        elif bounds[0] == 0 and bounds[-1] == tokens.shape[1]:
+            hint = "are q, k and v [T, H, D]? Then pass x.transpose(0, 1)"
         raise ArgumentError(
-            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8])
+            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8], hint)
         )
     return bounds
 
@@ -92,7 +99,10 @@ def longest(name: str, given: int | None, bounds: tuple[int, ...], length: int) 
     if given is None:
         return least or length
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= length:
-        raise ArgumentError(expected_got(name, f"an integer from {least} to {length}", given))
+        too_many = isinstance(given, int) and given > length
+        hint = "packed tensors are [1, H, T, D] or [H, T, D]" if too_many else ""
+        wanted = f"an integer from {least} to {length}"
+        raise ArgumentError(expected_got(name, wanted, repr(given), hint))
     return given
 
 
