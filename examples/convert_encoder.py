@@ -11,7 +11,8 @@ import time
 import torch
 from torch import nn
 
-from adaattn.attention import AttentionStatistics, BaseAttention, convert
+from adaattn import convert
+from adaattn.attention import AttentionStatistics, BaseAttention
 
 
 def run(encoder, inputs, padding):

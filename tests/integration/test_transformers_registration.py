@@ -1,5 +1,6 @@
 """Registering with Transformers, undoing it, and what is refused."""
 
+import gc
 import sys
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from adaattn.call.bind import _forget
 from adaattn.errors import ArgumentError, AssetError, PolicyError, UnsupportedError
 from adaattn.integrations.transformers import register, unregister
 from adaattn.policies import resolve_policy
@@ -103,3 +105,54 @@ def test_a_model_says_so_when_its_implementation_was_undone(tiny: Any) -> None:
         model.set_attn_implementation("adaattn")
     with pytest.raises(KeyError, match="not a valid attention implementation"):
         model(torch.arange(3, 9)[None])
+
+
+def llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaModel(config).eval()
+
+
+@pytest.mark.parametrize("policy", ["quality", "balanced"])
+def test_the_handle_counts_calls_by_layer(policy: str) -> None:
+    """Short calls are counted without an event; forgotten ones are kept."""
+    lengths = (5, 5, 5, 9)
+    with register("adaattn-test", policy=policy) as handle:
+        model = llama()
+        model.set_attn_implementation("adaattn-test")
+        assert handle.statistics()["calls"] == 0
+        for length in lengths:
+            with torch.no_grad():
+                model(torch.zeros(1, length, dtype=torch.long))
+        for _ in range(2):  # asking changes nothing
+            found = handle.statistics()
+            assert found["calls"] == 2 * len(lengths)
+            assert set(found["per_head"]) == {
+                f"layer{n} head {h}" for n in (0, 1) for h in range(4)
+            }
+            assert found["per_head"]["layer1 head 2"]["calls exact"] == len(lengths)
+        _forget()
+        gc.collect()
+        assert handle.statistics()["calls"] == 2 * len(lengths)
+        with torch.no_grad():
+            model(torch.zeros(1, 5, dtype=torch.long))
+        assert handle.statistics()["calls"] == 2 * len(lengths) + 2
+
+
+def test_an_approximation_is_counted_with_its_error() -> None:
+    with register("adaattn-test", policy=0.5) as handle:
+        model = llama()
+        model.set_attn_implementation("adaattn-test")
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.zeros(1, 40, dtype=torch.long))
+        found = handle.statistics()
+        assert found["calls"] == 6
+        assert found["measured_calls"] + found["flash_calls"] + found["fallback_calls"] > 0
+        assert str(found).startswith("6 calls: heads ")

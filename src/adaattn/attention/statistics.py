@@ -22,6 +22,7 @@ _SHARES = {
     "share_by_method": "heads_by_method",
     "share_by_precision": "heads_by_precision",
 }
+_TIMES = ("measure_ms", "time_ms", "time_saved_ms")
 _COUNTED = (
     "calls_by_executor",
     "calls_by_plan",
@@ -34,7 +35,8 @@ _COUNTED = (
 class AttentionStatistics(Mapping[str, Any]):
     """Statistics of attention calls, as a mapping from names to plain values.
 
-    ``print`` shows them as a table. Before the first call everything is zero, empty or None.
+    ``print`` shows a verdict in one line, then a table. Before the first call everything is zero,
+    empty or None; times that were not taken are None.
 
     The names:
 
@@ -78,18 +80,19 @@ class AttentionStatistics(Mapping[str, Any]):
         self._event: AttentionEvent | None = None
         self._repeats = 0
 
-    def record(self, event: AttentionEvent) -> None:
-        """Count one call.
+    def record(self, event: AttentionEvent, calls: int = 1) -> None:
+        """Count one call, or several exact ones that were all alike.
 
         Exact calls that are all alike come with one and the same event: they are only counted,
         and added up when the next other call comes or somebody looks.
         """
         if event is self._event:
-            self._repeats += 1
+            self._repeats += calls
             return
         self._settle()
         digest = digest_of(event)
         self._event = event if _is_plain(event, digest) else None
+        self._repeats = calls - 1
         _add(self._numbers, dict(digest.numbers))
         for kind, name, count in digest.kinds:
             self._tally(kind, name, count)
@@ -97,7 +100,8 @@ class AttentionStatistics(Mapping[str, Any]):
             self._count_repaired(event.problem.precision, digest, head)
         self._numbers["step_downs"] += len(event.fallbacks)
         self._numbers["repaired_heads"] += len(event.repaired_heads)
-        self._numbers["saved_ms"] += event.saved_ms
+        if event.saved_ms:
+            self._numbers["time_saved_ms"] += event.saved_ms
         if event.time_ms is not None:
             self._numbers["time_ms"] += event.time_ms
         for error in digest.errors:
@@ -219,9 +223,8 @@ class AttentionStatistics(Mapping[str, Any]):
         for name in ("peak_workspace_bytes", "peak_memory_bytes"):
             value = self._largest.get(name)
             found[name] = None if value is None else int(value)
-        found["measure_ms"] = numbers["measure_ms"]
-        found["time_ms"] = numbers["time_ms"]
-        found["time_saved_ms"] = numbers["saved_ms"]
+        for name in _TIMES:
+            found[name] = numbers.get(name)
         found["per_head"] = {
             f"{tag or 'attention'} head {head}": _head_dict(counts)
             for (tag, head), counts in sorted(self._heads.items())
@@ -240,10 +243,33 @@ class AttentionStatistics(Mapping[str, Any]):
         """Return how many there are."""
         return len(self.to_dict())
 
+    def verdict(self) -> str:
+        """Return one line: calls, share by method, time saved as measured, worst audited error."""
+        found = self.to_dict()
+        if not found["calls"]:
+            return "no calls yet"
+        shares = found["share_by_method"]
+        heads = ", ".join(
+            f"{share:.0%} {name.replace('_', ' ')}"
+            for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        )
+        calls = f"{found['calls']} call{'s' if found['calls'] > 1 else ''}"
+        saved, error = found["time_saved_ms"], found["max_audited_error"]
+        words = [f"{calls}: heads {heads}"]
+        if saved is not None:
+            words.append(f"{abs(saved):.3g} ms {'saved' if saved >= 0 else 'lost'}, as measured")
+        elif set(shares) != {"exact"}:
+            words.append("time saved not measured yet")
+        if error is not None:
+            words.append(f"worst audited error {error:.2g}")
+        return "; ".join(words)
+
     def __str__(self) -> str:
-        """Return a table of two columns, a line for each statistic and for each head."""
+        """Return the verdict, and a table: a line for each statistic and for each head."""
         rows: list[tuple[str, str]] = []
         for name, value in self.to_dict().items():
+            if value is None and name in _TIMES:
+                continue
             if name != "per_head":
                 rows += _rows(name, value)
                 continue
@@ -251,7 +277,8 @@ class AttentionStatistics(Mapping[str, Any]):
                 shown = ", ".join(f"{key} {_shown(item)}" for key, item in values.items())
                 rows.append((head, shown))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+        lines = (f"{name:<{width}}  {value}".rstrip() for name, value in rows)
+        return "\n".join([self.verdict(), "", *lines])
 
     def _record_heads(self, event: AttentionEvent, digest: Digest) -> None:
         """Count what became of each head, and what was measured of it."""

@@ -127,7 +127,7 @@ def _chosen(
     elif not is_settled(call, choice) or exact is None:
         kept = PROCESS if history is None else history
         return _Adapting(call, arguments, choice, kept, return_aux)
-    return Exact(call, arguments, exact, policy, backend, layer, return_aux).bound()
+    return Exact(call, arguments, exact, policy, backend, layer, return_aux, history).bound()
 
 
 class _Adapting:
@@ -146,10 +146,10 @@ class _Adapting:
         self._decided = choice.exact
         self._left = 0
         policy, backend, layer, exact = choice.policy, choice.backend, choice.layer, choice.exact
-        self._full = self._quick = general(arguments, return_aux, layer, self._run, call)
+        self._full = self._quick = general(arguments, return_aux, layer, self._run, call, history)
         self._exact: Exact | None = None
         if exact is not None:
-            self._exact = Exact(call, arguments, exact, policy, backend, layer, return_aux)
+            self._exact = Exact(call, arguments, exact, policy, backend, layer, return_aux, history)
             self._quick = self._exact.bound()
 
     def __call__(self, *given: Any) -> Any:

@@ -19,6 +19,7 @@ from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.facts import packed_facts
+from adaattn.call.history import History
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
@@ -42,6 +43,7 @@ def general(
     layer: int,
     run: Callable[[Call], Outcome],
     like: Call | None = None,
+    history: History | None = None,
 ) -> Bound:
     """Return a bound call that runs ``run``.
 
@@ -52,6 +54,7 @@ def general(
         run: runs a described call.
         like: the first call; where its tensors needed no step to be canonical the others are
             described as it was. None describes each.
+        history: its `watch` gets the event of each call.
     """
     alike = None
     if like is not None and _is_as_given(like, arguments):
@@ -69,7 +72,8 @@ def general(
         start = now_ms(query.device) if timed else 0.0
         with without_autocast(call.problem.device_type):
             outcome = run(call)
-        tell(call, outcome, tag, layer, now_ms(query.device) - start if timed else None)
+        time_ms = now_ms(query.device) - start if timed else None
+        tell(call, outcome, tag, layer, time_ms, None if history is None else history.watch)
         return _result(call, outcome, return_aux)
 
     return bound
@@ -87,10 +91,12 @@ class Exact:
         backend: str,
         layer: int,
         return_aux: AuxRequest | bool | None,
+        history: History | None = None,
     ) -> None:
         self._policy = policy
         self._backend = backend
-        self._general = general(arguments, return_aux, layer, self._run)
+        self._history = None if history is None or history.watch is None else history
+        self._general = general(arguments, return_aux, layer, self._run, history=history)
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
         shape, device = call.tensors.query.shape[:2], call.tensors.query.device
@@ -134,6 +140,7 @@ class Exact:
     def _shortest(self) -> Bound:
         """Return a function that runs the executor; it takes the general way where that fails."""
         takes, by_tag = self._takes, self._by_tag
+        served = None if self._history is None else self._history.serve(self, self._event)
         dressed = self._with_aux if self._return_aux else None
         run = self._direct
 
@@ -149,6 +156,8 @@ class Exact:
                 run = self._direct = None
             if output is None:  # outside of the handler, whose traceback keeps the call's memory
                 return self._general(*given)
+            if served is not None:
+                served.calls += 1
             if watched:
                 kind = given[8], given[1].shape[2]
                 emit(by_tag.get(kind) or self._event_of(*kind))

@@ -1,12 +1,15 @@
 """What a caller's calls taught: running statistics, the way of each head, plans to follow again."""
 
+import weakref
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Final
 
 import torch
 
+from adaattn._events import AttentionEvent
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import (
     AttentionProblem,
@@ -17,7 +20,7 @@ from adaattn.spec import (
     Variant,
 )
 
-__all__ = ["Entry", "History", "is_recomputing"]
+__all__ = ["Entry", "History", "Served", "is_recomputing"]
 
 _PROBLEMS: Final = 256
 """Problems and layers that are remembered, the least recent forgotten first."""
@@ -81,6 +84,8 @@ class History:
 
     Attributes:
         resets: how often it has forgotten everything.
+        watch: takes the event of each call that may lose something, and is asked for nothing else.
+            Exact calls are counted by `serve`; both together are all calls.
         may_be_recomputed: gradients are not followed in this call, and may be wanted of a
             recomputation, as in the forward pass of a reentrant checkpoint.
     """
@@ -97,6 +102,8 @@ class History:
         self.measure_every = measure_every
         self.momentum = momentum
         self.may_be_recomputed = False
+        self.watch: Callable[[AttentionEvent, int], None] | None = None
+        self._served: dict[int, Served] = {}
         self.resets = 0
         self.reset()
 
@@ -123,6 +130,28 @@ class History:
             self._entries.popitem(last=False)
         return known
 
+    def serve(self, owner: object, event: AttentionEvent) -> "Served":
+        """Return a counter of calls that are all alike; it is added up when its owner is gone.
+
+        Args:
+            owner: what counts; garbage collection tells when it has stopped.
+            event: what each of the calls is.
+        """
+        tag = event.tag or ("" if event.layer < 0 else f"layer{event.layer}")
+        served = Served(replace(event, tag=tag))
+        self._served[id(served)] = served
+        weakref.finalize(owner, self._gone, served).atexit = False
+        return served
+
+    def _gone(self, served: "Served") -> None:
+        """Hand over what a counter has counted."""
+        if self._served.pop(id(served), None) is not None and self.watch and served.calls:
+            self.watch(served.event, served.calls)
+
+    def served(self) -> Iterator["Served"]:
+        """Yield the counters of calls that are all alike."""
+        yield from list(self._served.values())
+
     def keep(self, mark: object, decision: Decision) -> None:
         """Keep the decision of a forward pass for its recomputation."""
         self._forwards.append((mark, decision))
@@ -133,6 +162,19 @@ class History:
             if known == mark:
                 return decision
         return None
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """Calls that are all alike.
+
+    Args:
+        event: what each of them is.
+        calls: how many there were.
+    """
+
+    event: AttentionEvent
+    calls: int = 0
 
 
 def is_recomputing() -> bool:

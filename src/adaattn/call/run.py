@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -22,7 +23,10 @@ from adaattn.errors import (
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy, Scheme
 
-__all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
+__all__ = ["GIVEN", "Watch", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
+
+Watch = Callable[[AttentionEvent, int], None]
+"""Takes an event and how many calls were like it."""
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
@@ -141,28 +145,36 @@ def now_ms(device: torch.device) -> float:
     return 1e3 * time.perf_counter()
 
 
-def tell(call: Call, outcome: Outcome, tag: str, layer: int, time_ms: float | None) -> None:
-    """Emit the event of a call, if anybody listens."""
-    if not listeners():
+def tell(
+    call: Call,
+    outcome: Outcome,
+    tag: str,
+    layer: int,
+    time_ms: float | None,
+    watch: Watch | None = None,
+) -> None:
+    """Emit the event of a call, if anybody listens, and hand it to who watches these calls."""
+    if watch is None and not listeners():
         return
     decision = outcome.decision
     assert decision is not None
     errors = outcome.worst_errors
-    emit(
-        AttentionEvent(
-            problem=call.problem,
-            decision=decision,
-            workspace_bytes=decision.workspace_bytes,
-            fallbacks=outcome.fallbacks,
-            error_estimate=max(errors) if errors else None,
-            head_errors=errors,
-            earlier_errors=outcome.earlier_errors,
-            earlier_over=outcome.earlier_over,
-            repaired_heads=outcome.repaired_heads,
-            stats=outcome.stats,
-            saved_ms=outcome.saved_ms,
-            time_ms=time_ms,
-            tag=tag,
-            layer=layer,
-        )
+    event = AttentionEvent(
+        problem=call.problem,
+        decision=decision,
+        workspace_bytes=decision.workspace_bytes,
+        fallbacks=outcome.fallbacks,
+        error_estimate=max(errors) if errors else None,
+        head_errors=errors,
+        earlier_errors=outcome.earlier_errors,
+        earlier_over=outcome.earlier_over,
+        repaired_heads=outcome.repaired_heads,
+        stats=outcome.stats,
+        saved_ms=outcome.saved_ms,
+        time_ms=time_ms,
+        tag=tag,
+        layer=layer,
     )
+    emit(event)
+    if watch is not None:
+        watch(event, 1)

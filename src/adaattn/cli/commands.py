@@ -121,6 +121,7 @@ def plan(
         str | None, typer.Option(help="Most workspace, such as 512MB or 2GiB.")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Print every candidate.")] = False,
     json: Json = None,
 ) -> None:
     """Print what a call would run, and why each other way was refused."""
@@ -141,6 +142,7 @@ def plan(
                 error_budget=error_budget,
                 memory_budget=memory_budget,
                 backward=backward,
+                explains=explain,
             ),
             json_path=json,
         )

@@ -50,6 +50,7 @@ class PlanRequest:
     error_budget: float | None = None
     memory_budget: str | None = None
     backward: bool = False
+    explains: bool = False
 
 
 def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
@@ -66,7 +67,7 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
     rates = hardware.rates.source
     print(f"{hardware.name or hardware.device_type} (rates: {rates})")
     print(f"workspace {decision.workspace_bytes / 1e6:.3g} MB")
-    print(decision)
+    print(decision.explain() if request.explains else decision)
     if decision.plan.error_budget > 0 and problem.len_k:
         print("  note: approximations are judged on the tensors themselves, which a plan by")
         print("        shape has not; call adaattn.scaled_dot_product_attention(return_aux=True)")

@@ -23,6 +23,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.errors import (
@@ -82,6 +83,7 @@ class Registration:
         policy: policy of every call through this name; None follows ``adaattn.use_policy``.
         registries: Transformers' attention and mask registries, and what was put into each.
         hook: PyTorch's handle on the check of models that are being built.
+        history: what the calls teach, layer by layer.
     """
 
     def __init__(
@@ -90,7 +92,11 @@ class Registration:
         policy: Policy | None,
         registries: tuple[tuple[Any, Callable[..., Any]], ...],
         hook: RemovableHandle,
+        history: History,
     ) -> None:
+        self._history = history
+        self._statistics = AttentionStatistics()
+        history.watch = self._statistics.record
         self.name = name
         self.policy = policy
         self._registries = registries
@@ -100,6 +106,18 @@ class Registration:
     def is_active(self) -> bool:
         """True until `undo`, and while nobody replaced what was registered."""
         return all(_entry(registry, self.name) is made for registry, made in self._registries)
+
+    def statistics(self) -> AttentionStatistics:
+        """Return what the calls through this name were, all models and layers together.
+
+        Layers are named ``layer0``, ``layer1``, ... as in modules. What activation checkpointing
+        runs again counts again.
+        """
+        whole = AttentionStatistics.merge([self._statistics])
+        for served in self._history.served():
+            if served.calls:
+                whole.record(served.event, served.calls)
+        return whole
 
     def undo(self) -> None:
         """Take the implementation out of Transformers again; doing it twice is harmless.
@@ -189,13 +207,14 @@ def register(name: str = "adaattn", *, policy: Policy | str | float | None = Non
                 )
             )
 
-    attend = partial(attention_forward, policy=resolved, history=History())
+    history = History()
+    attend = partial(attention_forward, policy=resolved, history=history)
     mask = partial(make_mask)  # an object of its own, by which undoing knows it
     attention_registry.register(name, attend)
     mask_registry.register(name, mask)
     made = ((attention_registry, attend), (mask_registry, mask))
     hook = register_module_module_registration_hook(module_check(name))
-    _REGISTRATIONS[name] = Registration(name, resolved, made, hook)
+    _REGISTRATIONS[name] = Registration(name, resolved, made, hook, history)
     return _REGISTRATIONS[name]
 
 

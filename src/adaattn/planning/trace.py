@@ -63,6 +63,8 @@ def _entry(
         heads=heads if len(heads) < len(chosen) else (),
         cost=item.cost,
         error_estimate=_largest_error(item, heads),
+        time_ms=None if item.cost is None else _best_ms(item),
+        source="" if item.cost is None else _source(item),
     )
 
 
@@ -107,10 +109,19 @@ def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
 
 def shown_time(item: Candidate) -> str:
     """Return the time of all heads, measured if anybody measured it, and its source."""
+    return f"{format_ms(_best_ms(item))} ({_source(item)})"
+
+
+def _best_ms(item: Candidate) -> float:
+    """Return the time of all heads, measured if anybody measured it."""
+    return item.time_ms if item.measured is None else item.measured.wall_ms
+
+
+def _source(item: Candidate) -> str:
+    """Return where that time is from."""
     if item.measured is None:
-        return f"{format_ms(item.time_ms)} (estimated)"
-    doubt = "" if item.measured.settled else ", not settled"
-    return f"{format_ms(item.measured.wall_ms)} ({item.source}{doubt})"
+        return "estimated"
+    return item.source if item.measured.settled else f"{item.source}, not settled"
 
 
 def _slower_reason(

@@ -8,6 +8,7 @@ Every value here can be printed, compared, hashed, pickled, and sent to other ra
 """
 
 from adaattn.spec.capability import Capability, Overhead
+from adaattn.spec.decision import Cost, Decision, TraceEntry
 from adaattn.spec.enums import (
     Align,
     Aux,
@@ -22,7 +23,7 @@ from adaattn.spec.enums import (
 from adaattn.spec.evidence import Cell, Measured, TimingTable
 from adaattn.spec.facts import AttentionProblem, HardwareFacts, MethodErrors, Rates, TensorStats
 from adaattn.spec.method import METHODS, BlockSparse, Exact, HeadMethod, LowRank
-from adaattn.spec.plan import Cost, Decision, HeadGroup, Launch, Plan, TraceEntry
+from adaattn.spec.plan import HeadGroup, Launch, Plan
 from adaattn.spec.policy import Policy
 from adaattn.spec.scheme import Scheme
 

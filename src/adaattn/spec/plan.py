@@ -1,4 +1,4 @@
-"""What planning returns: a plan, and the reasons for it."""
+"""What is run: which heads, by whom and how."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec._checks import check_at_least_0
-from adaattn.spec.enums import Method, Precision, Variant, Why
+from adaattn.spec.enums import Method, Precision, Variant
 from adaattn.spec.method import METHODS, Exact, HeadMethod
 from adaattn.spec.scheme import Scheme
 
-__all__ = ["Cost", "Decision", "HeadGroup", "Launch", "Plan", "TraceEntry"]
+__all__ = ["HeadGroup", "Launch", "Plan"]
 
 _FLAT: Final = ("rank", "value_rank", "block_size", "kept_mass")
 """Parameters of methods that stood in a group itself when it was written flat."""
@@ -178,117 +178,3 @@ def _group_of_flat(words: Mapping[str, Any]) -> HeadGroup:
     found = {name: rest.pop(name) for name in _FLAT if name in rest}
     own = {item.name: found[item.name] for item in fields(method) if item.name in found}
     return HeadGroup(**rest, method=method(**own), scheme=scheme, launch=launch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What a candidate needs, from first principles.
-
-    Args:
-        flops: floating-point operations of its products.
-        bytes_moved: bytes read and written in main memory.
-        workspace_bytes: memory beside inputs and output.
-        time_ms: roofline time on the given hardware.
-    """
-
-    flops: float
-    bytes_moved: float
-    workspace_bytes: int
-    time_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceEntry:
-    """One candidate and what became of it.
-
-    Args:
-        candidate: the executor and what it changes.
-        accepted: it is in the plan.
-        reason: one sentence: expected and got.
-        why: the same for programs.
-        num_reasons: how many things stand against it.
-        heads: query heads that it serves; empty means all when accepted.
-        cost: what it would need; None when it was refused before that mattered.
-        error_estimate: largest estimated error over the heads that it serves; over all heads
-            when it serves none.
-    """
-
-    candidate: str
-    accepted: bool
-    reason: str
-    why: Why = Why.CHOSEN
-    num_reasons: int = 1
-    heads: tuple[int, ...] = ()
-    cost: Cost | None = None
-    error_estimate: float | None = None
-
-    @property
-    def executor(self) -> str:
-        """The executor's name alone."""
-        return self.candidate.split("/")[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """A plan and why it is that one.
-
-    Args:
-        plan: what to run.
-        trace: every candidate once.
-        policy: name of the policy that was asked for.
-        notes: remarks that concern no single candidate.
-        later: the plan that takes over where it has to be compiled first, else None.
-        calls_before: how many calls lose by then what compiling costs.
-        cost: what the plan needs; None for a plan that was given.
-        exact_cost: what the cheapest exact candidate needs; None if there is none.
-    """
-
-    plan: Plan
-    trace: tuple[TraceEntry, ...] = ()
-    policy: str = ""
-    notes: tuple[str, ...] = ()
-    later: Plan | None = None
-    calls_before: int = 0
-    cost: Cost | None = None
-    exact_cost: Cost | None = None
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Predicted memory beside inputs and output."""
-        return self.cost.workspace_bytes if self.cost else 0
-
-    def __str__(self) -> str:
-        """Return the trace as text, the accepted candidates first.
-
-        Candidates of one executor that share a reason share a line.
-        """
-        lines: dict[tuple[bool, str, str], list[str]] = {}
-        for entry in sorted(self.trace, key=lambda entry: not entry.accepted):
-            executor = entry.candidate.split("/")[0]
-            shared = (entry.accepted, executor, entry.reason)
-            lines.setdefault(shared, []).append(entry.candidate)
-        names = [_counted(candidates) for candidates in lines.values()]
-        width = max((len(name) for name in names), default=0)
-        budget = f"error budget {self.plan.error_budget:g}"
-        text = [f"policy {self.policy or 'none'} ({budget})"]
-        for name, (accepted, _, reason) in zip(names, lines, strict=True):
-            text.append(f"  {'+' if accepted else '-'} {name:<{width}}  {reason}")
-        return "\n".join([*text, *(f"  note: {note}" for note in self.notes)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the decision as plain JSON values."""
-        return {
-            "policy": self.policy,
-            "plan": self.plan.to_dict(),
-            "trace": [{**asdict(entry), "why": entry.why.value} for entry in self.trace],
-            "notes": list(self.notes),
-            "later": None if self.later is None else self.later.to_dict(),
-            "calls_before": self.calls_before,
-            "cost": None if self.cost is None else asdict(self.cost),
-            "exact_cost": None if self.exact_cost is None else asdict(self.exact_cost),
-        }
-
-
-def _counted(names: list[str]) -> str:
-    """Return the first name, and how many more there are."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -61,9 +61,9 @@ NOTHING = {
     "bytes_saved": 0.0,
     "peak_workspace_bytes": None,
     "peak_memory_bytes": None,
-    "measure_ms": 0.0,
-    "time_ms": 0.0,
-    "time_saved_ms": 0.0,
+    "measure_ms": None,
+    "time_ms": None,
+    "time_saved_ms": None,
     "per_head": {},
 }
 
@@ -519,9 +519,11 @@ class TestForms:
         }
 
     def test_it_is_printed_as_a_table(self) -> None:
-        lines = str(recorded(*VARIED)).splitlines()
+        verdict, blank, *lines = str(recorded(*VARIED)).splitlines()
+        assert verdict.startswith("3 calls: heads ") and blank == ""
         first = {line.split("  ")[0].strip() for line in lines}
-        assert set(NOTHING) - {"per_head"} <= first
+        assert set(NOTHING) - {"per_head", "time_saved_ms"} <= first
+        assert "time_saved_ms" not in first  # nobody took it
         starts = {
             next(place for place, text in enumerate(line) if place >= width and text != " ")
             for width in [max(len(name) for name in first) + 2]
@@ -533,8 +535,35 @@ class TestForms:
         assert "layer1 head 0" in table and "switches 0" in table
         assert all(line == line.rstrip() for line in lines)
 
+    @pytest.mark.parametrize(
+        ("events", "verdict"),
+        [
+            ([event(FLASH)], "1 call: heads 100% exact"),
+            (
+                [event(heads(LOW, 0, 1), heads(FLASH, 2, 3)), event(FLASH)],
+                "2 calls: heads 75% exact, 25% low rank; time saved not measured yet",
+            ),
+            (
+                [
+                    event(LOW, saved_ms=2.0, head_errors=(0.01, 0.02, 0.0, 0.0)),
+                    event(LOW, saved_ms=-0.5),
+                ],
+                "2 calls: heads 100% low rank; 1.5 ms saved, as measured; worst audited error 0.02",
+            ),
+            (
+                [event(LOW, saved_ms=-0.25)],
+                "1 call: heads 100% low rank; 0.25 ms lost, as measured",
+            ),
+        ],
+    )
+    def test_the_verdict_is_one_line(self, events: list[AttentionEvent], verdict: str) -> None:
+        assert recorded(*events).verdict() == verdict
+
     def test_before_any_call_the_table_says_so(self) -> None:
-        rows = dict(line.split(maxsplit=1) for line in str(AttentionStatistics()).splitlines())
+        verdict, _, *lines = str(AttentionStatistics()).splitlines()
+        assert verdict == "no calls yet"
+        rows = dict(line.split(maxsplit=1) for line in lines)
+        assert not {"measure_ms", "time_ms", "time_saved_ms"} & set(rows)
         assert rows["calls"] == "0" and rows["flash_ratio"] == "0"
         assert rows["mean_entropy_bits"] == "-" and rows["fallback_reasons"] == "none"
 

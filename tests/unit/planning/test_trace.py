@@ -12,9 +12,11 @@ from adaattn.spec import (
     Decision,
     HeadGroup,
     LowRank,
+    Measured,
     Plan,
     Precision,
     Scheme,
+    Why,
 )
 
 NUM_HEADS = 4
@@ -161,11 +163,11 @@ def test_milliseconds_are_never_powers_of_ten(value: float, text: str) -> None:
     assert format_ms(value) == text
 
 
-def test_a_decision_prints_the_accepted_first_and_its_notes_last() -> None:
+def test_a_decision_explains_with_the_accepted_first_and_its_notes_last() -> None:
     plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS, error_budget=0.01)
     entries = trace_of([REFUSED, SLOW, EXACT], [EXACT] * NUM_HEADS, EXACT, WHY)
     decision = Decision(plan=plan, trace=entries, policy="balanced", notes=("one remark",))
-    assert str(decision).splitlines() == [
+    assert decision.explain().splitlines() == [
         "policy balanced (error budget 0.01)",
         "  + fused/fp32  taken for all heads: 8 ms (estimated), what PyTorch would run",
         "  - flex/fp32   it runs on cuda, the tensors are on cpu",
@@ -180,7 +182,42 @@ def test_a_candidate_in_a_lower_format_is_not_exact() -> None:
     assert EXACT.is_exact and not half.is_exact and not LOW.is_exact
 
 
-def test_candidates_of_one_executor_with_one_reason_share_a_printed_line() -> None:
+def test_a_decision_prints_in_short_in_order_of_time() -> None:
+    """What runs elsewhere shares the last line; one executor's refusals share their fastest's."""
+    plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS)
+    slower = _candidate("naive", 30.0)
+    lossy = _lossy("other", 9.0, (0.9,) * NUM_HEADS)
+    away = [replace(REFUSED, group=replace(REFUSED.group, capability=name)) for name in "ab"]
+    away = [replace(item, why=Why.ELSEWHERE) for item in away]
+    unable = replace(REFUSED, group=replace(REFUSED.group, capability="c"), why=Why.UNSUPPORTED)
+    judged = [unable, *away, slower, SLOW, lossy, EXACT]
+    entries = trace_of(judged, [EXACT] * NUM_HEADS, EXACT, WHY)
+    decision = Decision(plan=plan, trace=entries)
+    lines = str(decision).splitlines()
+    assert [line[2:20].strip() for line in lines[1:]] == [
+        "+ fused/fp32",
+        f"- {lossy.name}"[:18].strip(),
+        "- naive/fp32 and 1",
+        "- c/fp32",
+        "- elsewhere",
+    ]
+    assert "nobody measured that it is faster here: 20 ms" in lines[3]
+    assert lines[-1].endswith("a, b: another device, or not installed")
+    assert len(decision.explain().splitlines()) == 1 + len(judged)
+
+
+def test_entries_say_their_time_and_where_it_is_from() -> None:
+    measured = Measured(device_ms=5.0, host_ms=1.0, settled=False)
+    timed = replace(EXACT, measured=measured, source="measured here")
+    entries = trace_of([REFUSED, SLOW, timed], [timed] * NUM_HEADS, timed, WHY)
+    assert [(entry.time_ms, entry.source) for entry in entries] == [
+        (None, ""),
+        (20.0, "estimated"),
+        (5.0, "measured here, not settled"),
+    ]
+
+
+def test_candidates_of_one_executor_with_one_reason_share_an_explained_line() -> None:
     plan = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS)
     ranks = [
         replace(LOW, group=replace(LOW.group, method=LowRank(rank=rank)), refusal="no")
@@ -191,7 +228,7 @@ def test_candidates_of_one_executor_with_one_reason_share_a_printed_line() -> No
     )
     entries = trace_of([EXACT, *ranks, other], [EXACT] * NUM_HEADS, EXACT, WHY)
     assert len(entries) == 4
-    assert str(Decision(plan=plan, trace=entries)).splitlines()[2:] == [
+    assert Decision(plan=plan, trace=entries).explain().splitlines()[2:] == [
         "  - low_rank/fp32 rank=8 and 1 more  no",
         "  - low_rank/fp32 rank=32            too much",
     ]
