@@ -9,7 +9,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["cost_rows", "headline", "method_lines", "print_report", "quality_rows", "verdict"]
+__all__ = [
+    "COST_COLUMNS",
+    "NOTICEABLE",
+    "QUALITY_COLUMNS",
+    "cost_rows",
+    "headline",
+    "method_lines",
+    "print_report",
+    "quality_rows",
+    "verdict",
+]
 
 QUALITY_COLUMNS = (
     "run",
@@ -31,7 +41,7 @@ COST_COLUMNS = (
 """Times are those of the median window."""
 
 _MAX_METHODS = 4
-_NOTICEABLE = 0.02
+NOTICEABLE = 0.02
 """Ratios of two times closer to 1 than this are within what repeated runs differ by."""
 
 _MEGABYTE = 1e6
@@ -147,9 +157,9 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
 
 
 def _time_words(ratio: float) -> str:
-    if ratio < 1 - _NOTICEABLE:
+    if ratio < 1 - NOTICEABLE:
         return f"Its attention took {1 - ratio:.0%} less time than exact attention."
-    if ratio > 1 + _NOTICEABLE:
+    if ratio > 1 + NOTICEABLE:
         return f"Its attention took {ratio - 1:.0%} more time than exact attention: it did not pay."
     return "Its attention took as long as exact attention."
 
