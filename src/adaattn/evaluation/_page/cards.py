@@ -140,13 +140,9 @@ def _saved(ratio: float, gain: str, loss: str) -> tuple[str, str]:
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent, small ones with more digits.
-
-    Example:
-        >>> _percent(0.4), _percent(0.0043), _percent(0.0)
-        ('40 %', '0.43 %', '0 %')
-    """
-    return f"{100 * share:.0f} %" if share >= 0.1 or share == 0 else f"{100 * share:.2g} %"
+    """Return a share in percent, small ones with more digits."""
+    digits = ".0f" if share >= 0.1 or share == 0 else ".2g"
+    return f"{100 * share:{digits}}\N{NO-BREAK SPACE}%"
 
 
 def _attention_ms(run: RunResult) -> float:

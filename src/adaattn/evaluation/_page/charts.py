@@ -12,7 +12,7 @@ from adaattn.evaluation.results import EvaluationResult, RunResult
 __all__ = ["losses_by_position", "trade_off"]
 
 # The plots of both charts, in units: room for tick labels at the left and below.
-_LEFT, _RIGHT, _TOP = 64.0, 410.0, 30.0
+_LEFT, _RIGHT, _TOP = 64.0, 410.0, 38.0
 _NAME = 24
 """Most characters of a run's name in a chart; the whole name is in the hover."""
 
@@ -47,7 +47,7 @@ def trade_off(result: EvaluationResult) -> str:
     if not drawn:
         return note(missed)
     times, divergences = _time_scale(drawn), _divergence_scale(drawn)
-    zero = (divergences.start if divergences else _TOP + 90.0) + 34.0
+    zero = (divergences.start if divergences else _TOP + 80.0) + 34.0
     colours = run_colours(result)
     points = [
         _Point(
@@ -135,7 +135,7 @@ def _divergence_scale(runs: Sequence[RunResult]) -> svg.Scale | None:
     low = 10.0 ** math.floor(math.log10(min(ends)))
     high = 10.0 ** math.ceil(math.log10(max(ends)))
     return svg.Scale(
-        low=low, high=high if high > low else 10 * low, start=196.0, end=_TOP, is_log=True
+        low=low, high=high if high > low else 10 * low, start=214.0, end=_TOP, is_log=True
     )
 
 

@@ -78,7 +78,7 @@ def _ratio_ticks(scale: svg.Scale) -> list[float]:
         place = scale.place(ratio)
         others = [(scale.place(tick), len(_tick_words(tick))) for tick in ticks]
         is_free = all(
-            abs(place - other) >= half + length * svg.CHARACTER / 2 + 4 for other, length in others
+            abs(place - other) >= half + length * svg.CHARACTER / 2 + 9 for other, length in others
         )
         if is_free and place + half <= scale.end + 4:
             ticks.append(ratio)

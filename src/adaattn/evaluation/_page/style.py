@@ -56,10 +56,10 @@ svg text.tone{fill:var(--c);font-weight:600}
 .dash{stroke:var(--muted);stroke-width:1;stroke-dasharray:4 3}
 .lead{stroke:var(--c);stroke-width:.75} .spread{stroke:var(--c);stroke-width:1.5;opacity:.6}
 .curve{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round}
-.band{fill:var(--c);opacity:.18} .fill{fill:var(--c)} .soft{fill:var(--c);opacity:.35}
+.band{fill:var(--c);opacity:.18} .fill{fill:var(--c)}
 .mark{fill:var(--c);stroke:var(--page);stroke-width:1.5}
 .s1{opacity:.7} .s2{opacity:.46} .s3{opacity:.28}
-.cell:hover,rect:hover{stroke:var(--ink);stroke-width:1}
+rect:hover{stroke:var(--ink);stroke-width:1}
 .legend{display:flex;flex-wrap:wrap;gap:.15rem 1rem;list-style:none;margin:.3rem 0;padding:0;
 font-size:.875rem;line-height:1.5}
 .legend i{display:inline-block;width:.75rem;height:.75rem;border-radius:.15rem;margin-right:.4rem;
@@ -79,7 +79,6 @@ ul{padding-left:1.2rem} details{margin:.3rem 0} summary{cursor:pointer}
 details details{margin-left:1rem}
 pre{overflow-x:auto;font-size:13px;line-height:1.45;padding:.7rem;border-radius:.4rem;
 background:var(--panel)}
-code{font-size:.9em}
 @media (max-width:44rem){.row{grid-template-columns:minmax(0,1fr)}.row.head p{display:none}}
 @media print{body{padding:0}figure,.card,.row{break-inside:avoid}}
 """

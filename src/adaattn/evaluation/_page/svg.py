@@ -30,7 +30,9 @@ WIDTH = 420
 CHARACTER = 6.6
 """Units that a character of a chart's text takes, on average: 0.55 of 12."""
 
+_BOLD_CHARACTER = 7.4
 _TEXT_HEIGHT = 14
+_GAP = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,9 @@ class Box:
 
     @classmethod
     def of_text(cls, x: float, y: float, words: str, anchor: str) -> "Box":
-        """Return what a line of text takes, its baseline at ``y``."""
-        width = len(words) * CHARACTER
-        left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        """Return what a line of bold text takes, and a gap beside it, its baseline at ``y``."""
+        width = len(words) * _BOLD_CHARACTER + 2 * _GAP
+        left = x - {"start": _GAP, "middle": width / 2, "end": width - _GAP}[anchor]
         return cls(left=left, top=y - _TEXT_HEIGHT + 3, right=left + width, bottom=y + 2)
 
     @classmethod
