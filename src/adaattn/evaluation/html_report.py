@@ -12,7 +12,7 @@ from adaattn.evaluation._page.cards import cards_html
 from adaattn.evaluation._page.charts import losses_by_position, trade_off
 from adaattn.evaluation._page.comparisons import comparison_rows
 from adaattn.evaluation._page.heads import head_maps
-from adaattn.evaluation._page.markup import figure, note, table
+from adaattn.evaluation._page.markup import figure, note, prose, table
 from adaattn.evaluation._page.style import STYLE
 from adaattn.evaluation.report import (
     COST_COLUMNS,
@@ -51,7 +51,7 @@ def html_report(result: EvaluationResult) -> str:
     sections = [
         f"<header><h1>{html.escape(_title(result))}</h1>"
         f'<p class="muted">{html.escape(headline(result))}</p></header>',
-        f"<main>{cards_html(result)}<p>{html.escape(verdict(result))}</p>",
+        f"<main>{cards_html(result)}<p>{prose(verdict(result))}</p>",
     ]
     if result.comparisons:
         sections.append(f"<h2>Beside PyTorch</h2>{comparison_rows(result.comparisons)}")

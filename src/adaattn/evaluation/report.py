@@ -18,6 +18,7 @@ __all__ = [
     "method_lines",
     "print_report",
     "quality_rows",
+    "spreads_overlap",
     "verdict",
 ]
 
@@ -132,6 +133,19 @@ def verdict(result: EvaluationResult) -> str:
     return " ".join(sentences)
 
 
+def spreads_overlap(run: RunResult, other: RunResult) -> bool:
+    """Return whether the quartiles over windows of two attention times have times in common.
+
+    Times that are not known might.
+    """
+    if run.attention_ms_low is None or run.attention_ms_high is None:
+        return True
+    if other.attention_ms_low is None or other.attention_ms_high is None:
+        return True
+    first = max(run.attention_ms_low, other.attention_ms_low)
+    return first <= min(run.attention_ms_high, other.attention_ms_high)
+
+
 def _judge(run: RunResult, exact: RunResult) -> list[str]:
     """Return what one policy lost and bought."""
     change = run.perplexity / exact.perplexity - 1
@@ -152,11 +166,18 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
         f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
     ]
     if run.attention_ms is not None and exact.attention_ms:
-        words.append(_time_words(run.attention_ms / exact.attention_ms))
+        is_clear = not spreads_overlap(run, exact)
+        words.append(_time_words(run.attention_ms / exact.attention_ms, is_clear=is_clear))
     return words
 
 
-def _time_words(ratio: float) -> str:
+def _time_words(ratio: float, *, is_clear: bool) -> str:
+    """Return a ratio of times as a sentence: a gain must be clear, a loss need not."""
+    if ratio < 1 - NOTICEABLE and not is_clear:
+        return (
+            f"Its attention took {1 - ratio:.0%} less time than exact attention in the median "
+            "window, but the times of the windows spread too much to tell."
+        )
     if ratio < 1 - NOTICEABLE:
         return f"Its attention took {1 - ratio:.0%} less time than exact attention."
     if ratio > 1 + NOTICEABLE:

@@ -1,4 +1,4 @@
-"""The page of an evaluation in a real browser: nothing overflows, text can be read, no errors."""
+"""The page of an evaluation in a real browser: nothing overflows, text is legible, no errors."""
 
 import html
 import json
@@ -47,9 +47,17 @@ addEventListener("load", () => {{
     const picture = text.ownerSVGElement.getBoundingClientRect();
     return words.left < picture.left - 1 || words.right > picture.right + 1;
   }}).map(text => text.textContent);
+  const names = [...page.querySelectorAll("svg text.name")];
+  const covers = (one, other) => {{
+    const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
+    return Math.min(a.right, b.right) > Math.max(a.left, b.left)
+      && Math.min(a.bottom, b.bottom) > Math.max(a.top, b.top) + 2;
+  }};
+  const covered = names.filter((name, i) => names.slice(0, i).some(other => covers(name, other)));
   document.getElementById("found").textContent = JSON.stringify({{
     width: inner.innerWidth, scrolls: page.documentElement.scrollWidth,
     smallest: Math.min(...sizes), texts: sizes.length, clipped: clipped,
+    names: names.length, covered: covered.map(text => text.textContent),
     dark: inner.matchMedia("(prefers-color-scheme: dark)").matches,
     background: inner.getComputedStyle(page.body).backgroundColor,
     colour: inner.getComputedStyle(page.body).color,
@@ -92,6 +100,8 @@ def test_the_page_fits_its_window_and_can_be_read(
     assert found["texts"] > 40
     assert found["smallest"] >= 10
     assert found["clipped"] == []
+    assert found["names"] == len(demo_result.runs)
+    assert found["covered"] == []
     assert found["dark"] == (scheme == "dark")
     light, dark = "rgb(255, 255, 255)", "rgb(19, 22, 26)"
     assert found["background"] == (dark if scheme == "dark" else light)
@@ -101,11 +111,13 @@ def test_the_page_fits_its_window_and_can_be_read(
 def test_what_the_test_above_looks_for_would_be_found(tmp_path: Path) -> None:
     broken = (
         '<body><p style="width:600px">wide</p><svg viewBox="0 0 420 20" style="width:200px">'
-        '<text font-size="12" y="9" x="400">clipped</text></svg>'
+        '<text font-size="12" y="9" x="400">clipped</text><text y="9" class="name">one</text>'
+        '<text y="9" x="5" class="name">other</text></svg>'
         "<script>console.error('broken'); undefinedFunction();</script>"
     )
     found, errors = opened(broken, 400, "light", tmp_path)
     assert found["scrolls"] > 400
     assert found["smallest"] < 9
     assert found["clipped"] == ["clipped"]
+    assert found["covered"] == ["other"]
     assert len(errors) == 2

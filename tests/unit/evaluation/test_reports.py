@@ -123,7 +123,7 @@ def cards(result: EvaluationResult) -> list[tuple[str, str, str]]:
     """Return tone, value and detail of each card of a result's page."""
     found = re.findall(
         r'<section class="card ?(\w*)"><h2>.*?</h2><strong>(.*?)</strong><p>(.*?)</p>',
-        html_report(result).replace("\N{NO-BREAK SPACE}", " "),
+        re.sub("</?span[^>]*>", "", html_report(result)).replace("\N{NO-BREAK SPACE}", " "),
     )
     return [(tone, html.unescape(value), html.unescape(detail)) for tone, value, detail in found]
 
@@ -239,7 +239,7 @@ def test_the_cards_say_what_was_gained() -> None:
     assert "under speed" in quality[2]
     assert "loss +1.5e-03 ± 2e-04 nat a token" in quality[2]
     assert time[:2] == ("good", "40 % less time")
-    assert "600 ms, exact 1000 ms. All layers: 10 % less time." in time[2]
+    assert "600 ms, exact 1 s. All layers: 3.6 s, exact 4 s." in time[2]
     assert memory[:2] == ("good", "40 % less")
     assert heads[:2] == ("", "75 %")
     assert "speed 75 %, balanced 0 %" in heads[2]
@@ -253,7 +253,6 @@ def test_the_cards_print_a_loss_as_a_loss() -> None:
     quality, time, memory, heads = cards(replace(RESULT, runs=(baseline, EXACT, slow)))
     assert quality[:2] == ("good", "unchanged")
     assert time[:2] == ("bad", "4 % slower")
-    assert "All layers: 10 % slower." in time[2]
     assert memory[:2] == ("bad", "20 % more")
     assert heads[1] == "none"
 
@@ -275,13 +274,27 @@ def test_the_cards_do_not_call_noise_a_change_and_say_what_is_not_known() -> Non
     assert [value for _, value, _ in cards(replace(RESULT, runs=(SDPA, EXACT)))] == ["none"] * 4
 
 
+def test_a_gain_within_the_spread_of_the_windows_is_not_called_one() -> None:
+    """A busy machine once gave exact work under another name 17 % less time than exact."""
+    spread = replace(CHEAP, name="speed", attention_ms_high=995.0)
+    result = replace(RESULT, runs=(SDPA, EXACT, spread))
+    assert cards(result)[1][:2] == ("", "no clear gain")
+    assert "quartiles of the two attention times overlap" in cards(result)[1][2]
+    assert "less time than exact attention in the median window, but the times" in verdict(result)
+    clear = replace(RESULT, runs=(SDPA, EXACT, replace(spread, attention_ms_high=985.0)))
+    assert cards(clear)[1][:2] == ("good", "40 % less time")
+    assert "40% less time than exact attention." in verdict(clear)
+
+
 def test_every_run_is_a_point_with_its_error_bars(demo_result: EvaluationResult) -> None:
     page = html_report(demo_result)
     points = re.findall(r"<circle [^>]*><title>(.*?)</title>", page)
     assert [html.unescape(words).split(":")[0] for words in points] == [
         run.name for run in demo_result.runs
     ]
-    assert points[-1] == ("speed: 150 ms (quartiles 147 to 157.5), KL 1.0e-03 ± 1e-04 nat a token")
+    assert points[-1] == (
+        "speed: 150 ms (quartiles 147 ms, 158 ms), KL 1.0e-03 ± 1e-04 nat a token"
+    )
     # Quartiles of each run, and a standard error of the two that diverge at all.
     assert len(re.findall(r'<line [^>]*class="spread', page)) == 5 + 2
     assert ">0, exact</text>" in page
@@ -294,7 +307,7 @@ def test_the_faster_and_the_better_run_stand_further_left_and_further_down(
     page = html_report(demo_result)
     places = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', page)
     (sdpa, exact, _, balanced, speed) = [(float(x), float(y)) for x, y in places]
-    assert sdpa == exact
+    assert sdpa[0] == exact[0]
     assert speed[0] < exact[0] < balanced[0]
     assert speed[1] < balanced[1] < exact[1]
 
@@ -341,7 +354,8 @@ def test_exact_heads_are_grey_and_settings_of_a_method_shades_of_its_colour() ->
     chosen = (("low_rank/fp32 rank=8", "low_rank/fp32 rank=16", "sdpa.flash/fp32"),)
     page = html_report(replace(RESULT, runs=(SDPA, EXACT, replace(CHEAP, chosen=chosen))))
     legend = dict(
-        (label, css) for css, label in re.findall(r'<i class="([^"]*)"></i>([^<]*) \(\d+%\)', page)
+        (label, css)
+        for css, label in re.findall(r'<i class="([^"]*)"></i>([^<]*) \([\d.]+\s%\)', page)
     )
     assert legend == {
         "low_rank/fp32 rank=16": "c0",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaattn.evaluation._page import svg
-from adaattn.evaluation._page.markup import legend, note
+from adaattn.evaluation._page.markup import duration, legend, note
 from adaattn.evaluation._page.style import run_colours
 from adaattn.evaluation.results import EvaluationResult, RunResult
 
@@ -13,6 +13,7 @@ __all__ = ["losses_by_position", "trade_off"]
 
 # The plots of both charts, in units: room for tick labels at the left and below.
 _LEFT, _RIGHT, _TOP = 64.0, 410.0, 38.0
+_LANE = 17.0
 _NAME = 24
 """Most characters of a run's name in a chart; the whole name is in the hover."""
 
@@ -37,8 +38,8 @@ class _Point:
 def trade_off(result: EvaluationResult) -> str:
     """Return the chart of attention time against KL to the exact run, a point for each run.
 
-    The vertical axis is logarithmic; runs with no divergence stand on a line of their own below
-    it. Error bars: quartiles over windows, and two standard errors of the mean KL.
+    The vertical axis is logarithmic; runs without divergence stand in a strip below it, each in a
+    lane of its own. Error bars: quartiles over windows, and two standard errors of the mean KL.
     """
     drawn = [run for run in result.runs if _can_draw(run)]
     missing = [run.name for run in result.runs if not _can_draw(run)]
@@ -47,27 +48,34 @@ def trade_off(result: EvaluationResult) -> str:
     if not drawn:
         return note(missed)
     times, divergences = _time_scale(drawn), _divergence_scale(drawn)
-    zero = (divergences.start if divergences else _TOP + 80.0) + 34.0
+    exact_ones = sorted((run for run in drawn if run.divergence <= 0), key=_time)
+    strip = _TOP if divergences is None else divergences.start + 14.0
+    floor = strip + _LANE * max(len(exact_ones), 1) + 4.0
+    lanes = {run.name: strip + _LANE * (i + 0.5) + 2.0 for i, run in enumerate(exact_ones)}
     colours = run_colours(result)
     points = [
         _Point(
             run=run,
             css=colours[run.name],
             x=times.place(_time(run)),
-            y=divergences.place(run.divergence) if divergences and run.divergence > 0 else zero,
+            y=divergences.place(run.divergence)
+            if divergences and run.divergence > 0
+            else lanes[run.name],
         )
         for run in drawn
     ]
-    body = _trade_off_axes(times, divergences, zero, result)
-    for point in points:
-        body += _spread(point, times, divergences)
-    for point in points:
-        body.append(svg.dot(point.x, point.y, f"mark {point.css}", _point_words(point.run)))
-    bars = [bar for point in points for bar in _bars(point, times, divergences)]
-    axis = svg.Box(left=_LEFT, top=zero - 1, right=_RIGHT, bottom=zero + 1)
-    body += _names(points, [*bars, axis])
+    bars = [(point, bar) for point in points for bar in _bars(point, times, divergences)]
+    body = _trade_off_axes(times, divergences, (strip, floor), result)
+    body += [
+        svg.line(bar.left, bar.top, bar.right, bar.bottom, f"spread {point.css}")
+        for point, bar in bars
+    ]
+    body += [
+        svg.dot(point.x, point.y, f"mark {point.css}", _point_words(point.run)) for point in points
+    ]
+    body += _names(points, bars)
     label = "Attention time against KL divergence from the exact run, one point for each run"
-    return svg.drawing(zero + 52, label, body) + note(missed)
+    return svg.drawing(floor + 52, label, body) + note(missed)
 
 
 def losses_by_position(result: EvaluationResult) -> str:
@@ -146,40 +154,37 @@ def _ends(run: RunResult) -> tuple[float, float]:
 
 
 def _trade_off_axes(
-    times: svg.Scale, divergences: svg.Scale | None, zero: float, result: EvaluationResult
+    times: svg.Scale,
+    divergences: svg.Scale | None,
+    strip: tuple[float, float],
+    result: EvaluationResult,
 ) -> list[str]:
+    top, floor = strip
     body = [svg.text(0, 12, "KL to the exact run (nat a token)", css="strong")]
     if divergences:
         for value in divergences.ticks(6):
             y = divergences.place(value)
             body.append(svg.line(_LEFT, y, _RIGHT, y, "grid"))
             body.append(svg.text(_LEFT - 8, y + 4, svg.tick_words(value), "end"))
-    body.append(svg.line(_LEFT, zero, _RIGHT, zero, "axis"))
-    body.append(svg.text(_LEFT - 8, zero + 4, "0, exact", "end"))
+    body.append(svg.rect(svg.Box(left=_LEFT, top=top, right=_RIGHT, bottom=floor), "strip"))
+    body.append(svg.line(_LEFT, floor, _RIGHT, floor, "axis"))
+    body.append(svg.text(_LEFT - 8, (top + floor) / 2 + 4, "0, exact", "end"))
     for value in times.ticks(6):
         x = times.place(value)
-        body.append(svg.line(x, zero, x, zero + 5, "axis"))
-        body.append(svg.text(x, zero + 19, svg.tick_words(value), "middle"))
+        body.append(svg.line(x, floor, x, floor + 5, "axis"))
+        body.append(svg.text(x, floor + 19, svg.tick_words(value), "middle"))
     words = "attention in the median window (ms)"
-    body.append(svg.text(_RIGHT, zero + 40, words, "end", "strong"))
+    body.append(svg.text(_RIGHT, floor + 40, words, "end", "strong"))
     exact = next((run for run in result.runs if run.name == "exact" and _can_draw(run)), None)
     if exact is not None:
         x = times.place(_time(exact))
-        body.append(svg.line(x, _TOP, x, zero, "dash"))
+        body.append(svg.line(x, _TOP, x, floor, "dash"))
         # Each word needs its room beside the line.
         if x - _LEFT > 60:
             body.append(svg.text(x - 6, _TOP - 5, "← faster", "end"))
         if _RIGHT - x > 60:
             body.append(svg.text(x + 6, _TOP - 5, "slower →"))
     return body
-
-
-def _spread(point: _Point, times: svg.Scale, divergences: svg.Scale | None) -> list[str]:
-    css = f"spread {point.css}"
-    return [
-        svg.line(bar.left, bar.top, bar.right, bar.bottom, css)
-        for bar in _bars(point, times, divergences)
-    ]
 
 
 def _bars(point: _Point, times: svg.Scale, divergences: svg.Scale | None) -> list[svg.Box]:
@@ -195,15 +200,16 @@ def _bars(point: _Point, times: svg.Scale, divergences: svg.Scale | None) -> lis
     return bars
 
 
-def _names(points: Sequence[_Point], lines: Sequence[svg.Box]) -> list[str]:
+def _names(points: Sequence[_Point], bars: Sequence[tuple[_Point, svg.Box]]) -> list[str]:
     """Return the points' names, each where it covers neither a mark nor another name."""
     taken = [svg.Box.around(point.x, point.y, 6) for point in points]
-    taken += [line.grown(1) for line in lines]
+    taken += [bar.grown(1) for _, bar in bars]
     plot = svg.Box(left=_LEFT, top=_TOP - 4, right=svg.WIDTH, bottom=math.inf)
     body = []
     for point in sorted(points, key=lambda point: point.x, reverse=True):
         words = svg.short(point.run.name, _NAME)
-        places = [(point.x + dx, point.y + dy, anchor) for dx, dy, anchor in _OFFSETS]
+        ends = [end for owner, bar in bars if owner is point for end in (bar.right, bar.left)]
+        places = _places(point, ends)
         boxes = [svg.Box.of_text(x, y, words, anchor) for x, y, anchor in places]
         costs = [
             sum(box.overlap(other) for other in taken) + (0 if plot.holds(box) else 1e6)
@@ -216,6 +222,16 @@ def _names(points: Sequence[_Point], lines: Sequence[svg.Box]) -> list[str]:
             body.append(svg.line(point.x, point.y - 6, point.x, y + 3, f"lead {point.css}"))
         body.append(svg.text(x, y, words, anchor, f"name {point.css}"))
     return body
+
+
+def _places(point: _Point, ends: Sequence[float]) -> list[tuple[float, float, str]]:
+    """Return where a name may stand, the best place first: ``(x, y, anchor)``."""
+    places = [(point.x + dx, point.y + dy, anchor) for dx, dy, anchor in _OFFSETS]
+    if point.run.divergence <= 0 and ends:
+        # In a lane of its own the name stands beyond the error bar.
+        beyond = [(ends[0] + 8, point.y + 4, "start"), (ends[1] - 8, point.y + 4, "end")]
+        return beyond + places
+    return places
 
 
 # Beside the point, then above and below it, then in rows further up, with a line to it.
@@ -235,9 +251,10 @@ _OFFSETS = (
 
 
 def _point_words(run: RunResult) -> str:
-    words = f"{run.name}: {_time(run):.4g} ms"
+    words = f"{run.name}: {duration(_time(run))}"
     if run.attention_ms_low is not None and run.attention_ms_high is not None:
-        words += f" (quartiles {run.attention_ms_low:.4g} to {run.attention_ms_high:.4g})"
+        low, high = duration(run.attention_ms_low), duration(run.attention_ms_high)
+        words += f" (quartiles {low}, {high})"
     if run.divergence <= 0:
         return f"{words}, KL 0"
     return f"{words}, KL {run.divergence:.1e} ± {run.divergence_error:.0e} nat a token"

@@ -4,7 +4,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from adaattn.evaluation._page import svg
-from adaattn.evaluation._page.markup import note
+from adaattn.evaluation._page.markup import duration, note
 from adaattn.evaluation.report import NOTICEABLE
 from adaattn.evaluation.results import Comparison
 
@@ -143,8 +143,8 @@ def _ratio_words(ratio: float, words: tuple[str, str], noise: float = 0.005) -> 
 
 def _time_words(item: Comparison) -> str:
     if item.peer_ms is None:
-        return f"{_duration(item.ours_ms)}, PyTorch not run"
-    return f"{_duration(item.ours_ms)}, PyTorch {_duration(item.peer_ms)}"
+        return f"{duration(item.ours_ms)}, PyTorch not run"
+    return f"{duration(item.ours_ms)}, PyTorch {duration(item.peer_ms)}"
 
 
 def _memory_words(item: Comparison) -> str:
@@ -170,13 +170,6 @@ def _not_run(item: Comparison) -> str:
     if item.peer_bytes is not None:
         words.append(f"It would need at least {_size(item.peer_bytes)}.")
     return note(words)
-
-
-def _duration(milliseconds: float) -> str:
-    """Return a time in the largest unit that leaves a number above 1."""
-    if milliseconds >= 1e3:
-        return f"{milliseconds / 1e3:.3g} s"
-    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.3g} µs"
 
 
 def _size(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from adaattn._dtypes import precision_of
 from adaattn.evaluation._page import svg
-from adaattn.evaluation._page.markup import figure, legend, note
+from adaattn.evaluation._page.markup import figure, legend, note, percent
 from adaattn.evaluation._page.style import NUM_COLOURS
 from adaattn.evaluation.ledger import is_approximation
 from adaattn.evaluation.models import DTYPES
@@ -101,7 +101,7 @@ def _head_map(
     ]
     body += _head_axes(layers, heads, width, height)
     count = _labels(run)
-    shares = ", ".join(f"{n / count.total():.0%} {label}" for label, n in count.most_common(4))
+    shares = ", ".join(f"{percent(n / count.total())} {label}" for label, n in count.most_common(4))
     label = f"Method of each head by layer under {run.name}: {shares}"
     picture = svg.drawing(_TOP + heads * height + 26, label, body)
     return _map_legend(count, colours) + picture + note(_entropy_words(run, result))
@@ -130,12 +130,12 @@ def _head_axes(layers: int, heads: int, width: float, height: float) -> list[str
 
 def _map_legend(count: Counter[str], colours: Mapping[str, str]) -> str:
     entries = [
-        (colours[label], f"{label} ({n / count.total():.0%})")
+        (colours[label], f"{label} ({percent(n / count.total())})")
         for label, n in sorted(count.items())
         if label in colours
     ]
     rest = sum(n for label, n in count.items() if label not in colours)
-    entries += [("ink", f"{_OTHERS} ({rest / count.total():.0%})")] if rest else []
+    entries += [("ink", f"{_OTHERS} ({percent(rest / count.total())})")] if rest else []
     return legend(entries)
 
 

@@ -1,14 +1,40 @@
 """Pieces of HTML that several parts of the page use."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["figure", "legend", "note", "table"]
+__all__ = ["duration", "figure", "legend", "note", "percent", "prose", "table"]
+
+_EXPONENT = re.compile(r"[+-]?\d(?:\.\d+)?e[+-]\d+")
+
+
+def prose(words: str) -> str:
+    """Return words as HTML in which no line ends inside a number such as 1e-06."""
+    return _EXPONENT.sub(r'<span class="number">\g<0></span>', html.escape(words))
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, small ones with more digits."""
+    digits = ".0f" if share >= 0.1 or share == 0 else ".2g"
+    return f"{100 * share:{digits}}\N{NO-BREAK SPACE}%"
+
+
+def duration(milliseconds: float) -> str:
+    """Return a time in the largest unit that leaves a number above 1.
+
+    Example:
+        >>> duration(2345.0), duration(234.5), duration(0.2345)
+        ('2.35 s', '234 ms', '234 µs')
+    """
+    if milliseconds >= 1e3:
+        return f"{milliseconds / 1e3:.3g} s"
+    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1e3 * milliseconds:.3g} µs"
 
 
 def note(sentences: Iterable[str]) -> str:
     """Return sentences in small print, or nothing if there are none."""
-    words = html.escape(" ".join(sentences))
+    words = prose(" ".join(sentences))
     return f'<p class="note">{words}</p>' if words else ""
 
 

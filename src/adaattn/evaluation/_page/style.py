@@ -35,6 +35,7 @@ header p{max-width:none}
 h2{font-size:1.3rem;line-height:1.3;margin:3rem 0 .5rem;letter-spacing:-.01em}
 h3{font-size:1rem;line-height:1.35;margin:0 0 .2rem}
 p{margin:.4rem 0;max-width:46rem}
+.number{white-space:nowrap} .strip{fill:var(--panel)}
 .muted,.note{color:var(--muted)} .note{font-size:.875rem;line-height:1.45}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(15rem,100%),1fr));gap:.75rem;
 margin:1.5rem 0 1.25rem}

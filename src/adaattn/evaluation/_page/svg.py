@@ -198,7 +198,7 @@ def tick_words(value: float) -> str:
         >>> tick_words(2e-05), tick_words(1500.0), tick_words(0.0)
         ('2e-5', '1500', '0')
     """
-    if 1e4 > abs(value) >= 1e-3 or not value:
+    if 1e5 > abs(value) >= 1e-3 or not value:
         return f"{value:.6g}"
     mantissa, _, power = f"{value:.2e}".partition("e")
     return f"{float(mantissa):g}e{int(power)}"
