@@ -1,6 +1,5 @@
 """``adaattn evaluate``: progress while it runs, tables and a verdict at the end."""
 
-import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -70,10 +69,6 @@ def run_evaluate(
 
 def _check_outputs(json_path: str | None, html_path: Path | None) -> None:
     """Refuse before minutes of work what could not be written after them."""
-    if html_path is not None and importlib.util.find_spec("plotly") is None:
-        raise AssetError(
-            expected_got("--html", "plotly", "no such package", "pip install 'adaattn[viz]'")
-        )
     paths = [] if json_path in (None, STDOUT) else [Path(str(json_path))]
     paths += [] if html_path is None else [html_path]
     for path in paths:

@@ -12,7 +12,7 @@ from adaattn.cli.console import STDOUT, write_json
 
 __all__ = ["collect", "run_info"]
 
-_PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "plotly", "typer", "rich")
+_PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "typer", "rich")
 
 
 def run_info(*, json_path: str | None) -> None:

@@ -8,7 +8,7 @@ from adaattn._events import AttentionEvent
 from adaattn.backends import capabilities
 from adaattn.spec import Method, Precision, Scheme
 
-__all__ = ["Ledger", "LedgerSummary", "Refusal"]
+__all__ = ["Ledger", "LedgerSummary", "Refusal", "is_approximation"]
 
 _MAX_REFUSALS = 8
 _NUMBERS = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -137,14 +137,20 @@ class Ledger:
 
     def _note_refusals(self, event: AttentionEvent) -> None:
         for entry in event.decision.trace:
-            if entry.accepted or not _is_approximation(entry.candidate, event.problem.precision):
+            if entry.accepted or not is_approximation(entry.candidate, event.problem.precision):
                 continue
             key = (entry.candidate.split()[0], _NUMBERS.sub("#", entry.reason))
             self._refusals[key] += 1
             self._examples.setdefault(key, (entry.candidate, entry.reason))
 
 
-def _is_approximation(candidate: str, own: Precision) -> bool:
+def is_approximation(candidate: str, own: Precision) -> bool:
+    """Return whether a candidate, by its label, computes something else than exact attention.
+
+    Args:
+        candidate: a label such as ``"low_rank/fp32 rank=8"``.
+        own: what the inputs are stored in; anything lower is an approximation too.
+    """
     executor, _, scheme = candidate.split()[0].partition("/")
     methods = {item.name: item.method for item in capabilities()}
     return methods.get(executor, Method.EXACT) is not Method.EXACT or scheme != own.label

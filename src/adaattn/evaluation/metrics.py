@@ -3,12 +3,13 @@
 Shape legend: ``N`` scored tokens, ``V`` vocabulary.
 """
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Comparison", "compare_logits", "paired_summary", "token_losses"]
+__all__ = ["Comparison", "compare_logits", "paired_summary", "quartiles", "token_losses"]
 
 # Above this difference of two logits the weight of a token that underflowed in fp32 may no
 # longer be negligible; such rows are computed in float64. exp(16 - 103) is far below an ulp.
@@ -76,6 +77,19 @@ def paired_summary(differences: torch.Tensor) -> tuple[float, float, float]:
     count = differences.numel()
     error = float(differences.std()) / count**0.5 if count > 1 else 0.0
     return float(differences.mean()), error, float(differences.abs().mean())
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third quartile of at least one value.
+
+    Example:
+        >>> quartiles([4.0, 1.0, 2.0, 3.0, 5.0])
+        (2.0, 3.0, 4.0)
+    """
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
 
 
 def _compare(

@@ -28,7 +28,12 @@ from adaattn.evaluation.attention_clock import AttentionClock, EntropyProbe, int
 from adaattn.evaluation.conversion import versions
 from adaattn.evaluation.corpus import load_text
 from adaattn.evaluation.ledger import Ledger
-from adaattn.evaluation.metrics import compare_logits, paired_summary, token_losses
+from adaattn.evaluation.metrics import (
+    compare_logits,
+    paired_summary,
+    quartiles,
+    token_losses,
+)
 from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
 from adaattn.evaluation.results import EvaluationResult, RunResult
 from adaattn.evaluation.windows import Window, sliding_windows
@@ -341,6 +346,8 @@ def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> 
     differences = torch.cat(run.differences) if run.differences else nothing
     divergences = torch.cat(run.divergences) if run.divergences else nothing
     mean, error, absolute = paired_summary(differences)
+    divergence, divergence_error, _ = paired_summary(divergences)
+    low, median, high = quartiles(run.attention_ms) if run.is_clocked else (None, None, None)
     loss = float(exact_losses.mean()) + mean
     summary = run.ledger.summary()
     return RunResult(
@@ -352,9 +359,12 @@ def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> 
         loss_difference=mean,
         loss_difference_error=error,
         mean_absolute_difference=absolute,
-        divergence=float(divergences.mean()),
+        divergence=divergence,
+        divergence_error=divergence_error,
         max_divergence=float(divergences.max()),
-        attention_ms=statistics.median(run.attention_ms) if run.is_clocked else None,
+        attention_ms=median,
+        attention_ms_low=low,
+        attention_ms_high=high,
         forward_ms=statistics.median(run.forward_ms),
         peak_bytes=run.peak_bytes,
         workspace_bytes=summary.workspace_bytes,

@@ -9,7 +9,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["cost_rows", "headline", "method_lines", "print_report", "quality_rows", "verdict"]
+__all__ = [
+    "COST_COLUMNS",
+    "NOTICEABLE",
+    "QUALITY_COLUMNS",
+    "cost_rows",
+    "headline",
+    "method_lines",
+    "print_report",
+    "quality_rows",
+    "spreads_overlap",
+    "verdict",
+]
 
 QUALITY_COLUMNS = (
     "run",
@@ -31,7 +42,7 @@ COST_COLUMNS = (
 """Times are those of the median window."""
 
 _MAX_METHODS = 4
-_NOTICEABLE = 0.02
+NOTICEABLE = 0.02
 """Ratios of two times closer to 1 than this are within what repeated runs differ by."""
 
 _MEGABYTE = 1e6
@@ -122,6 +133,19 @@ def verdict(result: EvaluationResult) -> str:
     return " ".join(sentences)
 
 
+def spreads_overlap(run: RunResult, other: RunResult) -> bool:
+    """Return whether the quartiles over windows of two attention times have times in common.
+
+    Times that are not known might.
+    """
+    if run.attention_ms_low is None or run.attention_ms_high is None:
+        return True
+    if other.attention_ms_low is None or other.attention_ms_high is None:
+        return True
+    first = max(run.attention_ms_low, other.attention_ms_low)
+    return first <= min(run.attention_ms_high, other.attention_ms_high)
+
+
 def _judge(run: RunResult, exact: RunResult) -> list[str]:
     """Return what one policy lost and bought."""
     change = run.perplexity / exact.perplexity - 1
@@ -142,14 +166,21 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
         f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
     ]
     if run.attention_ms is not None and exact.attention_ms:
-        words.append(_time_words(run.attention_ms / exact.attention_ms))
+        is_clear = not spreads_overlap(run, exact)
+        words.append(_time_words(run.attention_ms / exact.attention_ms, is_clear=is_clear))
     return words
 
 
-def _time_words(ratio: float) -> str:
-    if ratio < 1 - _NOTICEABLE:
+def _time_words(ratio: float, *, is_clear: bool) -> str:
+    """Return a ratio of times as a sentence: a gain must be clear, a loss need not."""
+    if ratio < 1 - NOTICEABLE and not is_clear:
+        return (
+            f"Its attention took {1 - ratio:.0%} less time than exact attention in the median "
+            "window, but the times of the windows spread too much to tell."
+        )
+    if ratio < 1 - NOTICEABLE:
         return f"Its attention took {1 - ratio:.0%} less time than exact attention."
-    if ratio > 1 + _NOTICEABLE:
+    if ratio > 1 + NOTICEABLE:
         return f"Its attention took {ratio - 1:.0%} more time than exact attention: it did not pay."
     return "Its attention took as long as exact attention."
 

@@ -26,9 +26,12 @@ class RunResult:
         loss_difference_error: standard error of that mean, in nat.
         mean_absolute_difference: mean of their absolute values, in nat.
         divergence: mean KL(exact || run) over the vocabulary, in nat.
+        divergence_error: standard error of that mean, in nat.
         max_divergence: the largest of any token.
         attention_ms: time in a window's attention calls, adapter included, the median over
             windows (a busy machine spoils a mean); None if it cannot be seen.
+        attention_ms_low: the first quartile over windows; None likewise.
+        attention_ms_high: the third quartile over windows; None likewise.
         forward_ms: time of all layers in a window, attention included, without the vocabulary
             projection; the median likewise.
         peak_bytes: most memory a forward pass added; None where it cannot be measured.
@@ -54,8 +57,11 @@ class RunResult:
     loss_difference_error: float
     mean_absolute_difference: float
     divergence: float
+    divergence_error: float
     max_divergence: float
     attention_ms: float | None
+    attention_ms_low: float | None
+    attention_ms_high: float | None
     forward_ms: float
     peak_bytes: int | None
     workspace_bytes: int

@@ -74,19 +74,6 @@ def test_bad_input_prints_one_line_and_exits_with_2(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_plotly_is_said_before_the_work(
-    invoke: Callable[..., Any],
-    arguments: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "evaluate", lambda *_: pytest.fail("work was begun"))
-    result = invoke(*arguments, "--html", str(tmp_path / "a.html"))
-    assert result.exit_code == 2
-    assert "error: --html: expected plotly" in result.stderr
-
-
 def test_ctrl_c_prints_one_line_and_exits_with_130(
     invoke: Callable[..., Any], arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

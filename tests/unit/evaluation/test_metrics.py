@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from adaattn.evaluation.metrics import compare_logits, paired_summary, token_losses
+from adaattn.evaluation.metrics import compare_logits, paired_summary, quartiles, token_losses
 
 
 def _direct(
@@ -86,3 +86,9 @@ def test_a_paired_summary_is_mean_standard_error_and_mean_magnitude() -> None:
     assert error == pytest.approx((20 / 3) ** 0.5 / 2)
     assert paired_summary(torch.zeros(0)) == (0.0, 0.0, 0.0)
     assert paired_summary(torch.ones(1).double()) == (1.0, 0.0, 1.0)
+
+
+def test_quartiles_are_those_of_the_values_themselves_and_one_value_is_all_three() -> None:
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+    assert quartiles([3.0, 1.0]) == (1.5, 2.0, 2.5)
+    assert quartiles([9.0, 1.0, 2.0, 3.0, 4.0]) == (2.0, 3.0, 4.0)

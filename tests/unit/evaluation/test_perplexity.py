@@ -90,6 +90,9 @@ def test_costs_are_measured_for_every_run(result: EvaluationResult) -> None:
     for run in result.runs:
         assert run.attention_ms is not None
         assert 0 < run.attention_ms < run.forward_ms
+        assert run.attention_ms_low is not None
+        assert run.attention_ms_high is not None
+        assert 0 < run.attention_ms_low <= run.attention_ms <= run.attention_ms_high
 
 
 def test_entropy_lies_between_none_and_that_of_uniform_rows(result: EvaluationResult) -> None:
@@ -124,6 +127,8 @@ def test_a_wrong_attention_is_seen_in_loss_and_divergence(
     run = evaluate(request_).run("quality")
     assert run.divergence > 1e-3
     assert run.mean_absolute_difference > 1e-3
+    # Values from 0 to the largest: their standard deviation is at most half of it.
+    assert 0 < run.divergence_error <= run.max_divergence / 2 / (TOKENS - 2) ** 0.5
 
 
 def test_progress_counts_every_forward_pass(request_: EvaluationRequest) -> None:
