@@ -143,7 +143,13 @@ def test_what_we_do_not_take_goes_to_pytorch() -> None:
             lambda: F.scaled_dot_product_attention(*[x.as_subclass(Marked)] * 3)
         )
         jagged, nor = policies_of(lambda: F.scaled_dot_product_attention(*[nested] * 3))
-    assert none == neither == nor == []
+        mask = torch.ones(16, 16, dtype=torch.bool).tril(-2)
+        mask[:, 0] = True
+        both, never = policies_of(
+            lambda: F.scaled_dot_product_attention(x, x, x, mask, is_causal=True)
+        )
+    assert none == neither == nor == never == []
+    assert torch.equal(both, ORIGINAL(x, x, x, mask, is_causal=True))
     assert meta.device.type == "meta" and meta.shape == x.shape
     assert torch.equal(marked.as_subclass(torch.Tensor), ORIGINAL(x, x, x))
     for found, part in zip(jagged.unbind(), parts, strict=True):

@@ -82,8 +82,8 @@ class SdpaPatch:
 def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
     """Return a handle after putting our function in the place of PyTorch's; undo it with that.
 
-    Tensors that this library does not take (other devices than CPUs and CUDA, nested tensors, other
-    subclasses) go to PyTorch's function as before. A patch inside another is in force until it is
+    What this library does not take (other devices than CPUs and CUDA, nested tensors, other
+    subclasses, a mask beside ``is_causal``) goes to PyTorch's function as before. A patch inside another is in force until it is
     undone. What holds PyTorch's function under another name, or in a closure, is not found.
 
     Args:
@@ -133,7 +133,8 @@ def sdpa_like(
         if not keywords.keys() <= _KEYWORDS:
             _refuse(keywords)
         given = (query, key, value, attn_mask, dropout_p, is_causal)
-        if type(query) not in _TENSORS or query.device.type not in _DEVICES or query.is_nested:
+        is_ours = type(query) in _TENSORS and query.device.type in _DEVICES and not query.is_nested
+        if not is_ours or (is_causal and attn_mask is not None):  # PyTorch takes both on a CPU
             return sdpa(*given, **keywords)
         output: torch.Tensor = scaled_dot_product_attention(
             *given, policy=policy, history=history, layer=layer, tag=tag, **keywords
