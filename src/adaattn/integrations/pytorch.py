@@ -83,8 +83,9 @@ def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
     """Return a handle after putting our function in the place of PyTorch's; undo it with that.
 
     What this library does not take (other devices than CPUs and CUDA, nested tensors, other
-    subclasses, a mask beside ``is_causal``) goes to PyTorch's function as before. A patch inside another is in force until it is
-    undone. What holds PyTorch's function under another name, or in a closure, is not found.
+    subclasses, a mask beside ``is_causal``) goes to PyTorch's function as before. A patch inside
+    another is in force until it is undone. What holds PyTorch's function under another name, or in
+    a closure, is not found.
 
     Args:
         policy: policy of every call; None follows ``adaattn.use_policy``, by default exact.
