@@ -166,7 +166,7 @@ def _check_settings(make: type[BaseAttention], settings: dict[str, Any]) -> None
 def _other_attention(module: nn.Module) -> Iterator[str]:
     """Yield why a module that is no ``nn.MultiheadAttention``, yet attention, is left."""
     if isinstance(module, BaseAttention):
-        yield f"it is a {type(module).__name__} already"
+        yield f"it is {_with_article(type(module).__name__)} already"
     elif isinstance(module, torch.jit.ScriptModule):
         if getattr(module, "original_name", "") == "MultiheadAttention":
             yield "it is scripted; convert the model before torch.jit"
@@ -177,6 +177,11 @@ def _other_attention(module: nn.Module) -> Iterator[str]:
             f"{type(module).__name__} is of Hugging Face Transformers, no "
             "torch.nn.MultiheadAttention; adaattn.integrations.transformers.register serves it"
         )
+
+
+def _with_article(name: str) -> str:
+    """Return a name after "a" or "an"."""
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def _is_from_transformers(module: nn.Module) -> bool:

@@ -1,15 +1,25 @@
 """An evaluation in words and tables, for a terminal."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.evaluation.results import EvaluationResult, RunResult
+from adaattn.evaluation.results import Comparison, EvaluationResult, RunResult
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["cost_rows", "headline", "method_lines", "print_report", "quality_rows", "verdict"]
+__all__ = [
+    "comparison_lines",
+    "comparison_rows",
+    "cost_rows",
+    "headline",
+    "method_lines",
+    "print_report",
+    "quality_rows",
+    "verdict",
+]
 
 QUALITY_COLUMNS = (
     "run",
@@ -30,9 +40,23 @@ COST_COLUMNS = (
 )
 """Times are those of the median window."""
 
+COMPARISON_COLUMNS = (
+    "problem",
+    "AdaAttn",
+    "PyTorch",
+    "AdaAttn is",
+    "memory",
+    "PyTorch's",
+    "difference",
+    "what ran",
+)
+
 _MAX_METHODS = 4
 _NOTICEABLE = 0.02
 """Ratios of two times closer to 1 than this are within what repeated runs differ by."""
+
+_ROUNDED = 0.1
+"""Ratios nearer to 1 than this are given with another digit."""
 
 _MEGABYTE = 1e6
 
@@ -51,6 +75,12 @@ def print_report(result: EvaluationResult, console: "Console") -> None:
     console.print(_table(COST_COLUMNS, cost_rows(result), "times of the median window"))
     for line in method_lines(result):
         console.print(escape(line), highlight=False)
+    if result.comparisons:
+        caption = "Single problems beside PyTorch: median times, and the memory that a call adds"
+        console.print()
+        console.print(_table(COMPARISON_COLUMNS, comparison_rows(result), caption))
+        for line in comparison_lines(result):
+            console.print(escape(line), highlight=False)
     console.print()
     console.print(escape(verdict(result)), highlight=False)
 
@@ -109,6 +139,33 @@ def method_lines(result: EvaluationResult) -> list[str]:
     return lines
 
 
+def comparison_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
+    """Return one row for each single problem: both sides' times and memory."""
+    return [
+        (
+            item.name,
+            f"{item.ours_ms:.3g} ms",
+            "not run" if item.peer_ms is None else f"{item.peer_ms:.3g} ms",
+            _times(item),
+            _megabytes(item.ours_bytes),
+            # Of a peer that was not run it is a lower bound.
+            ("over " if item.error is None else "") + _megabytes(item.peer_bytes),
+            "" if item.error is None else f"{item.error:.1e}",
+            item.chosen,
+        )
+        for item in result.comparisons
+    ]
+
+
+def comparison_lines(result: EvaluationResult) -> list[str]:
+    """Return one line for each single problem: its sizes, and what PyTorch's side is."""
+    return [
+        f"{item.name}: {item.detail}; PyTorch: {item.peer}"
+        + (f"; not compared: {item.why_not}" if item.why_not else "")
+        for item in result.comparisons
+    ]
+
+
 def verdict(result: EvaluationResult) -> str:
     """Return one paragraph in plain words: is exact exact, and what did each policy buy."""
     exact = _exact(result)
@@ -119,7 +176,48 @@ def verdict(result: EvaluationResult) -> str:
     for run in result.runs:
         if run.error_budget is not None and run is not exact:
             sentences += _judge(run, exact)
+    if result.comparisons:
+        sentences.append(_compared(result.comparisons))
     return " ".join(sentences)
+
+
+def _compared(comparisons: Sequence[Comparison]) -> str:
+    """Return what single problems took, beside PyTorch: the faster, the others by name."""
+    ratios = {item.name: _speedup(item) for item in comparisons}
+    faster = sorted(r for r in ratios.values() if r is not None and r > 1 + _NOTICEABLE)
+    text = f"Of {len(ratios)} single problems, AdaAttn computed {len(faster)} faster than PyTorch"
+    if faster:
+        most = f" to {faster[-1]:.1f}" if len(faster) > 1 else ""
+        text += f", {faster[0]:.1f}{most} times as fast"
+    known = [(name, ratio) for name, ratio in ratios.items() if ratio is not None]
+    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in known if ratio < 1 - _NOTICEABLE]
+    level = [name for name, ratio in known if abs(ratio - 1) <= _NOTICEABLE]
+    missing = [name for name, ratio in ratios.items() if ratio is None]
+    for words, names in (
+        ("slower", slower),
+        ("as fast", level),
+        ("by AdaAttn alone", missing),
+    ):
+        text += f"; {words}: {', '.join(names)}" if names else ""
+    return f"{text}."
+
+
+def _speedup(item: Comparison) -> float | None:
+    return None if item.peer_ms is None else item.peer_ms / item.ours_ms
+
+
+def _times(item: Comparison) -> str:
+    """Return how many times as fast AdaAttn was, in words."""
+    ratio = _speedup(item)
+    if ratio is None:
+        return ""
+    if ratio > 1 + _NOTICEABLE:
+        return f"{ratio:.1f}x faster" if ratio >= 1 + _ROUNDED else f"{ratio:.2f}x faster"
+    return f"{ratio:.2f}x: slower" if ratio < 1 - _NOTICEABLE else "as fast"
+
+
+def _megabytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / _MEGABYTE:.0f} MB"
 
 
 def _judge(run: RunResult, exact: RunResult) -> list[str]:
