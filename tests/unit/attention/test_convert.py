@@ -368,6 +368,7 @@ LEFT: dict[str, tuple[Any, str]] = {
     "bound hook": (with_bound_hook, "hooks that are bound to it: \\['forward_hooks: partial'\\]"),
     "adapter": (with_adapter, "more or less than .* \\['adapter'\\]"),
     "ours": (lambda: DenseAttention(EMBED, HEADS), "it is a DenseAttention already"),
+    "ours, with a vowel": (lambda: AdaAttention(EMBED, HEADS), "it is an AdaAttention already"),
 }
 
 
