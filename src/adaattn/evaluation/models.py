@@ -137,8 +137,7 @@ _HUB_TIMEOUT_S = 5.0
 
 def _hub_answers() -> bool:
     """Return whether the hub can be reached: asked once, where Transformers retries for minutes."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)

@@ -59,6 +59,18 @@ def test_both_sides_compute_the_same(case: Case) -> None:
     assert_matches(ours, exact, theirs, name=case.name, summands=LENGTH)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("case", [item for item in SMALL.values() if item.peer_on_cuda])
+def test_the_peer_of_a_gpu_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    inputs = _inputs(case)
+    exact = case.peer.make(_cast(inputs, torch.float64))[0]()
+    theirs = case.peer.make(inputs)[0]()
+    assert case.peer_on_cuda is not None
+    flex = case.peer_on_cuda.make(inputs)[0]()
+    assert_matches(flex, exact, theirs, name=case.name, summands=LENGTH)
+
+
 @pytest.mark.parametrize("case", [SMALL[name] for name in SMALL if "cache" not in name])
 def test_the_keywords_matter(case: Case) -> None:
     """Each case computes something else than causal attention."""

@@ -256,7 +256,7 @@ def test_an_unknown_model_without_a_network_fails_at_once_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Transformers tried for three quarters of a minute, a dozen lines of warnings long."""
-    import huggingface_hub.utils
+    import huggingface_hub
 
     class Unreachable:
         asked = 0
@@ -266,7 +266,7 @@ def test_an_unknown_model_without_a_network_fails_at_once_and_says_what_to_do(
             raise OSError(f"{url} cannot be resolved in {timeout} s")
 
     session = Unreachable()
-    monkeypatch.setattr(huggingface_hub.utils, "get_session", lambda: session)
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
     with pytest.raises(AssetError) as caught:
         load_model("no-such/model", device="cpu")
     assert session.asked == 1
