@@ -306,6 +306,7 @@ CASES: Final = (
         on_cuda=_large(32768, budget_bytes=2_000_000_000),
         keywords=lambda inputs: {"is_causal": True, "softcap": _CAP},
         peer=_CAPPED,
+        peer_on_cuda=Peer(words=_FLEX, make=_flex_capped),
     ),
     Case(
         name="ALiBi in little memory",
@@ -313,6 +314,7 @@ CASES: Final = (
         on_cuda=_large(32768, budget_bytes=2_000_000_000),
         keywords=lambda inputs: {"is_causal": True, "alibi_slopes": _slopes(inputs)},
         peer=_BIASED,
+        peer_on_cuda=Peer(words=_FLEX, make=_flex_biased),
     ),
 )
 """All of them; on two CPU cores they take half a minute together."""

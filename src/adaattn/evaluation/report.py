@@ -48,7 +48,6 @@ COMPARISON_COLUMNS = (
     "memory",
     "PyTorch's",
     "difference",
-    "what ran",
 )
 
 _MAX_METHODS = 4
@@ -151,16 +150,15 @@ def comparison_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
             # Of a peer that was not run it is a lower bound.
             ("over " if item.error is None else "") + _megabytes(item.peer_bytes),
             "" if item.error is None else f"{item.error:.1e}",
-            item.chosen,
         )
         for item in result.comparisons
     ]
 
 
 def comparison_lines(result: EvaluationResult) -> list[str]:
-    """Return one line for each single problem: its sizes, and what PyTorch's side is."""
+    """Return one line for each single problem: its sizes, and what ran on both sides."""
     return [
-        f"{item.name}: {item.detail}; PyTorch: {item.peer}"
+        f"{item.name}: {item.detail}; AdaAttn: {item.chosen}; PyTorch: {item.peer}"
         + (f"; not compared: {item.why_not}" if item.why_not else "")
         for item in result.comparisons
     ]
