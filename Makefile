@@ -16,7 +16,7 @@ DEMO_HTML := build/evaluate.html
 
 demo: says-how-long $(READY)/package
 	mkdir -p $(dir $(DEMO_HTML))
-	$(VENV)/bin/adaattn evaluate --model demo --text opticks --tokens 6144 --cases --html $(DEMO_HTML)
+	$(VENV)/bin/adaattn evaluate --model demo --text opticks --tokens 5120 --cases --html $(DEMO_HTML)
 
 says-how-long:
 	@echo "make demo takes about 4 minutes on 2 CPU cores, 1 for the installation, and 2 GB of memory"

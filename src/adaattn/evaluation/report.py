@@ -143,8 +143,8 @@ def comparison_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
     return [
         (
             item.name,
-            f"{item.ours_ms:.3g} ms",
-            "not run" if item.peer_ms is None else f"{item.peer_ms:.3g} ms",
+            _milliseconds(item.ours_ms),
+            "not run" if item.peer_ms is None else _milliseconds(item.peer_ms),
             _times(item),
             _megabytes(item.ours_bytes),
             # Of a peer that was not run it is a lower bound.
@@ -212,6 +212,10 @@ def _times(item: Comparison) -> str:
     if ratio > 1 + _NOTICEABLE:
         return f"{ratio:.1f}x faster" if ratio >= 1 + _ROUNDED else f"{ratio:.2f}x faster"
     return f"{ratio:.2f}x: slower" if ratio < 1 - _NOTICEABLE else "as fast"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
 
 
 def _megabytes(count: int | None) -> str:

@@ -32,6 +32,7 @@ NEARLY = replace(FASTER, name="nearly", ours_ms=30.2, ours_bytes=None, peer_byte
 NOT_RUN = replace(
     FASTER,
     name="[long]",
+    ours_ms=1234.5,
     peer_ms=None,
     peer_bytes=1_100_000_000,
     error=None,
@@ -57,7 +58,7 @@ def test_rows_say_who_was_faster_and_what_was_not_run(result: EvaluationResult) 
     assert rows["bias"] == ("40 ms", "32 ms", "0.80x: slower", *measured)
     assert rows["level"][2] == "as fast"
     assert rows["nearly"][2:5] == ("1.06x faster", "unknown", "unknown")
-    assert rows["[long]"][1:6] == ("not run", "", "5 MB", "over 1100 MB", "")
+    assert rows["[long]"][:6] == ("1234 ms", "not run", "", "5 MB", "over 1100 MB", "")
 
 
 def test_lines_say_what_was_compared_and_why_something_was_not(result: EvaluationResult) -> None:
