@@ -53,9 +53,13 @@ def evaluate(
     stride: Annotated[int, typer.Option(help="Tokens by which windows advance.")] = 1024,
     policies: Annotated[
         str, typer.Option(help="Presets, error budgets or policy files, with commas between.")
-    ] = "quality,balanced,speed",
+    ] = "balanced,speed",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    cases: Annotated[
+        bool,
+        typer.Option("--cases/--no-cases", help="Compare single attention problems with PyTorch."),
+    ] = False,
     json: Json = None,
     html: Annotated[
         Path | None, typer.Option(help="Write one self-contained page with plots.")
@@ -77,6 +81,7 @@ def evaluate(
                 policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
                 device=device,
                 dtype=dtype,
+                cases=cases,
             ),
             json_path=json,
             html_path=html,

@@ -31,7 +31,11 @@ _STAGES = {
     "check": "checking its checksums",
     "load": "loading the model",
     "evaluate": "evaluating",
+    "compare": "comparing with PyTorch",
 }
+_GOES_ON = {"compare": "evaluate"}
+"""Stages that count on from another, whose time left is then that of both."""
+
 _LINE_EVERY_S = 10.0
 _MIN_WIDTH = 100
 
@@ -97,12 +101,13 @@ def _on_bar(progress: Progress) -> Callable[[str, int, int], None]:
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
+        words, key = _STAGES.get(stage, stage), _GOES_ON.get(stage, stage)
+        if key not in tasks:
             for task in tasks.values():
                 progress.remove_task(task)
             tasks.clear()
-            tasks[stage] = progress.add_task(_STAGES.get(stage, stage), total=None)
-        progress.update(tasks[stage], completed=done, total=total or None)
+            tasks[key] = progress.add_task(words, total=None)
+        progress.update(tasks[key], description=words, completed=done, total=total or None)
 
     return report
 
@@ -116,7 +121,7 @@ def _as_lines() -> Callable[[str, int, int], None]:
         nonlocal last
         now = time.monotonic()
         is_new = stage not in began
-        began.setdefault(stage, now)
+        began.setdefault(stage, began.get(_GOES_ON.get(stage, stage), now))
         if not is_new and now - last < _LINE_EVERY_S:
             return
         last = now

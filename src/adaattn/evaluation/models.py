@@ -106,9 +106,12 @@ def load_model(
     source = str(demo_model(progress=progress)) if name == "demo" else name
     if source == name and _looks_like_folder(name) and not Path(name).expanduser().is_dir():
         raise AssetError(expected_got(f"model {name!r}", "a folder", "none there", _MODEL_HINT))
-    with _quiet_transformers(), _model_errors(name):
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        network = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+    is_offline = not Path(source).expanduser().is_dir() and not _hub_answers()
+    with _quiet_transformers(), _model_errors(name, is_offline):
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
+        network = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], local_files_only=is_offline
+        )
         network = network.to(chosen).eval()
     layers, head = _split(network, chosen)
     return LanguageModel(
@@ -128,16 +131,36 @@ def choose_device(name: str) -> torch.device:
 _MODEL_HINT = 'use "demo", a Transformers name, or the folder of a causal language model'
 
 
+_OFFLINE_HINT = 'connect to the network (without HF_HUB_OFFLINE), or use "demo" or a folder'
+_HUB_TIMEOUT_S = 5.0
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub can be reached: asked once, where Transformers retries for minutes."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except Exception:  # noqa: BLE001 - each version of the hub's client has errors of its own
+        return False
+    return True
+
+
 def _looks_like_folder(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @contextlib.contextmanager
-def _model_errors(name: str) -> Iterator[None]:
+def _model_errors(name: str, is_offline: bool) -> Iterator[None]:
     """Turn the many ways a model cannot be loaded into one sentence."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if is_offline and isinstance(error, OSError):
+            expected = "a model in the hub's cache, since the hub cannot be reached"
+            raise AssetError(
+                expected_got(f"model {name!r}", expected, "none there", _OFFLINE_HINT)
+            ) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
         raise AssetError(

@@ -1,9 +1,10 @@
 """An evaluation in words and tables, for a terminal."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from adaattn.errors import ArgumentError, expected_got
-from adaattn.evaluation.results import EvaluationResult, RunResult
+from adaattn.evaluation.results import Comparison, EvaluationResult, RunResult
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,6 +14,8 @@ __all__ = [
     "COST_COLUMNS",
     "NOTICEABLE",
     "QUALITY_COLUMNS",
+    "comparison_lines",
+    "comparison_rows",
     "cost_rows",
     "headline",
     "method_lines",
@@ -41,9 +44,22 @@ COST_COLUMNS = (
 )
 """Times are those of the median window."""
 
+COMPARISON_COLUMNS = (
+    "problem",
+    "AdaAttn",
+    "PyTorch",
+    "AdaAttn is",
+    "memory",
+    "PyTorch's",
+    "difference",
+)
+
 _MAX_METHODS = 4
 NOTICEABLE = 0.02
 """Ratios of two times closer to 1 than this are within what repeated runs differ by."""
+
+_ROUNDED = 0.1
+"""Ratios nearer to 1 than this are given with another digit."""
 
 _MEGABYTE = 1e6
 
@@ -62,6 +78,12 @@ def print_report(result: EvaluationResult, console: "Console") -> None:
     console.print(_table(COST_COLUMNS, cost_rows(result), "times of the median window"))
     for line in method_lines(result):
         console.print(escape(line), highlight=False)
+    if result.comparisons:
+        caption = "Single problems beside PyTorch: median times, and the memory that a call adds"
+        console.print()
+        console.print(_table(COMPARISON_COLUMNS, comparison_rows(result), caption))
+        for line in comparison_lines(result):
+            console.print(escape(line), highlight=False)
     console.print()
     console.print(escape(verdict(result)), highlight=False)
 
@@ -120,6 +142,32 @@ def method_lines(result: EvaluationResult) -> list[str]:
     return lines
 
 
+def comparison_rows(result: EvaluationResult) -> list[tuple[str, ...]]:
+    """Return one row for each single problem: both sides' times and memory."""
+    return [
+        (
+            item.name,
+            _milliseconds(item.ours_ms),
+            "not run" if item.peer_ms is None else _milliseconds(item.peer_ms),
+            _times(item),
+            _megabytes(item.ours_bytes),
+            # Of a peer that was not run it is a lower bound.
+            ("over " if item.error is None else "") + _megabytes(item.peer_bytes),
+            "" if item.error is None else f"{item.error:.1e}",
+        )
+        for item in result.comparisons
+    ]
+
+
+def comparison_lines(result: EvaluationResult) -> list[str]:
+    """Return one line for each single problem: its sizes, and what ran on both sides."""
+    return [
+        f"{item.name}: {item.detail}; AdaAttn: {item.chosen}; PyTorch: {item.peer}"
+        + (f"; not compared: {item.why_not}" if item.why_not else "")
+        for item in result.comparisons
+    ]
+
+
 def verdict(result: EvaluationResult) -> str:
     """Return one paragraph in plain words: is exact exact, and what did each policy buy."""
     exact = _exact(result)
@@ -130,6 +178,8 @@ def verdict(result: EvaluationResult) -> str:
     for run in result.runs:
         if run.error_budget is not None and run is not exact:
             sentences += _judge(run, exact)
+    if result.comparisons:
+        sentences.append(_compared(result.comparisons))
     return " ".join(sentences)
 
 
@@ -144,6 +194,49 @@ def spreads_overlap(run: RunResult, other: RunResult) -> bool:
         return True
     first = max(run.attention_ms_low, other.attention_ms_low)
     return first <= min(run.attention_ms_high, other.attention_ms_high)
+
+
+def _compared(comparisons: Sequence[Comparison]) -> str:
+    """Return what single problems took, beside PyTorch: the faster, the others by name."""
+    ratios = {item.name: _speedup(item) for item in comparisons}
+    faster = sorted(r for r in ratios.values() if r is not None and r > 1 + NOTICEABLE)
+    text = f"Of {len(ratios)} single problems, AdaAttn computed {len(faster)} faster than PyTorch"
+    if faster:
+        most = f" to {faster[-1]:.1f}" if len(faster) > 1 else ""
+        text += f", {faster[0]:.1f}{most} times as fast"
+    known = [(name, ratio) for name, ratio in ratios.items() if ratio is not None]
+    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in known if ratio < 1 - NOTICEABLE]
+    level = [name for name, ratio in known if abs(ratio - 1) <= NOTICEABLE]
+    missing = [name for name, ratio in ratios.items() if ratio is None]
+    for words, names in (
+        ("slower", slower),
+        ("as fast", level),
+        ("by AdaAttn alone", missing),
+    ):
+        text += f"; {words}: {', '.join(names)}" if names else ""
+    return f"{text}."
+
+
+def _speedup(item: Comparison) -> float | None:
+    return None if item.peer_ms is None else item.peer_ms / item.ours_ms
+
+
+def _times(item: Comparison) -> str:
+    """Return how many times as fast AdaAttn was, in words."""
+    ratio = _speedup(item)
+    if ratio is None:
+        return ""
+    if ratio > 1 + NOTICEABLE:
+        return f"{ratio:.1f}x faster" if ratio >= 1 + _ROUNDED else f"{ratio:.2f}x faster"
+    return f"{ratio:.2f}x: slower" if ratio < 1 - NOTICEABLE else "as fast"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _megabytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / _MEGABYTE:.0f} MB"
 
 
 def _judge(run: RunResult, exact: RunResult) -> list[str]:

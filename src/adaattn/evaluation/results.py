@@ -87,13 +87,14 @@ class Comparison:
         peer: what a PyTorch user writes for it.
         chosen: label of what AdaAttn ran.
         ours_ms: median time of a call.
-        peer_ms: the same of the peer, in turns with ours; None where it was not run.
-        ours_bytes: most memory that a call added, its output included; None where it cannot be
-            measured.
-        peer_bytes: the same of the peer; where it was not run, what it would need at least.
+        peer_ms: the same of the peer, in turns with ours; None where it was not timed.
+        ours_bytes: most memory that a first call added, output and what it keeps for later calls
+            included; None where it cannot be measured.
+        peer_bytes: the same of the peer, with the mask that was made for it; where it was not
+            run, what it would need at least.
         error: largest absolute difference of the two outputs, over the largest absolute value;
             None where the peer was not run.
-        why_not: why the peer was not run; "" where it was.
+        why_not: why the peer was not timed; "" where it was.
     """
 
     name: str

@@ -141,7 +141,8 @@ def unpack_int4(packed: torch.Tensor, size: int) -> torch.Tensor:
         ShapeError: ``packed`` does not hold that many.
     """
     if packed.shape[-1] != -(-size // 2):
-        expected = f"{-(-size // 2)} bytes for {size} codes"
+        count = -(-size // 2)
+        expected = f"{count} {'byte' if count == 1 else 'bytes'} for {size} codes"
         raise ShapeError(expected_got("last dimension of packed", expected, packed.shape[-1]))
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :size]
     # Moves the sign bit of four bits to that of eight.

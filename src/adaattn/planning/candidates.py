@@ -332,4 +332,4 @@ def _size(count: float) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.4g} {name}"
-    return f"{count:g} bytes"
+    return f"{count:g} byte" if count == 1 else f"{count:g} bytes"

@@ -322,7 +322,7 @@ class TestPolicies:
     def test_a_memory_budget_that_nothing_keeps_is_an_error_with_the_trace(self) -> None:
         with pytest.raises(PlanError, match="raise the memory budget") as caught:
             attend(*draw(), policy=Policy(memory_budget_bytes=1))
-        refused = "sdpa.math/fp32: expected at most 1 bytes of workspace, got "
+        refused = "sdpa.math/fp32: expected at most 1 byte of workspace, got "
         assert any(line.startswith(refused) for line in caught.value.trace)
 
     def test_a_memory_budget_is_kept_by_smaller_chunks(self) -> None:

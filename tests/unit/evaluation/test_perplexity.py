@@ -255,3 +255,28 @@ def test_policies_may_be_files(request_: EvaluationRequest, tmp_path: Path) -> N
     save_policy(Policy(name="mine", error_budget=0.1, methods=(Method.EXACT,)), path)
     found = evaluate(replace(request_, policies=(str(path),)))
     assert found.run("mine").error_budget == 0.1
+
+
+def test_an_unknown_model_without_a_network_fails_at_once_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transformers tried for three quarters of a minute, a dozen lines of warnings long."""
+    import huggingface_hub
+
+    class Unreachable:
+        asked = 0
+
+        def head(self, url: str, *, timeout: float) -> None:
+            self.asked += 1
+            raise OSError(f"{url} cannot be resolved in {timeout} s")
+
+    session = Unreachable()
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
+    with pytest.raises(AssetError) as caught:
+        load_model("no-such/model", device="cpu")
+    assert session.asked == 1
+    assert str(caught.value) == (
+        "model 'no-such/model': expected a model in the hub's cache, since the hub cannot be "
+        "reached, got none there; connect to the network (without HF_HUB_OFFLINE), or use "
+        '"demo" or a folder'
+    )

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaattn.hardware import free_memory_bytes, memory, peak_memory, peak_so_far
+from adaattn.hardware import (
+    free_memory_bytes,
+    memory,
+    peak_memory,
+    peak_so_far,
+    return_freed_memory,
+)
 from adaattn.hardware.memory import host_memory_bytes
 
 
@@ -187,3 +193,26 @@ def test_the_peak_so_far_is_unknown_where_the_system_does_not_tell(
 def test_the_peak_so_far_of_a_gpu_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
     assert peak_so_far("cuda") == 350
+
+
+def test_freed_memory_goes_back_to_the_system_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+
+    class Library:
+        malloc_trim = trimmed.append
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: Library)
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    return_freed_memory()
+    assert trimmed == [0]
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    return_freed_memory()
+    assert trimmed == [0]
+
+
+def test_a_library_that_cannot_give_memory_back_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    return_freed_memory()

@@ -372,5 +372,7 @@ def test_bad_arguments_are_refused_with_a_sentence() -> None:
         hadamard_rotate(torch.ones(2, 12))
     with pytest.raises(ShapeError, match="last dimension of packed: expected 2 bytes for 3"):
         unpack_int4(torch.zeros(1, 1, dtype=torch.uint8), 3)
+    with pytest.raises(ShapeError, match="expected 1 byte for 2 codes, got 2"):
+        unpack_int4(torch.zeros(1, 2, dtype=torch.uint8), 2)
     with pytest.raises(ShapeError, match=r"tensor: expected shape \(3, 4\), got \(4, 3\)"):
         quantization_error(tensor.T, quantize(tensor, Precision.INT8))

@@ -182,6 +182,7 @@ def test_sparse_candidates_name_their_block_and_chunked_ones_their_rows() -> Non
     ("budget", "refusal"),
     [
         (0, "expected at most 0 bytes of workspace, got 64.02 MiB"),
+        (1, "expected at most 1 byte of workspace, got 64.02 MiB"),
         (100, "expected at most 100 bytes of workspace, got 64.02 MiB"),
         (5 << 10, "expected at most 5 KiB of workspace, got 64.02 MiB"),
         (3 << 20, "expected at most 3 MiB of workspace, got 64.02 MiB"),
