@@ -3,7 +3,8 @@
 import math
 from typing import Final
 
-from adaattn.backends.masked import is_plain
+from adaattn.backends.masked import is_plain, sliding_columns
+from adaattn.backends.tiles import CPU_BYTES
 from adaattn.spec import AttentionProblem, Precision, Scheme
 
 __all__ = ["choose_chunk_rows", "is_fused", "row_bytes"]
@@ -42,6 +43,9 @@ _AGAIN: Final = 4.5 / 3.5
 _WORTH_CUTTING: Final = 0.9
 """Share of what one chunk takes below which several must be: short ones run at a lower rate."""
 
+_SHARING_ROWS: Final = 128
+"""See `_sharing_a_tile`."""
+
 _MIN_ROWS: Final = 16
 """Fewer rows spend their time on launches; only a memory budget asks for less."""
 
@@ -76,7 +80,22 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
         best = min(reversed(sizes), key=lambda size: _products(problem, size), default=most)
         if _products(problem, best) < _WORTH_CUTTING * _products(problem, most):
             most = best
-    return max(most, smallest)
+    return max(_sharing_a_tile(problem, most), smallest)
+
+
+def _sharing_a_tile(problem: AttentionProblem, rows: int) -> int:
+    """Return so few rows of a chunk that all chunks' ALiBi is windows of one kept tile.
+
+    Made anew for each chunk it takes as long as the products. Where that takes fewer than 128
+    rows, it is not to be had.
+    """
+    if not problem.has_alibi or problem.device_type != "cpu" or not is_plain(problem):
+        return rows
+    for fewer in (rows >> shift for shift in range(rows.bit_length())):
+        size = problem.num_heads * fewer * len(sliding_columns(problem, fewer))
+        if size * problem.precision.bits // 8 <= CPU_BYTES:
+            return fewer if fewer >= min(_SHARING_ROWS, rows) else rows
+    return rows
 
 
 def row_bytes(problem: AttentionProblem) -> int:

@@ -79,8 +79,10 @@ CAPABILITIES = (
 )
 
 _Piece = tuple[torch.Tensor, ...]
-_Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
-"""Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
+_Chunk = Callable[[Tensors, AttentionProblem, range, range, int], _Piece]
+"""Computes one tile: its tensors hold the rows and keys of the two ranges, and no others.
+
+The number is how many rows every chunk but the last has."""
 
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
@@ -185,7 +187,7 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     step = min(chunk_rows or length, length)
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
-        columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols))
+        columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols, step))
         return _result(columns, problem.aux)
     spans = [range(start, min(start + step, length)) for start in range(0, length, step)]
     if torch.is_grad_enabled() and problem.requires_grad:
@@ -217,7 +219,7 @@ def _written(
     columns: list[torch.Tensor] = []
     for rows in reversed(spans):
         cols = _keys(problem, rows)
-        piece = chunk(part_of(tensors, rows, cols), problem, rows, cols)
+        piece = chunk(part_of(tensors, rows, cols), problem, rows, cols, len(spans[0]))
         if not columns:
             columns = [
                 item.new_empty((*item.shape[:2], problem.len_q, *item.shape[3:])) for item in piece
@@ -257,7 +259,7 @@ def _differentiable(
             kv=KeysValues(key=_joined(keys, cols), value=_joined(values, cols)).to(query.dtype),
             mask=mask_part(mask, rows, cols),
         )
-        return chunk(tile, problem, rows, cols)
+        return chunk(tile, problem, rows, cols, len(spans[0]))
 
     parts = zip(queries, spans, strict=True)
     if chunk is sdpa_tile and _keeps_little(problem, spans):
@@ -301,8 +303,11 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
     return joined[:, :, cols.start - first * size : cols.stop - first * size]
 
 
-def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
+def _explicit_chunk(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
+) -> _Piece:
     """Return output, log-sum-exp, maximum, entropy and weights of some rows."""
+    del step
     bare = replace(tile, mask=None, alibi_slopes=None)
     numbers = torch.arange(len(rows), device=tile.query.device)
     scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)

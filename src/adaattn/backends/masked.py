@@ -14,13 +14,14 @@ from adaattn.backends.common import hides_nothing, key_range, packed_tile_seen, 
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
 from adaattn.backends.sdpa_call import fused_attention, needs_care, sdpa, sdpa_keywords
-from adaattn.backends.tiles import identity, kept, made_tile, seen_tile, tile_key
+from adaattn.backends.tiles import identity, kept, made_tile, most_bytes, seen_tile, tile_key
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = [
     "is_plain",
     "packed_tile",
     "sdpa_tile",
+    "sliding_columns",
     "tile_masks",
     "whole_packed",
     "whole_tile",
@@ -37,9 +38,17 @@ def is_plain(problem: AttentionProblem) -> bool:
 
 
 def sdpa_tile(
-    tile: Tensors, problem: AttentionProblem, rows: range, cols: range
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return the output of some rows by one SDPA call."""
+    """Return the output of some rows by one SDPA call.
+
+    Args:
+        tile: the tensors of these rows and keys alone.
+        problem: of the whole call.
+        rows: numbers of the query rows.
+        cols: numbers of the keys.
+        step: rows of every chunk but the last.
+    """
     if not cols:
         return _zero_rows(tile)
     query = tile.query
@@ -47,7 +56,7 @@ def sdpa_tile(
         hidden = not hides_nothing(problem, rows, cols)
         mask = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
     elif tile.mask is None:
-        mask = _alibi(tile, problem, rows, cols)
+        mask = _alibi(tile, problem, rows, cols, step)
     else:
         bias, mask = tile_masks(tile, problem, rows, cols)
         if bias is not None:
@@ -88,7 +97,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             grown = replace(problem, len_k=key.shape[2])
             tensors = Tensors.of(query, key, value, alibi_slopes=slopes)
             read = range(*key_range(grown, 0, grown.len_q))
-            return sdpa_tile(part_of(tensors, rows, read), grown, rows, read)[0]
+            return sdpa_tile(part_of(tensors, rows, read), grown, rows, read, len(rows))[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
         nonlocal place, recent
@@ -193,14 +202,42 @@ def packed_tile(
     return kept((known[0], place, stream_of(query)), make, known[1])
 
 
-def _alibi(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> torch.Tensor:
+def _alibi(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
+) -> torch.Tensor:
     """Return ALiBi's bias and what position hides, [B or 1, Hq, R, C] in the query's dtype."""
     slopes, query = tile.alibi_slopes, tile.query
     assert slopes is not None
+    keeps = may_keep(query) and not (slopes.requires_grad and torch.is_grad_enabled())
+    if not keeps:
+        return _bias(slopes, problem, rows, cols, query)
+    columns = slice(None)
+    sliding = sliding_columns(problem, step)
+    size = slopes.numel() * step * len(sliding) * query.element_size()
+    if sliding and size <= most_bytes(query.device):
+        begin = cols.start - rows.start - sliding.start
+        columns = slice(begin, begin + len(cols))
+        rows, cols = range(step), sliding
     make = partial(_bias, slopes, problem, rows, cols)
-    if not may_keep(query) or (slopes.requires_grad and torch.is_grad_enabled()):
-        return make(query)
-    return _kept_bias(slopes, tile_key(problem, rows, cols, query, query.dtype), query, make)
+    bias = _kept_bias(slopes, tile_key(problem, rows, cols, query, query.dtype), query, make)
+    return bias[:, :, : query.shape[2], columns]
+
+
+def sliding_columns(problem: AttentionProblem, step: int) -> range:
+    """Return the columns of a tile of ``step`` rows in which every chunk's bias lies; none for one.
+
+    What ALiBi adds depends on distances alone, so that chunks are windows of one tile, whose row
+    0 stands at row 0 and whose columns begin below key 0. Chunks of a window are alike anyway.
+
+    Args:
+        problem: with ALiBi.
+        step: rows of every chunk but the last.
+    """
+    if step >= problem.len_q or problem.window[0] >= 0 or problem.num_sequences:
+        return range(0)
+    last = (problem.len_q - 1) // step * step
+    seen = step + problem.offset if problem.is_causal else problem.len_k
+    return range(-last, max(seen, 1))
 
 
 def _kept_bias(

@@ -16,10 +16,19 @@ from adaattn.backends.common import visible_tile
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
 from adaattn.spec import AttentionProblem
 
-__all__ = ["forget", "identity", "kept", "made_tile", "seen_tile", "tile_key"]
+__all__ = [
+    "CPU_BYTES",
+    "forget",
+    "identity",
+    "kept",
+    "made_tile",
+    "most_bytes",
+    "seen_tile",
+    "tile_key",
+]
 
 _KEPT_TILES: Final = 64
-_CPU_BYTES: Final = 64 << 20
+CPU_BYTES: Final = 64 << 20
 _GPU_SHARE: Final = 32
 _SMALL_BYTES: Final = 1 << 16
 """Tensors that a tile is made from, and which it keeps alive, are no larger."""
@@ -91,7 +100,7 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
     # Leaving inference mode would turn gradients on: a kept tile has no graph.
     with torch.inference_mode(False), torch.no_grad():
         made = make()
-    limit = _most_bytes(made.device)
+    limit = most_bytes(made.device)
     if made.nbytes > limit:
         return made
     with _LOCK:
@@ -120,10 +129,14 @@ def forget(device: torch.device) -> None:
             del _TILES[key]
 
 
-def _most_bytes(device: torch.device) -> int:
-    """Return the bytes of tiles that are kept on a device."""
+def most_bytes(device: torch.device) -> int:
+    """Return the bytes of tiles that are kept on a device.
+
+    Args:
+        device: a CPU, or a GPU, whose memory is asked.
+    """
     if device.type != "cuda":
-        return _CPU_BYTES
+        return CPU_BYTES
     total: int = torch.cuda.get_device_properties(device).total_memory
     return total // _GPU_SHARE
 

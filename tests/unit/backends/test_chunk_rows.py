@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
+from adaattn.backends.masked import sliding_columns
+from adaattn.backends.tiles import CPU_BYTES
 from adaattn.planning.cost import estimate
 from adaattn.spec import Capability, HeadGroup, Launch, Precision
 from adaattn.testing import fake_facts, make_problem
@@ -78,3 +80,23 @@ def test_a_chunk_fits_every_budget_that_one_row_fits(
     chosen = choose_chunk_rows(problem, budget)
     assert workspace(chosen) <= budget or chosen == 1
     assert chosen == 1024 or 2 * chosen > len_q or workspace(2 * chosen) > budget
+
+
+@pytest.mark.parametrize(
+    ("values", "rows"),
+    [
+        ({"is_causal": True, "len_q": 4096, "len_k": 4096}, 512),
+        ({"is_causal": True, "len_q": 8192, "len_k": 8192}, 256),
+        ({"len_q": 4096, "len_k": 4096}, 256),
+        ({"len_q": 65536, "len_k": 65536}, 1024),
+    ],
+    ids=["causal", "longer", "not causal", "none is small enough"],
+)
+def test_chunks_of_alibi_on_a_cpu_share_a_tile_where_it_is_small_enough(
+    values: dict[str, int | bool], rows: int
+) -> None:
+    problem = make_problem(has_alibi=True, num_heads=8, num_kv_heads=8, head_dim=64, **values)
+    found = choose_chunk_rows(problem, None)
+    assert found <= rows
+    columns = len(sliding_columns(problem, found))
+    assert (8 * found * columns * 4 <= CPU_BYTES) == (values["len_q"] < 65536)

@@ -206,6 +206,39 @@ def test_a_call_like_one_before_makes_no_mask(name: str, made: list[torch.Tensor
     assert not made
 
 
+SLIDING: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "not causal": {},
+    "more keys": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_k": 77},
+    "fewer keys": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_k": 21},
+    "top left": {"is_causal": True, "len_k": 77},
+    "few keys": {"len_k": 5},
+    "dilated": {"is_causal": True, "dilation": 3},
+}
+
+
+@pytest.mark.parametrize("values", SLIDING.values(), ids=SLIDING)
+@pytest.mark.parametrize("rows", [8, 16, 32])
+def test_the_chunks_of_alibi_are_windows_of_one_tile(rows: int, values: dict[str, Any]) -> None:
+    """Made anew for each chunk the bias took as long as the products."""
+    problem = make_problem(has_alibi=True, **({"len_q": 43, "len_k": 43} | values))
+    check(problem, rows)
+    first = len(tiles._TILES)
+    check(problem, rows)
+    assert 0 < first == len(tiles._TILES) <= 2, "the bias, and what position hides in it"
+
+
+def test_a_bias_too_large_for_one_tile_is_made_for_each_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "CPU_BYTES", 1)
+    problem = make_problem(has_alibi=True, is_causal=True, len_q=43, len_k=43)
+    tensors = make_tensors(problem, seed=3)
+    assert torch.equal(run(tensors, problem, 43).output, run(tensors, problem, 43).output)
+    check(problem, 16)
+    assert not tiles._TILES
+
+
 def test_chunks_at_equal_distances_share_a_mask(made: list[torch.Tensor]) -> None:
     problem = make_problem(window=(16, 0), is_causal=True, len_q=16 * 20)
     run(make_tensors(problem), problem, 16)
@@ -286,7 +319,7 @@ def test_one_chunk_with_a_kept_mask_is_one_kernel() -> None:
 
 
 def test_kept_masks_keep_to_their_bytes_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_CPU_BYTES", 40_000)
+    monkeypatch.setattr(tiles, "CPU_BYTES", 40_000)
     monkeypatch.setattr(tiles, "_KEPT_TILES", 5)
     for width in range(1, 12):
         for length in (24, 64, 200):  # the last is too large to keep
@@ -297,7 +330,7 @@ def test_kept_masks_keep_to_their_bytes_and_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tile_too_large_to_keep_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_CPU_BYTES", 40_000)
+    monkeypatch.setattr(tiles, "CPU_BYTES", 40_000)
     small = make_problem(window=(3, 0), len_q=24)
     run(make_tensors(small), small, 0)
     large = make_problem(window=(3, 0), len_q=200)
