@@ -151,6 +151,16 @@ def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
         remove_sink(token)
 
 
+@contextlib.contextmanager
+def no_events() -> Iterator[None]:
+    """Send no event from inside the ``with`` block: what runs there is nobody's call."""
+    token = _SINKS.set(())
+    try:
+        yield
+    finally:
+        _SINKS.reset(token)
+
+
 def add_sink(sink: Sink, *, timing: bool = False) -> contextvars.Token[Any]:
     """Send events to a sink until its token is given to `remove_sink`; without a ``with``."""
     return _SINKS.set((*listeners(), (sink, timing)))

@@ -272,7 +272,9 @@ def test_the_comparison_notices_a_small_change_of_attention(
 
     with torch.no_grad():
         exact, yardstick = oracle(model, lambda m: m(tokens).logits), model(tokens).logits
-        monkeypatch.setattr("adaattn.integrations.transformers.scaled_dot_product_attention", wrong)
+        monkeypatch.setattr(
+            "adaattn.integrations._transformers_attention.scaled_dot_product_attention", wrong
+        )
         model.set_attn_implementation("adaattn")
         actual = model(tokens).logits
     assert compare(actual, exact, yardstick, summands=SUMMANDS).problems

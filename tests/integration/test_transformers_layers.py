@@ -1,5 +1,6 @@
 """The parts of the Transformers integration: the mask function and one layer's call."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,18 +144,27 @@ def test_patterns_without_padding_take_no_boolean_mask(name: str) -> None:
     assert not mask.is_dense
 
 
-def test_a_mask_is_made_once_until_somebody_computes_with_it() -> None:
-    """What is computed with may be written to; the next forward pass gets another."""
+def test_a_mask_is_made_once_unless_somebody_holds_it_or_computed_with_it() -> None:
+    """What is held, by another thread say, or was computed with, may be written to."""
     request = {"batch_size": 2, "q_length": 5, "kv_length": 5, "mask_function": _causal()}
-    first = make_mask(**request)
-    assert make_mask(**request) is first
-    assert make_mask(**{**request, "batch_size": 3}) is not first
+    made = []
+    for other in ({}, {}, {"batch_size": 3}):
+        mask = make_mask(**{**request, **other})
+        made.append(weakref.ref(mask))
+        del mask
+    assert made[0]() is made[1]() is not made[2]()
     with torch.inference_mode():
-        assert make_mask(**request) is not first
-    first.logical_not_()
-    second = make_mask(**request)
-    assert second is not first
-    assert torch.equal(second.materialise(), ~first.materialise())
+        assert make_mask(**request) is not made[0]()
+    held = make_mask(**request)
+    assert held is made[0]()
+    assert make_mask(**request) is not held
+    held[..., 0] = False
+    fresh = make_mask(**request)
+    assert fresh.materialise()[..., 0].all()
+    assert not held.materialise()[..., 0].any()
+    before = weakref.ref(fresh)
+    del fresh
+    assert make_mask(**request) is not before(), "it was computed with"
 
 
 def test_only_one_query_goes_without_a_mask() -> None:

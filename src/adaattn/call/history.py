@@ -20,7 +20,10 @@ from adaattn.spec import (
     Variant,
 )
 
-__all__ = ["Entry", "History", "Served", "is_recomputing"]
+__all__ = ["Entry", "History", "Served", "Watch", "is_recomputing"]
+
+Watch = Callable[[AttentionEvent, int], None]
+"""Takes an event and how many calls were like it."""
 
 _PROBLEMS: Final = 256
 """Problems and layers that are remembered, the least recent forgotten first."""
@@ -84,8 +87,8 @@ class History:
 
     Attributes:
         resets: how often it has forgotten everything.
-        watch: takes the event of each call that may lose something, and is asked for nothing else.
-            Exact calls are counted by `serve`; both together are all calls.
+        watch: takes the events of calls that may lose something; exact ones are counted by
+            `serve`.
         may_be_recomputed: gradients are not followed in this call, and may be wanted of a
             recomputation, as in the forward pass of a reentrant checkpoint.
     """
@@ -102,8 +105,9 @@ class History:
         self.measure_every = measure_every
         self.momentum = momentum
         self.may_be_recomputed = False
-        self.watch: Callable[[AttentionEvent, int], None] | None = None
+        self.watch: Watch | None = None
         self._served: dict[int, Served] = {}
+        self._finished: deque[Served] = deque()
         self.resets = 0
         self.reset()
 
@@ -137,6 +141,7 @@ class History:
             owner: what counts; garbage collection tells when it has stopped.
             event: what each of the calls is.
         """
+        self._take_in()
         tag = event.tag or ("" if event.layer < 0 else f"layer{event.layer}")
         served = Served(replace(event, tag=tag))
         self._served[id(served)] = served
@@ -144,12 +149,20 @@ class History:
         return served
 
     def _gone(self, served: "Served") -> None:
-        """Hand over what a counter has counted."""
-        if self._served.pop(id(served), None) is not None and self.watch and served.calls:
-            self.watch(served.event, served.calls)
+        """Note that a counter has stopped; garbage collection runs anywhere, and does no more."""
+        if self._served.pop(id(served), None) is not None:
+            self._finished.append(served)
+
+    def _take_in(self) -> None:
+        """Hand over what counters had counted that have stopped."""
+        while self._finished:
+            served = self._finished.popleft()
+            if self.watch is not None and served.calls:
+                self.watch(served.event, served.calls)
 
     def served(self) -> Iterator["Served"]:
-        """Yield the counters of calls that are all alike."""
+        """Yield the counters of calls that are all alike; those that stopped go to `watch`."""
+        self._take_in()
         yield from list(self._served.values())
 
     def keep(self, mark: object, decision: Decision) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -13,6 +12,7 @@ from adaattn._events import AttentionEvent, emit, listeners
 from adaattn.backends import capabilities, capability_named, execute, forget_tiles
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
+from adaattn.call.history import Watch
 from adaattn.errors import (
     ArgumentError,
     ExecutorError,
@@ -23,10 +23,7 @@ from adaattn.errors import (
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy, Scheme
 
-__all__ = ["GIVEN", "Watch", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
-
-Watch = Callable[[AttentionEvent, int], None]
-"""Takes an event and how many calls were like it."""
+__all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")

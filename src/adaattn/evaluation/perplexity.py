@@ -10,11 +10,9 @@ Not covered: batches, padding, encoders, and models spread over several devices.
 
 import contextlib
 import itertools
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,12 +27,11 @@ from adaattn.evaluation.corpus import load_text
 from adaattn.evaluation.ledger import Ledger
 from adaattn.evaluation.metrics import (
     compare_logits,
-    paired_summary,
-    quartiles,
     token_losses,
 )
 from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
-from adaattn.evaluation.results import EvaluationResult, RunResult
+from adaattn.evaluation.results import EvaluationResult
+from adaattn.evaluation.run import Run, finished
 from adaattn.evaluation.windows import Window, sliding_windows
 from adaattn.hardware import peak_memory, probe, return_freed_memory
 from adaattn.integrations.transformers import register
@@ -49,8 +46,6 @@ _EXACT = "exact"
 # Logits alive at once: 67 MB in fp32, and about four times that while two runs are compared.
 # Blocks of more than 32 MiB glibc gives back when they are freed; of smaller ones it kept 2 GB.
 _CHUNK_LOGITS = 1 << 24
-# Points of the plot by position.
-_POSITION_BINS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +84,6 @@ class EvaluationRequest:
         sliding_windows(self.tokens, self.window, self.stride)
         if self.dtype not in DTYPES:
             raise ArgumentError(expected_got("dtype", f"one of {', '.join(DTYPES)}", self.dtype))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """One run while it goes on."""
-
-    name: str
-    implementation: str
-    policy: Policy | None = None
-    clock: AttentionClock
-    ledger: Ledger = field(default_factory=Ledger)
-    is_clocked: bool = False
-    attention_ms: list[float] = field(default_factory=list)
-    forward_ms: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    differences: list[torch.Tensor] = field(default_factory=list)
-    divergences: list[torch.Tensor] = field(default_factory=list)
 
 
 def evaluate(
@@ -181,7 +159,7 @@ def _evaluate_model(request: EvaluationRequest, report: Progress) -> EvaluationR
         scored=len(starts),
         window=request.window,
         stride=request.stride,
-        runs=tuple(_finish(run, losses, starts) for run in runs),
+        runs=tuple(finished(run, losses, starts) for run in runs),
         entropy_bits=entropy,
         seconds=tuple(seconds),
         versions=tuple(sorted(versions().items())),
@@ -239,11 +217,11 @@ def _accepts(model: LanguageModel, implementation: str) -> bool:
     return True
 
 
-def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) -> list[_Run]:
-    runs = [_Run(name=_BASELINE, implementation=baseline, clock=AttentionClock(device))]
+def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) -> list[Run]:
+    runs = [Run(name=_BASELINE, implementation=baseline, clock=AttentionClock(device))]
     for policy in (Policy(name=_EXACT), *policies):
         runs.append(
-            _Run(
+            Run(
                 name=policy.name,
                 implementation=_NAME,
                 policy=policy,
@@ -256,7 +234,7 @@ def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) 
 
 def _warm_up(
     model: LanguageModel,
-    runs: Sequence[_Run],
+    runs: Sequence[Run],
     inputs: torch.Tensor,
     step: Callable[[], None],
 ) -> tuple[tuple[float, ...], ...]:
@@ -285,7 +263,7 @@ def _warm_up(
 
 def _measure(
     model: LanguageModel,
-    runs: list[_Run],
+    runs: list[Run],
     prefix: list[int],
     tokens: list[int],
     windows: Sequence[Window],
@@ -309,7 +287,7 @@ def _measure(
     return torch.cat(losses)
 
 
-def _timed_forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Tensor:
+def _timed_forward(model: LanguageModel, run: Run, inputs: torch.Tensor) -> torch.Tensor:
     """Return what one forward pass gives, and add its time to the run."""
     synchronise: Callable[[], object] = (
         torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
@@ -324,7 +302,7 @@ def _timed_forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> tor
     return hidden
 
 
-def _forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Tensor:
+def _forward(model: LanguageModel, run: Run, inputs: torch.Tensor) -> torch.Tensor:
     model.network.set_attn_implementation(run.implementation)
     with contextlib.ExitStack() as stack:
         run.is_clocked = stack.enter_context(intercepted(run.implementation, run.clock.wrap))
@@ -336,8 +314,8 @@ def _forward(model: LanguageModel, run: _Run, inputs: torch.Tensor) -> torch.Ten
 
 def _score(
     model: LanguageModel,
-    exact: _Run,
-    runs: Sequence[_Run],
+    exact: Run,
+    runs: Sequence[Run],
     rows: dict[str, torch.Tensor],
     targets: torch.Tensor,
 ) -> torch.Tensor:
@@ -358,53 +336,3 @@ def _score(
 
 def _tensor(model: LanguageModel, prefix: list[int], tokens: list[int]) -> torch.Tensor:
     return torch.tensor([prefix + tokens], device=model.device)
-
-
-def _finish(run: _Run, exact_losses: torch.Tensor, positions: Sequence[int]) -> RunResult:
-    """Return the frozen result of one run."""
-    nothing = torch.zeros_like(exact_losses)
-    differences = torch.cat(run.differences) if run.differences else nothing
-    divergences = torch.cat(run.divergences) if run.divergences else nothing
-    mean, error, absolute = paired_summary(differences)
-    divergence, divergence_error, _ = paired_summary(divergences)
-    low, median, high = quartiles(run.attention_ms) if run.is_clocked else (None, None, None)
-    loss = float(exact_losses.mean()) + mean
-    summary = run.ledger.summary()
-    return RunResult(
-        name=run.name,
-        implementation="adaattn" if run.policy is not None else run.implementation,
-        error_budget=None if run.policy is None else run.policy.error_budget,
-        loss=loss,
-        perplexity=math.exp(loss),
-        loss_difference=mean,
-        loss_difference_error=error,
-        mean_absolute_difference=absolute,
-        divergence=divergence,
-        divergence_error=divergence_error,
-        max_divergence=float(divergences.max()),
-        attention_ms=median,
-        attention_ms_low=low,
-        attention_ms_high=high,
-        forward_ms=statistics.median(run.forward_ms),
-        peak_bytes=run.peak_bytes,
-        workspace_bytes=summary.workspace_bytes,
-        methods=summary.methods,
-        approximated=summary.approximated,
-        mean_output_error=summary.mean_error,
-        max_output_error=summary.max_error,
-        fallbacks=summary.fallbacks,
-        chosen=summary.chosen,
-        decisions=summary.decisions,
-        refusals=summary.refusals,
-        difference_by_position=_bins(differences, positions),
-        token_differences=tuple(differences.tolist()),
-    )
-
-
-def _bins(differences: torch.Tensor, positions: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return the mean difference of equal stretches of the text."""
-    size = max(1, -(-differences.numel() // _POSITION_BINS))
-    return tuple(
-        (positions[begin], float(differences[begin : begin + size].mean()))
-        for begin in range(0, differences.numel(), size)
-    )

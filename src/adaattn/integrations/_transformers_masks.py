@@ -11,10 +11,11 @@ else boolean. Whatever is not recognised, and every mask with padding, is left t
 Architectures that never call the attention function are refused.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_map
@@ -192,16 +193,21 @@ def _mask_of(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> StructuredMask:
-    """Return the mask of a structure: the last one like it, while nobody has computed with it."""
+    """Return the mask of a structure: the last one like it, if nobody holds or has changed it."""
     if structure.starts is not None:
         return StructuredMask(structure, shape, device, dtype)
     like = (structure, shape, device, dtype, torch.is_inference_mode_enabled())
-    mask = _UNTOUCHED.get(like)
-    if mask is None or mask.is_dense:
+    mask = _UNTOUCHED.pop(like, None)  # another thread makes its own meanwhile
+    if mask is None or mask.is_dense or sys.getrefcount(mask) > _OWN_REFERENCES:
         if len(_UNTOUCHED) >= _KEPT:
             _UNTOUCHED.clear()
-        mask = _UNTOUCHED[like] = StructuredMask(structure, shape, device, dtype)
+        mask = StructuredMask(structure, shape, device, dtype)
+    _UNTOUCHED[like] = mask
     return mask
+
+
+_OWN_REFERENCES: Final = 2
+"""A variable's, and that of the call which counts them."""
 
 
 _KEPT = 64

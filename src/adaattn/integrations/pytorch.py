@@ -21,7 +21,7 @@ from adaattn.functional import scaled_dot_product_attention
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
 
-__all__ = ["SdpaPatch", "patch_sdpa", "sdpa_like"]
+__all__ = ["SdpaPatch", "is_sdpa", "patch_sdpa", "sdpa_like"]
 
 _NAME: Final = "scaled_dot_product_attention"
 _KEYWORDS: Final = frozenset({"scale", "enable_gqa"})
@@ -107,6 +107,15 @@ def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
     _ACTIVE.append(made)
     _put(made._function, instead_of=before)
     return made
+
+
+def is_sdpa(thing: object) -> bool:
+    """Return whether something is PyTorch's attention function, or stands in its place.
+
+    Args:
+        thing: anything.
+    """
+    return thing is sdpa or any(thing is patch._function for patch in _ACTIVE)
 
 
 def sdpa_like(

@@ -101,7 +101,9 @@ class Decision:
         """
         here = [entry for entry in self.trace if entry.why is not Why.ELSEWHERE]
         here.sort(key=lambda entry: math.inf if entry.time_ms is None else entry.time_ms)
-        lines = _shared(here, lambda entry: (entry.executor, entry.why))
+        lines = _shared(
+            here, lambda entry: entry.candidate if entry.accepted else (entry.executor, entry.why)
+        )
         elsewhere = dict.fromkeys(e.executor for e in self.trace if e.why is Why.ELSEWHERE)
         if elsewhere:
             lines.append((False, "elsewhere", f"{', '.join(elsewhere)}: {_ELSEWHERE}"))

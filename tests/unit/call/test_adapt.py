@@ -90,6 +90,22 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[TensorStats]:
     return found
 
 
+def test_who_watches_a_history_gets_every_call_once() -> None:
+    """Calls that may lose something come with their errors, exact ones are counted."""
+    history, found = History(), AttentionStatistics()
+    history.watch = found.record
+    tensors = draw()
+    for _ in range(5):
+        attend(*tensors, policy=LOSSY, history=history, layer=3)
+    for _ in range(4):
+        attend(*tensors, history=history, layer=3)
+    served = list(history.served())
+    assert sum(counter.calls for counter in served) + found["calls"] == 9
+    assert found["approximate_calls"] > 0
+    assert found["max_audited_error"] is not None
+    assert {counter.event.tag for counter in served} == {"layer3"}
+
+
 @pytest.mark.parametrize("history", [None, History()], ids=["the process's", "one's own"])
 class TestFreshNumbers:
     """A call whose numbers are known measures nothing, whosever history it is."""

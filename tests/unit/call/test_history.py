@@ -1,6 +1,7 @@
 """What calls teach, as values: averages, barred heads, entries, plans to follow again."""
 
 import copy
+import gc
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from adaattn import AttentionProblem, HeadGroup, History, Policy
+from adaattn import AttentionEvent, AttentionProblem, HeadGroup, History, Policy
 from adaattn.call.history import Entry, is_recomputing, running_stats
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import Decision, Plan, Precision, TensorStats
@@ -272,3 +273,33 @@ def test_numbers_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         History(**options)
+
+
+class Owner:
+    """Counts something, and is gone one day."""
+
+
+def test_what_a_counter_counted_is_handed_over_once_its_owner_is_gone() -> None:
+    """Garbage collection may run inside the watcher itself, and must not call it there."""
+    history, seen = History(), []
+
+    def watch(event: AttentionEvent, calls: int) -> None:
+        gc.collect()
+        seen.append((event.tag, calls))
+
+    history.watch = watch
+    owners = [Owner() for _ in range(3)]
+    plan = Plan(groups=(HeadGroup(capability="reference"),), num_heads=PROBLEM.num_heads)
+    for number, owner in enumerate(owners):
+        event = AttentionEvent(
+            problem=PROBLEM, decision=Decision(plan=plan), workspace_bytes=0, layer=number
+        )
+        history.serve(owner, event).calls = number + 1
+    owners[0].cycle = owners[0]  # type: ignore[attr-defined]
+    del owners[:2], owner
+    gc.collect()
+    assert not seen
+    assert [counter.calls for counter in history.served()] == [3]
+    assert sorted(seen) == [("layer0", 1), ("layer1", 2)]
+    assert [counter.calls for counter in history.served()] == [3]
+    assert len(seen) == 2

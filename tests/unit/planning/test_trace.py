@@ -232,3 +232,16 @@ def test_candidates_of_one_executor_with_one_reason_share_an_explained_line() ->
         "  - low_rank/fp32 rank=8 and 1 more  no",
         "  - low_rank/fp32 rank=32            too much",
     ]
+
+
+def test_a_plan_of_two_kinds_of_one_executor_prints_both() -> None:
+    other = replace(LOW, group=replace(LOW.group, method=LowRank(rank=16)))
+    entries = trace_of([EXACT, LOW, other], [LOW, LOW, other, other], EXACT, WHY)
+    accepted = [
+        line for line in str(Decision(plan=PLAN, trace=entries)).splitlines() if "+" in line
+    ]
+    assert len(accepted) == 2
+    assert "heads 0-1" in accepted[0] and "heads 2-3" in accepted[1]
+
+
+PLAN = Plan(groups=(EXACT.group,), num_heads=NUM_HEADS)

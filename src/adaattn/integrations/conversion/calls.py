@@ -1,62 +1,64 @@
-"""A function of foreign code, with our attention wherever it calls PyTorch's by name.
+"""Functions of foreign code, with our attention wherever they call PyTorch's by name.
 
-The clone shares code, defaults and closure with the original. Only what the names
-``F``, ``torch`` or ``scaled_dot_product_attention`` stand for in it is different, and what
-``dispatch_attention_fn`` of diffusers does. Functions that the original calls are not touched.
+A clone shares code, defaults and closure with the original. Only what ``torch``, ``F`` or the
+function's own name stand for in it is different, and what ``dispatch_attention_fn`` of diffusers
+does. The other globals are those of the moment at which it was made. Functions that the original
+calls are not touched.
 """
 
 import dis
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
 from adaattn.integrations.conversion.change import Attend
+from adaattn.integrations.pytorch import is_sdpa
 
-__all__ = ["calls_attention", "with_attention"]
+__all__ = ["calling_methods", "with_attention"]
 
 _SDPA: Final = "scaled_dot_product_attention"
 _DISPATCH: Final = "dispatch_attention_fn"
+_LOADS: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _NATIVE: Final = "native"
+_AFTER_MASK: Final = ("dropout_p", "is_causal", "scale", "enable_gqa")
+"""What diffusers' dispatcher takes by position after the mask, as PyTorch's function does."""
+
 _Tensor = torch.Tensor
 
 
-def calls_attention(function: object) -> bool:
-    """Return whether a function calls PyTorch's attention, or diffusers' dispatcher, by name.
+def calling_methods(cls: type) -> list[str]:
+    """Return the names of a class's methods that call PyTorch's attention.
+
+    Seen is what the code loads from its globals: ``F.scaled_dot_product_attention``, by any alias
+    of a module, the function itself, or diffusers' dispatcher. A method that a decorator has
+    wrapped is not looked into.
 
     Args:
-        function: anything; what is not written in Python calls nothing.
+        cls: any class.
     """
-    code = getattr(function, "__code__", None)
-    if code is None or not {_SDPA, _DISPATCH}.intersection(code.co_names):
-        return False
-    return not any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(code))
+    found = []
+    for name in dir(cls):
+        method = getattr(cls, name, None)
+        if isinstance(method, types.FunctionType) and _globals_to_exchange(method):
+            found.append(name)
+    return found
 
 
 def with_attention(function: types.FunctionType, attend: Attend) -> types.FunctionType:
     """Return a clone of a function that calls ``attend`` instead of PyTorch's attention.
 
     Args:
-        function: one of which `calls_attention` is true.
+        function: a method of which `calling_methods` tells.
         attend: what it is to call.
     """
-    functional = _overlay(torch.nn.functional, **{_SDPA: attend})
-    nn = _overlay(torch.nn, functional=functional)
-    instead = {
-        id(torch.nn.functional): functional,
-        id(torch.nn): nn,
-        id(torch): _overlay(torch, nn=nn),
-    }
     names = dict(function.__globals__)
-    names.pop("__name__", None)  # by which torch.compile would look names up in the real module
-    for name in function.__code__.co_names:
-        if name == _SDPA and name in names:
-            names[name] = attend
-        elif name == _DISPATCH and name in names:
-            names[name] = _dispatcher(attend, names[name])
-        elif id(names.get(name)) in instead:
-            names[name] = instead[id(names[name])]
+    for name in _globals_to_exchange(function):
+        names[name] = _exchanged(names[name], attend)
+    if "__name__" not in function.__code__.co_names:
+        # By it torch.compile would look names up in the real module.
+        names.pop("__name__", None)
     clone = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
@@ -68,23 +70,79 @@ def with_attention(function: types.FunctionType, attend: Attend) -> types.Functi
     return clone
 
 
+def _globals_to_exchange(function: types.FunctionType) -> set[str]:
+    """Return the global names through which a function reaches attention.
+
+    None for code that writes globals, which a clone would write elsewhere.
+    """
+    found = set()
+    for code in _codes(function.__code__):
+        if not {_SDPA, _DISPATCH}.intersection(code.co_names):
+            continue
+        path: list[str] = []
+        for step in dis.get_instructions(code):
+            if step.opname == "STORE_GLOBAL":
+                return set()
+            if step.opname == "LOAD_GLOBAL":
+                path = [step.argval]
+            elif path and step.opname in _LOADS:
+                path.append(step.argval)
+            else:
+                continue
+            if _is_attention(function.__globals__, path):
+                found.add(path[0])
+    return found
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a function's code and that of the functions inside it, which share its globals."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+def _is_attention(names: dict[str, Any], path: list[str]) -> bool:
+    """Return whether a path of names leads to PyTorch's attention, or to diffusers' dispatcher."""
+    if path[-1] not in (_SDPA, _DISPATCH):
+        return False
+    thing = names.get(path[0])
+    for name in path[1:]:
+        if not isinstance(thing, types.ModuleType):
+            return False
+        thing = getattr(thing, name, None)
+    if path[-1] == _DISPATCH:
+        return len(path) == 1 and getattr(thing, "__module__", "").startswith("diffusers.")
+    return is_sdpa(thing)
+
+
+def _exchanged(thing: Any, attend: Attend) -> Any:
+    """Return what a global name is to stand for: attention, or a module that leads to it."""
+    if is_sdpa(thing):
+        return attend
+    if not isinstance(thing, types.ModuleType):
+        return _dispatcher(attend, thing)
+    functional = _Overlay(torch.nn.functional, {_SDPA: attend})
+    if thing is torch.nn.functional:
+        return functional
+    nn = _Overlay(torch.nn, {"functional": functional})
+    return nn if thing is torch.nn else _Overlay(thing, {"nn": nn, _SDPA: attend})
+
+
 class _Overlay(types.ModuleType):
     """A module with some names of its own; all others are the real one's."""
 
+    def __init__(self, real: types.ModuleType, own: dict[str, object]) -> None:
+        super().__init__(real.__name__)
+        vars(self).update(own, __real__=real)
+
     def __getattr__(self, name: str) -> Any:
-        """Return what the real module makes when it is first asked for it."""
-        return getattr(self.__dict__["__real__"], name)
-
-
-def _overlay(module: types.ModuleType, **names: object) -> types.ModuleType:
-    """Return a module that differs from another in these names."""
-    made = _Overlay(module.__name__)
-    vars(made).update(vars(module), **names, __real__=module)
-    return made
+        """Return what the real module has by a name."""
+        return getattr(vars(self)["__real__"], name)
 
 
 def _dispatcher(attend: Attend, original: Callable[..., _Tensor]) -> Callable[..., _Tensor]:
-    """Return diffusers' dispatcher; what asks for a kernel by name goes there as before."""
+    """Return diffusers' dispatcher; what is to run on another backend goes there as before."""
 
     def dispatch_attention_fn(
         query: _Tensor,
@@ -98,8 +156,8 @@ def _dispatcher(attend: Attend, original: Callable[..., _Tensor]) -> Callable[..
         **keywords: Any,
     ) -> _Tensor:
         """Return attention of q [B, Sq, Hq, D], k [B, Sk, Hkv, D] and v, as [B, Sq, Hq, Dv]."""
-        wants_other = backend is not None and getattr(backend, "value", backend) != _NATIVE
-        if wants_other or attention_kwargs or parallel_config is not None or len(given) > _PLAIN:
+        is_plain = not attention_kwargs and parallel_config is None
+        if not is_plain or len(given) > len(_AFTER_MASK) or not _is_native(backend, original):
             return original(
                 query,
                 key,
@@ -120,7 +178,9 @@ def _dispatcher(attend: Attend, original: Callable[..., _Tensor]) -> Callable[..
     return dispatch_attention_fn
 
 
-_AFTER_MASK: Final = ("dropout_p", "is_causal", "scale", "enable_gqa")
-"""What the dispatcher takes by position after the mask, as PyTorch's function does."""
-
-_PLAIN: Final = len(_AFTER_MASK)
+def _is_native(backend: Any, dispatcher: Callable[..., _Tensor]) -> bool:
+    """Return whether diffusers would call PyTorch's function: named here, or as its default."""
+    if backend is None:
+        registry = getattr(dispatcher, "__globals__", {}).get("_AttentionBackendRegistry")
+        backend = _NATIVE if registry is None else registry.get_active_backend()[0]
+    return bool(getattr(backend, "value", backend) == _NATIVE)

@@ -31,6 +31,9 @@ class Change(Protocol):
         """Make it."""
         ...
 
-    def undo(self) -> None:
-        """Take it back; what was never made, or is undone already, stays as it is."""
+    def undo(self) -> list[str]:
+        """Take it back, and return the names of what somebody else changed since, which stays.
+
+        What was never made, or is undone already, is nothing to do.
+        """
         ...

@@ -24,17 +24,18 @@ from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.integrations.conversion.adapters import (
     AdaptedModule,
     AdaptedProcessor,
-    Adapter,
     Setting,
-    has_own_calls,
+    class_reason,
     is_adapted,
 )
+from adaattn.integrations.conversion.calls import calling_methods
 from adaattn.integrations.conversion.change import Change
+from adaattn.integrations.conversion.comparison import Adapter
 from adaattn.integrations.conversion.implementation import (
     Implementation,
-    attention_layers,
     is_pretrained,
-    reasons_to_leave_model,
+    reads_registry,
+    reasons_against_model,
 )
 from adaattn.integrations.conversion.multihead import (
     Multihead,
@@ -69,13 +70,24 @@ class ConversionReport:
     left: tuple[tuple[str, str], ...]
     _changes: tuple[Change, ...] = field(default=(), repr=False, compare=False)
 
-    def undo(self) -> None:
+    def undo(self) -> tuple[str, ...]:
         """Put back what was replaced, with the parameters that it has by now; twice is harmless.
 
-        What somebody else replaced since stays. A copy of the converted model stays converted.
+        Copies of the converted model stay converted.
+
+        Returns:
+            Names of modules that somebody else replaced or gave another class since: they stay.
         """
+        left: list[str] = []
+        first: BaseException | None = None
         for change in reversed(self._changes):
-            change.undo()
+            try:
+                left += change.undo()
+            except Exception as error:  # noqa: BLE001 - the others are undone all the same
+                first = first or error
+        if first is not None:
+            raise first
+        return tuple(left)
 
     def __str__(self) -> str:
         """Return a line for each attention layer that was found."""
@@ -110,9 +122,10 @@ def convert(
       Encoders make no nested tensors any more; what they return at padded positions is then as
       in training.
     - Models of Hugging Face Transformers get an ``attn_implementation`` of their own.
-    - Modules whose ``forward`` calls ``F.scaled_dot_product_attention`` by name (timm, most
+    - Modules whose methods call ``F.scaled_dot_product_attention`` by name (timm, most
       hand-written models), and processors of diffusers that do or that call its dispatcher, keep
-      their code; that call is ours.
+      their code; that call is ours. Calls in other functions, in decorated methods or by
+      ``super()`` are not seen.
     - Swin and MaxViT of torchvision and Swin of timm have adapters here.
 
     Args:
@@ -151,14 +164,16 @@ def convert(
     return work.finish()
 
 
-def _policy(kind: object, settings: Mapping[str, Any]) -> Policy | str:
-    """Return the policy of what is no module of ours, or why it has none."""
+def _policy(kind: object, settings: Mapping[str, Any]) -> Policy | str | None:
+    """Return the policy of what is no module of ours, None being ambient; or why it has none."""
     if others := sorted(set(settings) - {"policy"}):
         return f"the settings {others} are for torch.nn.MultiheadAttention alone; pass a policy"
-    named = settings.get("policy") or (_POLICIES.get(kind) if isinstance(kind, str) else None)
-    if named is None:
+    if "policy" in settings:
+        named = settings["policy"]
+        return None if named is None else resolve_policy(named)
+    if not isinstance(kind, str) or kind not in _POLICIES:
         return "this kind is for torch.nn.MultiheadAttention alone; pass a policy"
-    return resolve_policy(named)
+    return resolve_policy(_POLICIES[kind])
 
 
 def _checked(adapter: object) -> Mapping[type[nn.Module], Adapter]:
@@ -191,31 +206,36 @@ class _Work:
         model: nn.Module,
         make: type[BaseAttention],
         settings: dict[str, Any],
-        policy: Policy | str,
+        policy: Policy | str | None,
         adapters: Mapping[type[nn.Module], Adapter],
     ) -> None:
         self._model = model
         self._make = make
         self._settings = settings
-        self._policy = policy
+        self._why_not = policy if isinstance(policy, str) else ""
+        self._policy = None if isinstance(policy, str) else policy
         self._adapters = adapters
         self._multihead: dict[nn.Module, BaseAttention] = {}
+        self._names: dict[nn.Module, str] = {}
         self._changes: list[Change] = []
         self._replaced: list[tuple[str, str]] = []
         self._left: list[tuple[str, str]] = []
-        self._done: set[nn.Module] = set()
+        self._models: set[nn.Module] = set()
         self._layers = 0
 
     def look(self) -> None:
         """Decide for each module what to do with it."""
+        reasons: dict[nn.Module, str] = {}
         for name, module in self._model.named_modules():
+            if is_pretrained(module) and module not in self._models:
+                reasons |= self._set_implementation(name, module)
             if type(module) in self._adapters:
                 self._adapt(name, module, self._adapters[type(module)])
             elif isinstance(module, nn.MultiheadAttention):
                 self._replace(name, module)
-            elif is_pretrained(module):
-                self._set_implementation(name, module)
-            elif module not in self._done:
+            elif module in reasons:
+                self._note_layer(name, module, reasons[module])
+            else:
                 self._consider(name, module)
         present = {type(module) for module in self._model.modules()}
         for cls in self._adapters.keys() - present:
@@ -224,20 +244,20 @@ class _Work:
     def finish(self) -> ConversionReport:
         """Make all changes, or none where one fails, and return what was done."""
         if self._multihead:
-            self._changes.append(Multihead(self._model, self._multihead))
-        for number, change in enumerate(self._changes):
-            try:
-                change.apply()
-            except BaseException:
-                for made in reversed(self._changes[: number + 1]):
-                    made.undo()
-                raise
-        return ConversionReport(
+            self._changes.append(Multihead(self._model, self._multihead, self._names))
+        report = ConversionReport(
             model=self._multihead.get(self._model, self._model),
             replaced=tuple(self._replaced),
             left=tuple(self._left),
             _changes=tuple(self._changes),
         )
+        try:
+            for change in self._changes:
+                change.apply()
+        except BaseException:
+            report.undo()
+            raise
+        return report
 
     def _replace(self, name: str, module: nn.MultiheadAttention) -> None:
         """Replace one module of PyTorch's by one of ours."""
@@ -246,24 +266,32 @@ class _Work:
             return
         new = built(self._make, module, self._next(), self._settings)
         self._multihead[module] = new
+        self._names[module] = name
         self._replaced.append((name, f"{type(new).__name__}({new.extra_repr()})"))
 
-    def _set_implementation(self, name: str, model: nn.Module) -> None:
-        """Let a model of Transformers take its attention from here."""
-        if model in self._done:
+    def _set_implementation(self, name: str, model: nn.Module) -> dict[nn.Module, str]:
+        """Let a model of Transformers take its attention from here.
+
+        Returns the layers that this is about, each with why it is left, "" where it is not.
+        """
+        self._models.update(part for part in model.modules() if is_pretrained(part))
+        parts = [part for part in model.modules() if not is_pretrained(part)]
+        readers = [part for part in parts if reads_registry(part)]
+        against = reasons_against_model(model)
+        against += [self._why_not] if self._why_not else []
+        if readers and not against:
+            self._changes.append(Implementation(name, model, self._policy))
+        own = [part for part in parts if type(part).__module__.startswith("transformers.")]
+        layers = readers or [part for part in own if looks_like_attention(part)]
+        return dict.fromkeys(layers, "; ".join(against))
+
+    def _note_layer(self, name: str, layer: nn.Module, reason: str) -> None:
+        """Report a layer of a model of Transformers."""
+        if reason:
+            self._left.append((name, reason))
             return
-        layers = list(attention_layers(model))
-        self._done.update(part for part in model.modules() if not _has_own_way(part))
-        reasons = reasons_to_leave_model(model)
-        if isinstance(self._policy, str):
-            reasons.append(self._policy)
-        where = f"{name}." if name else ""
-        if reasons:
-            self._left += [(where + layer, "; ".join(reasons)) for layer, _ in layers]
-            return
-        self._changes.append(Implementation(model, self._policy))  # type: ignore[arg-type]
-        self._layers += len(layers)
-        self._replaced += [(where + layer, f"{kind}, by its model") for layer, kind in layers]
+        self._layers += 1
+        self._replaced.append((name, f"{type(layer).__name__}, by its model"))
 
     def _consider(self, name: str, module: nn.Module) -> None:
         """Adapt a module that attends by code of its own, or say why not."""
@@ -271,44 +299,44 @@ class _Work:
         processor = getattr(module, "processor", None)
         if known is not None:
             self._adapt(name, module, known)
-        elif has_own_calls(module):
+        elif calling_methods(type(module)):
             self._adapt(name, module, None)
-        elif processor is not None and has_own_calls(processor, "__call__"):
+        elif processor is not None and calling_methods(type(processor)):
             self._adapt_processor(name, module, processor)
         elif looks_like_attention(module):
-            self._left.append((name, _why_left(module)))
+            self._left.append((name, self._reason_to_leave(module) or _why_left(module)))
 
     def _adapt(self, name: str, module: nn.Module, adapter: Adapter | None) -> None:
         """Change the class of a module."""
-        reason = self._reason_to_leave(module)
+        reason = self._reason_to_leave(module) or class_reason(type(module))
         if reason:
             self._left.append((name, reason))
             return
         switches: dict[str, object] = {}
         if adapter is None and getattr(module, "fused_attn", None) is False:
             switches["fused_attn"] = True  # timm's own switch, without which it calls nothing
-        setting = self._setting(name)
+        setting = Setting(self._policy, self._next(), name)
         self._changes.append(AdaptedModule(module, setting, adapter, switches))
         way = "its own code" if adapter is None else "an adapter"
         self._replaced.append((name, f"{type(module).__name__}, {way} with our attention"))
 
     def _adapt_processor(self, name: str, module: nn.Module, processor: object) -> None:
         """Give a module of diffusers another processor."""
-        reason = self._reason_to_leave(module)
+        reason = self._reason_to_leave(module) or class_reason(type(processor))
         if isinstance(processor, nn.Module):
             reason = reason or "its processor has parameters of its own"
         if reason:
             self._left.append((name, reason))
             return
-        self._changes.append(AdaptedProcessor(module, self._setting(name)))
+        self._changes.append(AdaptedProcessor(module, Setting(self._policy, self._next(), name)))
         kind = f"{type(module).__name__} by {type(processor).__name__}"
         self._replaced.append((name, f"{kind}, its own code with our attention"))
 
     def _reason_to_leave(self, module: nn.Module) -> str:
         """Return why a module cannot be adapted; "" if it can."""
-        if isinstance(self._policy, str):
-            return self._policy
-        if is_adapted(module):
+        if isinstance(module, BaseAttention):
+            return f"it is already of the class {type(module).__name__}"
+        if is_adapted(module) or is_adapted(getattr(module, "processor", None)):
             return "it is adapted already"
         if isinstance(module, torch.jit.ScriptModule):
             return "it is scripted; convert the model before torch.jit"
@@ -316,22 +344,14 @@ class _Work:
             return "its forward was replaced on the instance"
         if module._compiled_call_impl is not None:
             return "it was compiled by itself; convert the model first, then compile"
-        return ""
-
-    def _setting(self, name: str) -> Setting:
-        """Return how the next layer attends."""
-        assert not isinstance(self._policy, str)
-        return Setting(self._policy, self._next(), name)
+        if nn.utils.parametrize.is_parametrized(module):
+            return "its parameters are parametrised; remove the parametrisation first"
+        return self._why_not
 
     def _next(self) -> int:
         """Return the number of the next layer."""
         self._layers += 1
         return self._layers - 1
-
-
-def _has_own_way(module: nn.Module) -> bool:
-    """Return whether a module inside a model of Transformers is replaced for itself."""
-    return isinstance(module, nn.MultiheadAttention)
 
 
 def looks_like_attention(module: nn.Module) -> bool:
@@ -356,12 +376,6 @@ def _is_named_so(module: nn.Module) -> bool:
 def _why_left(module: nn.Module) -> str:
     """Return why what looks like attention stays as it is."""
     name = type(module).__name__
-    if isinstance(module, BaseAttention):
-        return f"it is already of the class {name}"
-    if is_adapted(module):
-        return "it is adapted already"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted; convert the model before torch.jit"
     if type(module).__module__.partition(".")[0] == "transformers":
         return f"{name} is a layer of Transformers; convert the model that it belongs to"
     return (

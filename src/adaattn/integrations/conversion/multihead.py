@@ -40,9 +40,17 @@ class Multihead:
     Args:
         model: the model.
         new_modules: what stands in the place of each.
+        names: of the modules.
     """
 
-    def __init__(self, model: nn.Module, new_modules: dict[nn.Module, BaseAttention]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        new_modules: dict[nn.Module, BaseAttention],
+        names: dict[nn.Module, str],
+    ) -> None:
+        self._names = names
+        self._classes = {new: type(new) for new in new_modules.values()}
         self._model = model
         self._new = new_modules
         self._nested: list[nn.TransformerEncoder] = []
@@ -63,20 +71,29 @@ class Multihead:
                 self._nested += [encoder] if encoder.use_nested_tensor else []
                 encoder.use_nested_tensor = False
 
-    def undo(self) -> None:
-        """Put the old modules back, with what the new ones hold by now."""
+    def undo(self) -> list[str]:
+        """Put the old modules back, with what the new ones hold by now.
+
+        Those that somebody parametrised or gave another class since stay, and are named.
+        """
         if not self._is_applied:
-            return
+            return []
         self._is_applied = False
+        back: dict[Any, Any] = {}
         for old, new in self._new.items():
+            if type(new) is not self._classes[new]:
+                continue
+            back[new] = old
             for name in old._parameters:
                 old._parameters[name] = new._parameters.get(name)
             old._modules["out_proj"] = new._modules["out_proj"]
             old.training = new.training
+            vars(old)["dropout"] = new.dropout
             move_hooks(new, old)
-        _install(self._model, {new: old for old, new in self._new.items()})
+        _install(self._model, back)
         for encoder in self._nested:
-            encoder.use_nested_tensor = True
+            encoder.use_nested_tensor = not set(self._classes).intersection(encoder.modules())
+        return [self._names[old] for old, new in self._new.items() if new not in back]
 
 
 def module_class(kind: object) -> type[BaseAttention]:

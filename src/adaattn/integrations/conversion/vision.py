@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from adaattn.integrations.conversion.adapters import Adapter
 from adaattn.integrations.conversion.change import Attend
+from adaattn.integrations.conversion.comparison import Adapter
 
 __all__ = ["known_adapter"]
 
