@@ -254,7 +254,7 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
             )
         return words
     words = [
-        f"{run.name} approximated {run.approximated:.0%} of the heads; perplexity moved by "
+        f"{run.name} approximated {_share(run.approximated)} of the heads; perplexity moved by "
         f"{change:+.3%}, KL {run.divergence:.1e} nat, measured output error "
         f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
     ]
@@ -262,6 +262,11 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
         is_clear = not spreads_overlap(run, exact)
         words.append(_time_words(run.attention_ms / exact.attention_ms, is_clear=is_clear))
     return words
+
+
+def _share(value: float) -> str:
+    """Return a share above 0 as a percentage above 0."""
+    return f"{value:.0%}" if value >= 0.1 else f"{max(100 * value, 0.01):.2g}%"
 
 
 def _time_words(ratio: float, *, is_clear: bool) -> str:

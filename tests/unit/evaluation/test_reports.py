@@ -286,6 +286,45 @@ def test_a_gain_within_the_spread_of_the_windows_is_not_called_one() -> None:
     assert "40% less time than exact attention." in verdict(clear)
 
 
+def test_a_policy_that_ran_what_exact_attention_runs_gains_nothing() -> None:
+    quick = replace(KEPT, attention_ms=500.0, attention_ms_low=499.0, attention_ms_high=501.0)
+    _, time, _, _ = cards(replace(RESULT, runs=(SDPA, EXACT, quick)))
+    assert time[:2] == ("", "no difference")
+    assert "the difference is noise" in time[2]
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "value", "tone", "detail"),
+    [
+        ((2.0, 3.0), "2 of 2 faster", "good", "beside PyTorch, 2.0x to 3.0x. On the text: "),
+        ((2.0, 12.0), "1 of 2 faster", "good", "3.0x; 1 slower, 2.0x. On"),
+        ((12.0, 18.0), "0 of 2 faster", "bad", "single problems; 2 slower, 2.0x to 3.0x. On"),
+        ((6.0, 6.0), "0 of 2 faster", "", "single problems. On the text: "),
+    ],
+)
+def test_single_problems_come_first_in_the_cards(
+    ours_ms: tuple[float, float], value: str, tone: str, detail: str
+) -> None:
+    compared = tuple(replace(COMPARED, ours_ms=item, peer_ms=6.0) for item in ours_ms)
+    unknown = replace(COMPARED, peer_ms=None, error=None, why_not="too large")
+    _, time, memory, _ = cards(replace(RESULT, comparisons=(*compared, unknown)))
+    assert time[:2] == (tone, value)
+    assert detail in time[2]
+    assert memory[1] == "3 of 3 less"
+
+
+def test_memory_that_is_next_to_nothing_is_equal() -> None:
+    small = replace(COMPARED, ours_bytes=28_700, peer_bytes=12_300)
+    page = html_report(replace(RESULT, comparisons=(small,)))
+    assert 'class="tone ref">equal</text>' in page
+
+
+def test_a_share_above_nothing_is_not_printed_as_nothing() -> None:
+    for share, words in ((0.0019, "0.19%"), (1e-9, "0.01%"), (0.751, "75%")):
+        text = verdict(replace(RESULT, runs=(SDPA, EXACT, replace(CHEAP, approximated=share))))
+        assert f"approximated {words} of the heads" in text
+
+
 def test_every_run_is_a_point_with_its_error_bars(demo_result: EvaluationResult) -> None:
     page = html_report(demo_result)
     points = re.findall(r"<circle [^>]*><title>(.*?)</title>", page)

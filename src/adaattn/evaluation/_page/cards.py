@@ -2,8 +2,10 @@
 
 import html
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adaattn.evaluation._page.comparisons import memory_ratio, time_ratio
 from adaattn.evaluation._page.markup import duration, percent, prose
 from adaattn.evaluation.report import NOTICEABLE, spreads_overlap
 from adaattn.evaluation.results import EvaluationResult, RunResult
@@ -37,19 +39,20 @@ def cards(result: EvaluationResult) -> tuple[Card, ...]:
 
     Quality is that of the policy that changed the loss most. Time and memory are those of the
     policy that needs least of each, measured against the exact run and against Transformers' own
-    attention. A gain of time must stand out from the spread over windows; a loss need not.
+    attention. A gain of time needs an approximation, and must stand out from the spread over
+    windows; a loss need not. Single problems beside PyTorch come before the policies.
     """
     policies = [run for run in result.runs[1:] if run.name != "exact"]
     if not policies:
         titles = ("Quality", "Time", "Memory", "Heads that adapted")
         none = "No policy was run."
         return tuple(Card(title=title, value="none", detail=none) for title in titles)
-    return (
-        _quality(policies),
-        _time(policies, result.run("exact")),
-        _memory(policies, result.runs[0]),
-        _adapted(policies),
-    )
+    time = _time(policies, result.run("exact"))
+    memory = _memory(policies, result.runs[0])
+    if result.comparisons:
+        time = _beside(time, list(map(time_ratio, result.comparisons)), ("faster", "slower"))
+        memory = _beside(memory, list(map(memory_ratio, result.comparisons)), ("less", "more"))
+    return (_quality(policies), time, memory, _adapted(policies))
 
 
 def cards_html(result: EvaluationResult) -> str:
@@ -102,7 +105,10 @@ def _time(policies: list[RunResult], exact: RunResult) -> Card:
         f"{duration(_attention_ms(best))}, exact {duration(exact.attention_ms)}. "
         f"All layers: {duration(best.forward_ms)}, exact {duration(exact.forward_ms)}."
     )
-    if tone == "good" and spreads_overlap(best, exact):
+    if tone == "good" and best.approximated == 0.0:
+        value, tone = "no difference", ""
+        detail += " It ran what exact attention runs: the difference is noise."
+    elif tone == "good" and spreads_overlap(best, exact):
         value, tone = "no clear gain", ""
         detail += " Over the windows, the quartiles of the two attention times overlap."
     return Card(title="Time", value=value, detail=detail, tone=tone)
@@ -121,6 +127,28 @@ def _memory(policies: list[RunResult], baseline: RunResult) -> Card:
         f"{baseline.peak_bytes / _MEGABYTE:.0f} MB."
     )
     return Card(title="Memory", value=value, detail=detail, tone=tone)
+
+
+def _beside(card: Card, ratios: Sequence[float | None], words: tuple[str, str]) -> Card:
+    """Return a card of single problems beside PyTorch, with what another says of the policies."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return card
+    better = [ratio for ratio in known if ratio > 1 + NOTICEABLE]
+    worse = [ratio for ratio in known if ratio < 1 - NOTICEABLE]
+    value = f"{len(better)} of {len(known)} {words[0]}"
+    detail = f"single problems beside PyTorch, {_span(better)}" if better else "single problems"
+    if worse:
+        detail += f"; {len(worse)} {words[1]}, {_span([1 / ratio for ratio in worse])}"
+    detail += f". On the text: {card.value}, {card.detail}"
+    tone = "bad" if len(worse) > len(better) else "good" if better else ""
+    return Card(title=card.title, value=value, detail=detail, tone=tone)
+
+
+def _span(ratios: Sequence[float]) -> str:
+    """Return the least and the largest of some ratios."""
+    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    return f"{low}x" if low == high else f"{low}x to {high}x"
 
 
 def _adapted(policies: list[RunResult]) -> Card:
