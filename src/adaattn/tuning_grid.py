@@ -119,7 +119,7 @@ _GRIDS: Final = {
             )
         ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
-        compiled_lengths=(2048, 512, 8192),
+        compiled_lengths=(2048, 512, 8192, 32768),
     ),
 }
 
@@ -182,6 +182,9 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
             if name != "bias" or problem.len_q <= _LONGEST_BIAS:
                 compiles = name in _COMPILED and _is_usual(values, grid)
                 yield place + _class_place(name), problem, compiles
+        if name in _COMPILED:
+            for place, values in _long(grid):
+                yield place + _class_place(name), _problem(name, *values), True
         if name in _FOLDED:
             for place, values in chain.from_iterable(grid.folded):
                 problem = _problem(name, *values)
@@ -200,6 +203,22 @@ def _decode(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
     for place, values in grid.decode:
         problem = replace(_problem("causal", *values), len_q=1, align=Align.BOTTOM_RIGHT)
         yield place, problem, False
+
+
+def _long(grid: _Grid) -> Iterator[tuple[float, tuple[Any, ...]]]:
+    """Yield the usual problems of lengths at which those that compile are alone worth a look."""
+    lists = grid.square
+    rest = tuple(length for length in grid.compiled_lengths if length not in lists.lengths)
+    usual = replace(
+        lists,
+        precisions=lists.precisions[:1],
+        head_dims=lists.head_dims[:1],
+        sizes=lists.sizes[:1],
+        groups=lists.groups[:1],
+        lengths=rest,
+    )
+    for place, values in usual:
+        yield place + len(lists.lengths), values
 
 
 def _is_usual(values: tuple[Any, ...], grid: _Grid) -> bool:
