@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn import scaled_dot_product_attention
+from adaattn import AttentionEvent, scaled_dot_product_attention
+from adaattn._events import emit
 from adaattn.evaluation import case_list, cases
 from adaattn.evaluation.case_list import CASES, Case, Inputs, Peer, Shape
 from adaattn.evaluation.cases import compare_cases
-from adaattn.testing import assert_matches
+from adaattn.testing import assert_matches, make_problem
 
 CPU = torch.device("cpu")
 LENGTH = 24
@@ -179,3 +180,25 @@ def test_sizes_are_said_in_words() -> None:
         "8 heads over 2 key heads, 1 query on 64 keys, D 16, at most 2 MB of workspace"
     )
     assert replace(shape, len_q=3).words().startswith("8 heads over 2 key heads, 3 queries on 64")
+
+
+def test_what_takes_over_later_is_timed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled runs after some calls; the peer is compiled before it is timed."""
+    plans = []
+
+    def with_later(*tensors: Any, **keywords: Any) -> torch.Tensor:
+        plans.append(keywords.get("plan"))
+        output, aux = scaled_dot_product_attention(*tensors, **keywords, return_aux=True)
+        if keywords.get("plan") is None:
+            decision = replace(aux.decision, later=aux.decision.plan, calls_before=7)
+            event = AttentionEvent(
+                problem=make_problem(), decision=decision, workspace_bytes=0, layer=-1
+            )
+            emit(event)
+        return output
+
+    monkeypatch.setattr(cases, "scaled_dot_product_attention", with_later)
+    (found,) = compare_cases(CPU, cases=[SMALL["softcap"]])
+    assert found.chosen == "chunked/fp32 (from call 8 on, chunked/fp32 before)"
+    assert plans[0] is None
+    assert plans[-1] is not None
