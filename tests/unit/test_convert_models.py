@@ -186,6 +186,14 @@ def test_a_converted_model_compiles_without_a_break(
     compare(compiled(x), made(layer), x)
 
 
+def test_a_first_call_inside_vmap_is_compared_by_the_next(x: torch.Tensor) -> None:
+    layer = WrittenOut().eval()
+    convert(layer, policy="quality", adapter={WrittenOut: wrong_numbers})
+    torch.func.vmap(lambda part: layer(part[None]))(x)
+    with pytest.raises(ArgumentError, match="the module's own output within"):
+        layer(x)
+
+
 def test_the_policy_is_balanced_unless_said(x: torch.Tensor) -> None:
     budgets = []
     for settings in ({}, {"policy": 0.05}, {"kind": "dense"}):

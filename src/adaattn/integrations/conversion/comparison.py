@@ -48,13 +48,13 @@ class Comparison:
         self._knows_shapes = self._knows_numbers = False
 
     def is_over(self, module: nn.Module) -> bool:
-        """Return whether nothing is left to compare in such a call.
+        """Return whether nothing is left to compare in such a call, or nothing can be.
 
         Args:
             module: in training or not.
         """
         known = self._knows_shapes if module.training else self._knows_numbers
-        return known or torch.compiler.is_compiling()
+        return known or _is_recorded()
 
     def run(self, module: nn.Module, attend: Attend, args: tuple[Any, ...], keywords: Any) -> Any:
         """Return the adapter's result, after comparing it with the module's own.
@@ -168,6 +168,15 @@ class Comparison:
 
     def _name(self) -> str:
         return f"what the adapter of {self._base.__name__} returns"
+
+
+def _is_recorded() -> bool:
+    """Return whether somebody records or transforms what runs, so that no number can be read."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _copied_leaf(leaf: Any) -> Any:
