@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -634,6 +635,32 @@ def test_functions_of_the_same_name_that_are_others_are_not_touched(
     assert not report.replaced
     assert len(report.left) == 2
     assert torch.equal(model(x), wanted)
+
+
+def test_a_global_function_of_the_same_name_that_is_anothers_is_not_touched(
+    x: torch.Tensor,
+) -> None:
+    """Tutorials write one, where True hides: it was exchanged once, and nobody noticed."""
+
+    def twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return 2 * written_out(q, k, v)
+
+    names = {**globals(), "scaled_dot_product_attention": twice}
+    forward = types.FunctionType(TutorialAttention.forward.__code__, names)
+    layer = type("TutorialAttention", (CausalSelfAttention,), {"forward": forward})().eval()
+    wanted = layer(x)
+    report = convert(layer, "dense")
+    assert not report.replaced
+    assert torch.equal(layer(x), wanted)
+
+
+class TutorialAttention(CausalSelfAttention):
+    """Calls a function of its file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return [B, S, C]."""
+        y = scaled_dot_product_attention(*scaled_dot_product(self, x))
+        return self.proj(torch.flatten(y.transpose(1, 2), 2))
 
 
 def test_methods_that_forward_calls_are_found(x: torch.Tensor) -> None:

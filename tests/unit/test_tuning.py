@@ -440,6 +440,7 @@ def test_the_usual_problems_come_first() -> None:
 def test_executors_that_compile_take_part_in_about_15_problems_that_sdpa_lacks() -> None:
     chosen = [item.problem for item in default_grid("cuda") if item.compiles]
     assert 12 <= len(chosen) <= 20
+    assert {problem.len_q for problem in chosen} == {512, 2048, 8192, 32768}
     names = {problem_class(problem) for problem in chosen}
     assert names == {
         "half causal window",
