@@ -270,11 +270,12 @@ def _share(value: float) -> str:
 
 
 def _time_words(ratio: float, *, is_clear: bool) -> str:
-    """Return a ratio of times as a sentence: a gain must be clear, a loss need not."""
-    if ratio < 1 - NOTICEABLE and not is_clear:
+    """Return a ratio of times as a sentence; a gain and a loss must both be clear."""
+    word = "less" if ratio < 1 else "more"
+    if abs(ratio - 1) > NOTICEABLE and not is_clear:
         return (
-            f"Its attention took {1 - ratio:.0%} less time than exact attention in the median "
-            "window, but the times of the windows spread too much to tell."
+            f"Its attention took {abs(ratio - 1):.0%} {word} time than exact attention in the "
+            "median window, but the times of the windows spread too much to tell."
         )
     if ratio < 1 - NOTICEABLE:
         return f"Its attention took {1 - ratio:.0%} less time than exact attention."

@@ -173,8 +173,19 @@ def test_the_verdict_says_what_each_policy_bought_or_why_it_bought_nothing() -> 
     [(1500.0, "50% more time than exact attention: it did not pay"), (1005.0, "as long as exact")],
 )
 def test_a_policy_that_did_not_pay_is_said_not_to(attention_ms: float, words: str) -> None:
-    slow = replace(RESULT, runs=(SDPA, EXACT, replace(CHEAP, attention_ms=attention_ms)))
+    times = {
+        "attention_ms": attention_ms,
+        "attention_ms_low": attention_ms - 1,
+        "attention_ms_high": attention_ms + 1,
+    }
+    slow = replace(RESULT, runs=(SDPA, EXACT, replace(CHEAP, **times)))
     assert words in verdict(slow)
+
+
+def test_a_loss_within_the_spread_of_the_windows_is_not_called_one() -> None:
+    spread = replace(CHEAP, attention_ms=1030.0, attention_ms_low=990.0, attention_ms_high=1060.0)
+    words = verdict(replace(RESULT, runs=(SDPA, EXACT, spread)))
+    assert "3% more time than exact attention in the median window, but the times" in words
 
 
 def test_a_result_without_an_exact_run_cannot_be_judged() -> None:
