@@ -224,6 +224,7 @@ def test_an_architecture_equals_eager_or_is_refused(name: str, oracle: Any) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_architecture_equals_eager_or_is_refused(oracle: Any) -> None:
     outcomes = {name: examine(name, oracle) for name in sorted(CONFIG_MAPPING)}
     found = collections.defaultdict(set)
