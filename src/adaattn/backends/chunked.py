@@ -12,6 +12,7 @@ alone are kept between calls (`adaattn.backends.tiles`).
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -79,10 +80,8 @@ CAPABILITIES = (
 )
 
 _Piece = tuple[torch.Tensor, ...]
-_Chunk = Callable[[Tensors, AttentionProblem, range, range, int], _Piece]
-"""Computes one tile: its tensors hold the rows and keys of the two ranges, and no others.
-
-The number is how many rows every chunk but the last has."""
+_Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
+"""Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
 _FEW_TOKENS: Final = 48
@@ -183,11 +182,13 @@ def _joined_sequences(parts: list[Result], tensors: Tensors, problem: AttentionP
 def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
     """Return attention of one dense problem."""
     length = problem.len_q
-    chunk = sdpa_tile if length and is_plain(problem) else _explicit_chunk
     step = min(chunk_rows or length, length)
+    chunk: _Chunk = _explicit_chunk
+    if length and is_plain(problem):
+        chunk = partial(sdpa_tile, step=step)
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
-        columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols, step))
+        columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols))
         return _result(columns, problem.aux)
     spans = [range(start, min(start + step, length)) for start in range(0, length, step)]
     if torch.is_grad_enabled() and problem.requires_grad:
@@ -219,7 +220,7 @@ def _written(
     columns: list[torch.Tensor] = []
     for rows in reversed(spans):
         cols = _keys(problem, rows)
-        piece = chunk(part_of(tensors, rows, cols), problem, rows, cols, len(spans[0]))
+        piece = chunk(part_of(tensors, rows, cols), problem, rows, cols)
         if not columns:
             columns = [
                 item.new_empty((*item.shape[:2], problem.len_q, *item.shape[3:])) for item in piece
@@ -259,10 +260,10 @@ def _differentiable(
             kv=KeysValues(key=_joined(keys, cols), value=_joined(values, cols)).to(query.dtype),
             mask=mask_part(mask, rows, cols),
         )
-        return chunk(tile, problem, rows, cols, len(spans[0]))
+        return chunk(tile, problem, rows, cols)
 
     parts = zip(queries, spans, strict=True)
-    if chunk is sdpa_tile and _keeps_little(problem, spans):
+    if is_plain(problem) and _keeps_little(problem, spans):
         return [run(query, rows) for query, rows in parts]
     # The query is an argument so that the recomputation finds its device's random state.
     return [checkpoint(run, query, rows, use_reentrant=False) for query, rows in parts]
@@ -303,11 +304,8 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
     return joined[:, :, cols.start - first * size : cols.stop - first * size]
 
 
-def _explicit_chunk(
-    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
-) -> _Piece:
+def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
     """Return output, log-sum-exp, maximum, entropy and weights of some rows."""
-    del step
     bare = replace(tile, mask=None, alibi_slopes=None)
     numbers = torch.arange(len(rows), device=tile.query.device)
     scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)

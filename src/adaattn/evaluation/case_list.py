@@ -8,7 +8,7 @@ Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -260,6 +260,34 @@ def _large(length: int, **more: Any) -> Shape:
 
 _DOCUMENTS: Final = (1024, 512, 2048, 256, 1536, 768, 1280, 768)
 
+_SOFTCAP: Final = Case(
+    name="softcap",
+    on_cpu=_square(4096),
+    on_cuda=_large(8192),
+    keywords=lambda inputs: {"is_causal": True, "softcap": _CAP},
+    peer=_CAPPED,
+    peer_on_cuda=Peer(words=_FLEX, make=_flex_capped),
+)
+_ALIBI: Final = Case(
+    name="ALiBi",
+    on_cpu=_square(4096),
+    on_cuda=_large(8192),
+    keywords=lambda inputs: {"is_causal": True, "alibi_slopes": _slopes(inputs)},
+    peer=_BIASED,
+    peer_on_cuda=Peer(words=_FLEX, make=_flex_biased),
+)
+
+
+def _in_little_memory(case: Case) -> Case:
+    """Return the same over more tokens, inside of a memory budget."""
+    return replace(
+        case,
+        name=f"{case.name} in little memory",
+        on_cpu=_square(8192, budget_bytes=256_000_000),
+        on_cuda=_large(32768, budget_bytes=2_000_000_000),
+    )
+
+
 CASES: Final = (
     Case(
         name="one token on a long cache",
@@ -284,37 +312,9 @@ CASES: Final = (
         peer=_MASKED,
         peer_on_cuda=Peer(words=_FLEX, make=_flex_masked),
     ),
-    Case(
-        name="softcap",
-        on_cpu=_square(4096),
-        on_cuda=_large(8192),
-        keywords=lambda inputs: {"is_causal": True, "softcap": _CAP},
-        peer=_CAPPED,
-        peer_on_cuda=Peer(words=_FLEX, make=_flex_capped),
-    ),
-    Case(
-        name="ALiBi",
-        on_cpu=_square(4096),
-        on_cuda=_large(8192),
-        keywords=lambda inputs: {"is_causal": True, "alibi_slopes": _slopes(inputs)},
-        peer=_BIASED,
-        peer_on_cuda=Peer(words=_FLEX, make=_flex_biased),
-    ),
-    Case(
-        name="softcap in little memory",
-        on_cpu=_square(8192, budget_bytes=256_000_000),
-        on_cuda=_large(32768, budget_bytes=2_000_000_000),
-        keywords=lambda inputs: {"is_causal": True, "softcap": _CAP},
-        peer=_CAPPED,
-        peer_on_cuda=Peer(words=_FLEX, make=_flex_capped),
-    ),
-    Case(
-        name="ALiBi in little memory",
-        on_cpu=_square(8192, budget_bytes=256_000_000),
-        on_cuda=_large(32768, budget_bytes=2_000_000_000),
-        keywords=lambda inputs: {"is_causal": True, "alibi_slopes": _slopes(inputs)},
-        peer=_BIASED,
-        peer_on_cuda=Peer(words=_FLEX, make=_flex_biased),
-    ),
+    _SOFTCAP,
+    _ALIBI,
+    _in_little_memory(_SOFTCAP),
+    _in_little_memory(_ALIBI),
 )
 """All of them; on two CPU cores they take half a minute together."""

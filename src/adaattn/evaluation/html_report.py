@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from adaattn.evaluation._page.cards import cards_html
 from adaattn.evaluation._page.charts import losses_by_position, trade_off
-from adaattn.evaluation._page.comparisons import comparison_rows
+from adaattn.evaluation._page.comparisons import comparison_bars
 from adaattn.evaluation._page.heads import head_maps
 from adaattn.evaluation._page.markup import figure, note, prose, table
 from adaattn.evaluation._page.style import STYLE
@@ -54,7 +54,7 @@ def html_report(result: EvaluationResult) -> str:
         f"<main>{cards_html(result)}<p>{prose(verdict(result))}</p>",
     ]
     if result.comparisons:
-        sections.append(f"<h2>Beside PyTorch</h2>{comparison_rows(result.comparisons)}")
+        sections.append(f"<h2>Beside PyTorch</h2>{comparison_bars(result.comparisons)}")
     sections += [
         '<h2>What a policy costs and what it saves</h2><div class="charts">',
         figure("Attention time against quality", trade_off(result)),

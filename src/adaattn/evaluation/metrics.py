@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Comparison", "compare_logits", "paired_summary", "quartiles", "token_losses"]
+__all__ = ["LogitComparison", "compare_logits", "paired_summary", "quartiles", "token_losses"]
 
 # Above this difference of two logits the weight of a token that underflowed in fp32 may no
 # longer be negligible; such rows are computed in float64. exp(16 - 103) is far below an ulp.
@@ -17,7 +17,7 @@ _SAFE_DIFFERENCE = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Comparison:
+class LogitComparison:
     """One run against the exact run, token by token.
 
     Args:
@@ -48,7 +48,7 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def compare_logits(
     exact: torch.Tensor, others: Iterable[torch.Tensor], targets: torch.Tensor
-) -> tuple[Comparison, ...]:
+) -> tuple[LogitComparison, ...]:
     """Return loss differences and divergences of several runs against one.
 
     With ``d = x - y`` (exact minus other logits) and ``p = softmax(x)``, the normalisers
@@ -94,7 +94,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _compare(
     scores: torch.Tensor, weights: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
-) -> Comparison:
+) -> LogitComparison:
     index = targets[:, None]
     difference = scores - other
     picked = difference.gather(-1, index)[:, 0].double()
@@ -110,7 +110,7 @@ def _compare(
         loss[unsafe], divergence[unsafe] = _compare_in_float64(
             scores[unsafe], other[unsafe], targets[unsafe]
         )
-    return Comparison(loss_difference=loss, divergence=divergence)
+    return LogitComparison(loss_difference=loss, divergence=divergence)
 
 
 def _compare_in_float64(

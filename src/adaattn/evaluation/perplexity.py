@@ -25,13 +25,10 @@ from adaattn.evaluation.cases import compare_cases
 from adaattn.evaluation.conversion import versions
 from adaattn.evaluation.corpus import load_text
 from adaattn.evaluation.ledger import Ledger
-from adaattn.evaluation.metrics import (
-    compare_logits,
-    token_losses,
-)
+from adaattn.evaluation.metrics import compare_logits, token_losses
 from adaattn.evaluation.models import DTYPES, LanguageModel, load_model
+from adaattn.evaluation.policy_run import Run, finished
 from adaattn.evaluation.results import EvaluationResult
-from adaattn.evaluation.run import Run, finished
 from adaattn.evaluation.windows import Window, sliding_windows
 from adaattn.hardware import peak_memory, probe, return_freed_memory
 from adaattn.integrations.transformers import register

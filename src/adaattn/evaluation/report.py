@@ -198,7 +198,7 @@ def spreads_overlap(run: RunResult, other: RunResult) -> bool:
 
 def _compared(comparisons: Sequence[Comparison]) -> str:
     """Return what single problems took, beside PyTorch: the faster, the others by name."""
-    ratios = {item.name: _speedup(item) for item in comparisons}
+    ratios = {item.name: item.time_ratio for item in comparisons}
     faster = sorted(r for r in ratios.values() if r is not None and r > 1 + NOTICEABLE)
     text = f"Of {len(ratios)} single problems, AdaAttn computed {len(faster)} faster than PyTorch"
     if faster:
@@ -217,13 +217,9 @@ def _compared(comparisons: Sequence[Comparison]) -> str:
     return f"{text}."
 
 
-def _speedup(item: Comparison) -> float | None:
-    return None if item.peer_ms is None else item.peer_ms / item.ours_ms
-
-
 def _times(item: Comparison) -> str:
     """Return how many times as fast AdaAttn was, in words."""
-    ratio = _speedup(item)
+    ratio = item.time_ratio
     if ratio is None:
         return ""
     if ratio > 1 + NOTICEABLE:

@@ -9,6 +9,9 @@ __all__ = ["Comparison", "EvaluationResult", "RunResult"]
 
 FORMAT = 1
 
+_NOTHING = 1e6
+"""Bytes that are none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
@@ -107,6 +110,23 @@ class Comparison:
     peer_bytes: int | None
     error: float | None
     why_not: str = ""
+
+    @property
+    def time_ratio(self) -> float | None:
+        """How many times as fast AdaAttn was; None where PyTorch was not timed."""
+        return self.peer_ms / self.ours_ms if self.peer_ms and self.ours_ms else None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """How many times as much memory PyTorch needs; None where either is not known.
+
+        Where both need less than a megabyte, nobody cares, and allocators round as they like.
+        """
+        if not self.peer_bytes or not self.ours_bytes:
+            return None
+        if max(self.peer_bytes, self.ours_bytes) < _NOTHING:
+            return 1.0
+        return self.peer_bytes / self.ours_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaattn.evaluation._page.comparisons import memory_ratio, time_ratio
 from adaattn.evaluation._page.markup import duration, percent, prose
 from adaattn.evaluation.report import NOTICEABLE, spreads_overlap
 from adaattn.evaluation.results import EvaluationResult, RunResult
@@ -50,8 +49,10 @@ def cards(result: EvaluationResult) -> tuple[Card, ...]:
     time = _time(policies, result.run("exact"))
     memory = _memory(policies, result.runs[0])
     if result.comparisons:
-        time = _beside(time, list(map(time_ratio, result.comparisons)), ("faster", "slower"))
-        memory = _beside(memory, list(map(memory_ratio, result.comparisons)), ("less", "more"))
+        ratios = [(item.time_ratio, item.memory_ratio) for item in result.comparisons]
+        times, sizes = zip(*ratios, strict=True)
+        time = _beside(time, times, ("faster", "slower"))
+        memory = _beside(memory, sizes, ("less", "more"))
     return (_quality(policies), time, memory, _adapted(policies))
 
 

@@ -8,7 +8,7 @@ from adaattn.evaluation._page.markup import duration, note
 from adaattn.evaluation.report import NOTICEABLE
 from adaattn.evaluation.results import Comparison
 
-__all__ = ["comparison_rows", "memory_ratio", "time_ratio"]
+__all__ = ["comparison_bars"]
 
 # Two panels in units, time at the left. Bars grow from 1, where both are equal.
 _TIME = (2.0, 230.0)
@@ -16,17 +16,14 @@ _MEMORY = (256.0, 418.0)
 _LEAST = 2.0
 """A panel spans this ratio at least, so that small differences look small."""
 
-_NOTHING = 1e6
-"""Bytes that are none."""
-
 _EQUAL = "equal"
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
-def comparison_rows(comparisons: Sequence[Comparison]) -> str:
+def comparison_bars(comparisons: Sequence[Comparison]) -> str:
     """Return a row for each problem: its time and its memory, as ratios on logarithmic scales."""
-    time = _scale((time_ratio(item) for item in comparisons), _TIME)
-    memory = _scale((memory_ratio(item) for item in comparisons), _MEMORY)
+    time = _scale((item.time_ratio for item in comparisons), _TIME)
+    memory = _scale((item.memory_ratio for item in comparisons), _MEMORY)
     rows = "".join(_row(item, time, memory) for item in comparisons)
     about = note(
         [
@@ -36,30 +33,6 @@ def comparison_rows(comparisons: Sequence[Comparison]) -> str:
         ]
     )
     return f'{about}<div class="rows">{_head(time, memory)}{rows}</div>'
-
-
-def time_ratio(item: Comparison) -> float | None:
-    """Return how many times as fast AdaAttn was; None where PyTorch was not run.
-
-    Args:
-        item: a single problem.
-    """
-    return item.peer_ms / item.ours_ms if item.peer_ms and item.ours_ms else None
-
-
-def memory_ratio(item: Comparison) -> float | None:
-    """Return how many times as much memory PyTorch needs; None where either is not known.
-
-    Where both need less than a megabyte, nobody cares, and allocators round as they like.
-
-    Args:
-        item: a single problem.
-    """
-    if not item.peer_bytes or not item.ours_bytes:
-        return None
-    if max(item.peer_bytes, item.ours_bytes) < _NOTHING:
-        return 1.0
-    return item.peer_bytes / item.ours_bytes
 
 
 def _scale(ratios: Iterable[float | None], panel: tuple[float, float]) -> svg.Scale:
@@ -114,10 +87,10 @@ def _row(item: Comparison, time: svg.Scale, memory: svg.Scale) -> str:
         f"AdaAttn ran {item.chosen}{_agreement(item)}."
     )
     what = f"<h3>{html.escape(item.name)}</h3>{note([about])}"
-    ratio = time_ratio(item)
+    ratio = item.time_ratio
     words = "" if ratio is None else _ratio_words(ratio, ("faster", "slower"), NOTICEABLE)
     body = _panel(time, ratio, words, _time_words(item))
-    ratio = memory_ratio(item)
+    ratio = item.memory_ratio
     words = "" if ratio is None else _ratio_words(ratio, ("less", "more"))
     least = "at least " if item.peer_ms is None and words else ""
     body += _panel(memory, ratio, least + words, _memory_words(item))

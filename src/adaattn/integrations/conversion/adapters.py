@@ -8,7 +8,7 @@ PyTorch's attention by name (`calls`), or its ``forward``, which is an adapter:
         q, k, v = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return module.proj(attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
-An adapter's first calls are compared with what the old class computes (`comparison`).
+An adapter's first calls are compared with what the old class computes (`first_calls`).
 """
 
 import copy
@@ -23,7 +23,7 @@ from adaattn.call.history import History
 from adaattn.functional import scaled_dot_product_attention
 from adaattn.integrations.conversion.calls import calling_methods, with_attention
 from adaattn.integrations.conversion.change import Attend
-from adaattn.integrations.conversion.comparison import Adapter, Comparison
+from adaattn.integrations.conversion.first_calls import Adapter, FirstCalls
 from adaattn.integrations.pytorch import sdpa_like
 from adaattn.spec import Policy
 
@@ -210,12 +210,12 @@ def _adapted(base: type, adapter: Adapter, setting: Setting) -> Callable[..., An
     """Return a ``forward`` that runs an adapter; its first calls are compared with the module's."""
     original: Callable[..., Any] = base.forward  # type: ignore[attr-defined]
     attend = setting.attend()
-    comparison = Comparison(base, original, adapter)
+    first_calls = FirstCalls(base, original, adapter)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
-        if comparison.is_over(self):
+        if first_calls.is_over(self):
             return adapter(self, attend, *args, **keywords)
-        return comparison.run(self, attend, args, keywords)
+        return first_calls.run(self, attend, args, keywords)
 
     return forward

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from adaattn.integrations.conversion.change import Attend
-from adaattn.integrations.conversion.comparison import Adapter
+from adaattn.integrations.conversion.first_calls import Adapter
 
 __all__ = ["known_adapter"]
 

@@ -21,7 +21,7 @@ from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expecte
 from adaattn.functional import scaled_dot_product_attention
 from adaattn.integrations.conversion.change import Attend
 
-__all__ = ["Adapter", "Comparison"]
+__all__ = ["Adapter", "FirstCalls"]
 
 Adapter = Callable[..., Any]
 """Takes the module, ``attend`` and the module's own arguments; returns what the module returns."""
@@ -32,8 +32,8 @@ _HINT: Final = "the module computes as before; mend the adapter and convert agai
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Comparison:
-    """The comparison of one module's adapter; over once numbers were compared.
+class FirstCalls:
+    """The first calls of one module's adapter; over once numbers were compared.
 
     Args:
         base: the module's own class.

@@ -30,7 +30,7 @@ from adaattn.integrations.conversion.adapters import (
 )
 from adaattn.integrations.conversion.calls import calling_methods
 from adaattn.integrations.conversion.change import Change
-from adaattn.integrations.conversion.comparison import Adapter
+from adaattn.integrations.conversion.first_calls import Adapter
 from adaattn.integrations.conversion.implementation import (
     Implementation,
     is_pretrained,
@@ -282,7 +282,7 @@ class _Work:
         if readers and not against:
             self._changes.append(Implementation(name, model, self._policy))
         own = [part for part in parts if type(part).__module__.startswith("transformers.")]
-        layers = readers or [part for part in own if looks_like_attention(part)]
+        layers = readers or [part for part in own if _looks_like_attention(part)]
         return dict.fromkeys(layers, "; ".join(against))
 
     def _note_layer(self, name: str, layer: nn.Module, reason: str) -> None:
@@ -303,7 +303,7 @@ class _Work:
             self._adapt(name, module, None)
         elif processor is not None and calling_methods(type(processor)):
             self._adapt_processor(name, module, processor)
-        elif looks_like_attention(module):
+        elif _looks_like_attention(module):
             self._left.append((name, self._reason_to_leave(module) or _why_left(module)))
 
     def _adapt(self, name: str, module: nn.Module, adapter: Adapter | None) -> None:
@@ -354,12 +354,8 @@ class _Work:
         return self._layers - 1
 
 
-def looks_like_attention(module: nn.Module) -> bool:
-    """Return whether a module calls itself attention, and none inside it does.
-
-    Args:
-        module: any module.
-    """
+def _looks_like_attention(module: nn.Module) -> bool:
+    """Return whether a module calls itself attention, and none inside it does."""
     return _is_named_so(module) and not any(
         _is_named_so(inner) for inner in module.modules() if inner is not module
     )
