@@ -1,0 +1,225 @@
+"""What the portable kernels are launched with: numbers, and what is compiled in, in their order."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+
+from adaattn._constants import LOG2_E
+from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.launch import (
+    HALVED_ROWS,
+    choose_tile,
+    is_halved,
+    num_splits,
+    packed_heads,
+    padded,
+)
+from adaattn.hardware import probe
+from adaattn.spec import Align, AttentionProblem, Aux, Precision
+
+__all__ = ["STATISTICS", "Arguments", "MaskLayout"]
+
+STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
+"""The outputs beside the result, in the kernels' order."""
+
+_INT32: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLayout:
+    """How a mask lies in memory, and what kind it is.
+
+    Args:
+        kind: 0 none, 1 boolean, 2 added.
+        strides: of its four dimensions; 0 where it is broadcast.
+        dtype: of its numbers.
+    """
+
+    kind: int = 0
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "MaskLayout":
+        """Return it for a 4-D mask, broadcast dimensions unexpanded."""
+        sizes = zip(mask.shape, mask.stride(), strict=True)
+        strides = tuple(0 if size == 1 else step for size, step in sizes)
+        return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
+
+    def constants(self, pack: int) -> tuple[int, bool, int, int]:
+        """Return what is compiled in: kind, whether rows differ, the step of keys, alignment."""
+        batch, heads, rows, keys = self.strides
+        align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
+
+
+class Arguments:
+    """The arguments of the kernels for one problem, whose lengths are those of each call."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self.is_halved = is_halved(problem)
+        self._problem = problem
+        self._tile = choose_tile(problem)
+        self._pack = packed_heads(problem)
+        left, right = problem.window
+        self._window = left, 0 if problem.is_causal else right
+
+    def programs(self, batch: int, heads: int, len_q: int, sequences: int) -> tuple[int, int]:
+        """Return the programs without splits, and the tiles of rows of a head."""
+        rows, dilation = self._tile.rows, self._problem.dilation
+        if sequences:
+            tiles = (len_q // (rows // self._pack) + sequences) * dilation
+        else:
+            longest = -(-len_q // dilation)
+            tiles = -(-longest * self._pack // rows) * dilation
+        return tiles * (heads // self._pack) * batch, tiles
+
+    def splits(self, programs: int, len_k: int, device: int) -> tuple[int, int]:
+        """Return over how many programs the keys of a tile are split, and the keys of each."""
+        problem, tile = self._problem, self._tile
+        keys = -(-len_k // problem.dilation)
+        left, right = self._window
+        if left >= 0 and right >= 0:
+            keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
+        if problem.num_sequences:
+            return 1, keys
+        name = problem.device_type if device < 0 else f"{problem.device_type}:{device}"
+        splits = num_splits(programs, tile, keys, probe(name).num_processors)
+        split_keys = -(-keys // splits // tile.keys) * tile.keys
+        return -(-keys // split_keys), split_keys
+
+    def forward(
+        self,
+        grid: tuple[int, int, int],
+        strides: tuple[int, ...],
+        sizes: tuple[int, int, int],
+        counts: tuple[int, int, int, int],
+        seen: MaskLayout,
+    ) -> Launch:
+        """Return the launch of the forward kernel.
+
+        Args:
+            grid: programs and splits.
+            strides: of q, k, v, the output, the mask and the slopes.
+            sizes: Hq, Sq and Sk.
+            counts: packed sequences, tiles of rows, keys of a split, and B * Hkv.
+            seen: the mask.
+        """
+        problem, tile = self._problem, self._tile
+        rows = max(strides[5], strides[8], seen.strides[2]) * problem.dilation
+        is_wide = rows * max(tile.keys, tile.rows) >= _INT32
+        is_split = grid[1] > 1
+        return Launch(
+            name="forward",
+            grid=grid,
+            numbers=(*self._factors, *strides, *sizes, *self._window, problem.dilation, *counts),
+            constants=(
+                *(*self._shape, *seen.constants(self._pack), *self._features, is_split),
+                *(*self._asked(is_split), *self._aligns, is_wide, self.is_halved, self._dot),
+            ),
+            options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
+        )
+
+    def combine(
+        self, output_strides: tuple[int, ...], splits: int, batch: int, heads: int, len_q: int
+    ) -> Launch:
+        """Return the launch of what adds up splits."""
+        rows = batch * heads * len_q
+        columns = self._problem.value_dim
+        most = 1 << (splits - 1).bit_length()
+        return Launch(
+            name="combine",
+            grid=(rows, 1, 1),
+            numbers=(*output_strides[:3], splits, heads, len_q, rows),
+            constants=(
+                *(columns, padded(columns), most, self._problem.has_sinks),
+                *self._asked(False),
+            ),
+            options=(("num_warps", 4),),
+        )
+
+    def halve(
+        self, strides: tuple[int, ...], batch: int, heads: int, rows: int, columns: int
+    ) -> tuple[Launch, Launch]:
+        """Return the launches that find the largest numbers of a matrix, and take it apart."""
+        blocks = self.halved_blocks(rows)
+        grid = (batch * heads, blocks, 1)
+        numbers = (*strides[:3], heads, rows)
+        constants = (columns, padded(columns), HALVED_ROWS, self._given_align)
+        most = 1 << (blocks - 1).bit_length()
+        find, take_apart = (
+            Launch(
+                name=name,
+                grid=grid,
+                numbers=numbers,
+                constants=more,
+                options=(("num_warps", 4),),
+            )
+            for name, more in (("largest_of_blocks", constants), ("halve", (*constants, most)))
+        )
+        return find, take_apart
+
+    def halved_blocks(self, rows: int) -> int:
+        """Return the programs over rows that are taken apart."""
+        return -(-rows // HALVED_ROWS)
+
+    def halved_strides(self, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the strides of the halves of keys and of values."""
+        widths = self._problem.head_dim, self._problem.value_dim
+        key, value = ((heads * rows * width, rows * width, width) for width in widths)
+        return key, value
+
+    def _asked(self, is_split: bool) -> tuple[bool, bool, bool]:
+        """Return which statistics the kernel writes; of the parts, those that add up to them."""
+        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS)
+        return (True, True, entropy) if is_split else (lse, row_max, entropy)
+
+    @cached_property
+    def _shape(self) -> tuple[Any, ...]:
+        """What is compiled in of shapes and positions."""
+        problem, tile = self._problem, self._tile
+        left, right = self._window
+        return (
+            *(tile.rows, tile.keys, problem.head_dim, problem.value_dim),
+            *(padded(problem.head_dim), padded(problem.value_dim)),
+            *(problem.group_size, self._pack, problem.align is Align.BOTTOM_RIGHT),
+            *(left >= 0, right >= 0, problem.dilation > 1, problem.num_sequences > 0),
+        )
+
+    @cached_property
+    def _features(self) -> tuple[bool, ...]:
+        """What is compiled in of the rest: biases, sinks, softcap, PTX's tanh, dropout."""
+        problem = self._problem
+        # Scores in bf16 would round more than it does.
+        fast = problem.precision is Precision.BF16 and problem.device_type == "cuda"
+        fast = fast and torch.version.hip is None
+        cap, drops = problem.softcap > 0, problem.dropout_p > 0
+        return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
+
+    @cached_property
+    def _given_align(self) -> int:
+        """What strides of q, k and v are known to be multiples of, in elements."""
+        return max(self._problem.stride_bytes * 8 // self._problem.precision.bits, 1)
+
+    @cached_property
+    def _aligns(self) -> tuple[int, int]:
+        """What strides are known to be multiples of: the query's and output's, the keys'."""
+        problem, known = self._problem, self._given_align
+        own = known if problem.value_dim % known == 0 else 1
+        halved = math.gcd(problem.head_dim, problem.value_dim, 8)
+        return own, halved if self.is_halved else known
+
+    @cached_property
+    def _dot(self) -> str:
+        """The arithmetic of products."""
+        return "tf32x3" if self._problem.precision is Precision.FP32 else "tf32"
+
+    @cached_property
+    def _factors(self) -> tuple[float, float, float]:
+        """What products are multiplied by before the cap and after it, and dropout's share."""
+        scale, cap = self._problem.scale, self._problem.softcap
+        before, after = (scale / cap, cap * LOG2_E) if cap else (scale * LOG2_E, 0.0)
+        return before, after, self._problem.dropout_p

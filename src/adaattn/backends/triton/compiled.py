@@ -1,0 +1,98 @@
+"""Launches of a Triton function that look nothing up twice.
+
+Triton's own launch works out at each call what is compiled for it: 20 to 40 us with fifty
+arguments. Here that is done once for each signature; then the compiled kernel is launched.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from adaattn.errors import ExecutorError
+
+__all__ = ["Launch"]
+
+_ALIGNED_BYTES: Final = 16
+_INT32: Final = 2**31
+_COMPILED: Final[dict[tuple[Any, ...], Any]] = {}
+"""Kernels by signature, as Triton keeps them too; None under its interpreter."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Launch:
+    """One function of `adaattn.backends.triton.forward` with all that its calls have in common.
+
+    Args:
+        name: of the function.
+        grid: programs.
+        numbers: arguments behind the tensors, for which no kernel is made.
+        constants: those behind them, for which one is.
+        options: warps, and stages.
+    """
+
+    name: str
+    grid: tuple[int, int, int]
+    numbers: tuple[float, ...]
+    constants: tuple[Any, ...]
+    options: tuple[tuple[str, int], ...]
+    _kernel: Any = field(default=None, init=False)
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        """Launch it.
+
+        Args:
+            tensors: the pointers, in the function's order; None where there is none. The first is
+                on the device that is meant. Their dtypes are those of the first call.
+
+        Raises:
+            ExecutorError: it cannot be compiled here.
+        """
+        first = tensors[0]
+        assert first is not None
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                self(*tensors)
+            return
+        places = 0
+        for item in tensors:
+            if item is not None:
+                places |= item.data_ptr()
+        if places % _ALIGNED_BYTES:
+            self._by_triton(tensors)
+            return
+        if self._kernel is None:
+            self._kernel = self._known_or_compiled(tensors)
+            return
+        self._kernel[self.grid](*tensors, *self.numbers, *self.constants)
+
+    def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        """Launch it for the first time; return what was compiled for its signature."""
+        if max(self.numbers) >= _INT32:
+            self._by_triton(tensors)
+            return None
+        assert tensors[0] is not None
+        dtypes = (None if item is None else item.dtype for item in tensors)
+        key = (tensors[0].device, self.name, self.options, self.constants, *dtypes)
+        known = _COMPILED.get(key)
+        if known is None:
+            known = _COMPILED[key] = self._by_triton(tensors)
+        else:
+            known[self.grid](*tensors, *self.numbers, *self.constants)
+        return known
+
+    def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        """Launch it by Triton's own way, and return what it compiled."""
+        from triton.errors import TritonError
+
+        from adaattn.backends.triton import forward
+
+        function = getattr(forward, self.name)[self.grid]
+        try:
+            return function(*tensors, *self.numbers, *self.constants, **dict(self.options))
+        except torch.OutOfMemoryError:
+            raise
+        except (TritonError, RuntimeError) as error:
+            lines = str(error).strip().splitlines()
+            reason = f"{type(error).__name__}: {''.join(lines[:1])}"
+            raise ExecutorError(f"Triton cannot compile the kernel for it: {reason}") from error

@@ -1,0 +1,220 @@
+"""Runs the portable kernels: what is compiled for a problem, and what each call brings."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from adaattn.backends.common import with_dense_columns
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.masks import with_rank
+from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
+from adaattn.backends.triton.compiled import Launch
+from adaattn.spec import AttentionProblem, HeadGroup
+
+__all__ = ["direct", "run"]
+
+_KEPT: Final = 256
+_NO_MASK: Final = MaskLayout()
+_NO_STATISTICS: Final = (None, None, None)
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return exact attention by the portable kernels.
+
+    Raises:
+        ExecutorError: the kernel cannot be compiled here.
+    """
+    del group
+    query = tensors.query
+    shape = query.shape[:3]
+    lse, row_max, entropy = statistics = tuple(
+        query.new_empty(shape, dtype=torch.float32) if flag in problem.aux else None
+        for flag in STATISTICS
+    )
+    companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
+    starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    output = _launcher(problem)(
+        query, tensors.key, tensors.value, *companions, *starts, statistics=statistics
+    )
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
+    """Return the function of repeated calls: what they have in common is worked out once."""
+    del group
+    return _Launcher(problem)
+
+
+@lru_cache(maxsize=_KEPT)
+def _launcher(problem: AttentionProblem) -> "_Launcher":
+    """Return the launcher of a problem."""
+    return _Launcher(problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """The launches of one call, for tensors that lie as those of its first.
+
+    Args:
+        layout: what they follow from.
+        forward: the kernel.
+        halve: for keys, then values: what finds their largest numbers and takes them apart.
+        combine: adds up the splits of the keys; None where they are not split.
+        parts: [splits, B, Hq, Sq, Dv] of what is added up.
+        blocks: programs over the rows of keys, where they are taken apart.
+    """
+
+    layout: tuple[Any, ...]
+    forward: Launch
+    halve: tuple[tuple[Launch, Launch], ...] = ()
+    combine: Launch | None = None
+    parts: tuple[int, ...] = ()
+    blocks: int = 0
+
+
+class _Launcher:
+    """Launches the kernels of one problem; lengths and strides are those of each call."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+        self._arguments = Arguments(problem)
+        self._prepared: _Prepared | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+        starts_q: torch.Tensor | None = None,
+        starts_k: torch.Tensor | None = None,
+        *,
+        statistics: tuple[torch.Tensor | None, ...] = _NO_STATISTICS,
+    ) -> torch.Tensor:
+        """Return attention [B, Hq, Sq, Dv].
+
+        Args:
+            query: [B, Hq, Sq, D], and so on as in `Tensors`.
+            key: likewise.
+            value: likewise.
+            mask: of up to four dimensions.
+            sinks: likewise.
+            slopes: likewise, or [Hq].
+            starts_q: likewise.
+            starts_k: likewise.
+            statistics: fp32 [B, Hq, Sq] each, written where given: log-sum-exp, row maximum and
+                entropy, as the problem asks for them.
+        """
+        problem = self._problem
+        if not problem.dense_columns:
+            query, key, value = map(with_dense_columns, (query, key, value))
+        output = _output_like(query, problem.value_dim)
+        seen = _NO_MASK
+        if mask is not None:
+            mask = with_rank(mask, 4)
+            seen = MaskLayout.of(mask)
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        if sinks is not None:
+            sinks = with_dense_columns(sinks)
+        slope_stride = 0
+        if slopes is not None:
+            slopes = with_dense_columns(slopes)
+            by_batch = slopes.dim() == 2 and slopes.shape[0] > 1
+            slope_stride = slopes.stride(0) if by_batch else 0
+        sequences = 0 if starts_q is None else starts_q.shape[0] - 1
+        layout = (
+            *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
+            *(output.stride(), seen, slope_stride, sequences, key.get_device()),
+        )
+        prepared = self._prepared
+        if prepared is None or prepared.layout != layout:
+            prepared = self._prepared = self._prepare(*layout)
+        inverses = None
+        if prepared.halve:
+            key, value, inverses = _halved(prepared, key, value)
+        seed = torch.randint(2**62, (1,), device=query.device) if problem.dropout_p else None
+        rest = (mask, sinks, slopes, starts_q, starts_k, seed, inverses)
+        if prepared.combine is None:
+            prepared.forward(query, key, value, output, *statistics, *rest)
+            return output
+        parts = query.new_empty(prepared.parts, dtype=torch.float32)
+        sums, maxima, products = query.new_empty((3, *prepared.parts[:-1]), dtype=torch.float32)
+        prepared.forward(query, key, value, parts, sums, maxima, products, *rest)
+        prepared.combine(output, *statistics, parts, sums, maxima, products, sinks)
+        return output
+
+    def _prepare(self, *layout: Any) -> _Prepared:
+        """Return the launches for tensors of a layout."""
+        arguments = self._arguments
+        query_shape, query_strides, key_shape, key_strides, value_strides, *rest = layout
+        output_strides, seen, slope_stride, sequences, device = rest
+        batch, heads, len_q, _ = query_shape
+        _, kv_heads, len_k, _ = key_shape
+        programs, tiles = arguments.programs(batch, heads, len_q, sequences)
+        splits, split_keys = arguments.splits(programs, len_k, device)
+        halve: tuple[tuple[Launch, Launch], ...] = ()
+        blocks = 0
+        if arguments.is_halved:
+            blocks = arguments.halved_blocks(len_k)
+            halve = tuple(
+                arguments.halve(strides, batch, kv_heads, len_k, columns)
+                for strides, columns in (
+                    (key_strides, self._problem.head_dim),
+                    (value_strides, self._problem.value_dim),
+                )
+            )
+            key_strides, value_strides = arguments.halved_strides(kv_heads, len_k)
+        strides = (
+            *(*query_strides[:3], *key_strides[:3], *value_strides[:3], *output_strides[:3]),
+            *(*seen.strides, slope_stride),
+        )
+        sizes = (heads, len_q, len_k)
+        counts = (sequences, tiles, split_keys, batch * kv_heads)
+        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, seen)
+        combine = None
+        if splits > 1:
+            combine = arguments.combine(output_strides, splits, batch, heads, len_q)
+        return _Prepared(
+            layout=layout,
+            forward=forward,
+            halve=halve,
+            combine=combine,
+            parts=(splits, batch, heads, len_q, self._problem.value_dim),
+            blocks=blocks,
+        )
+
+
+def _halved(
+    prepared: _Prepared, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values as sums of two fp16 numbers, and what undoes their scales.
+
+    Returns:
+        Both as fp16 [2, B, Hkv, Sk, D], high halves first, and fp32 [2, B, Hkv].
+    """
+    batch, heads = key.shape[:2]
+    inverses = key.new_empty((2, batch, heads))
+    made = []
+    for matrix, inverse, (find, take_apart) in zip(
+        (key, value), inverses, prepared.halve, strict=True
+    ):
+        largest = key.new_empty((batch, heads, prepared.blocks))
+        both = matrix.new_empty((2, *matrix.shape), dtype=torch.float16)
+        find(matrix, largest)
+        take_apart(matrix, both, inverse, largest)
+        made.append(both)
+    return made[0], made[1], inverses
+
+
+def _output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return an empty output whose dimensions lie in the order of the query's."""
+    if columns == query.shape[3]:
+        return torch.empty_like(query)
+    batch, heads, rows, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty((batch, rows, heads, columns)).transpose(1, 2)
+    return query.new_empty((batch, heads, rows, columns))

@@ -1,0 +1,570 @@
+"""The portable forward kernel: one tile of query rows against all keys that it sees.
+
+    s = q k^T * scale, capped, biased, masked;   o = softmax(s) v
+
+Online softmax over blocks of keys, fp32 sums; q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and
+v [B, Hkv, Sk, Dv] by strides, columns dense. fp32 is computed as three tf32 products, which keeps
+fp32's accuracy. Rows of PACK query heads that share a key head stand in one tile where rows are
+few. Dilation d splits rows and keys into d classes that do not meet: each class is a problem of
+its own, of which nothing is masked away.
+
+Keys may be split over programs: each writes its unnormalised part, and `combine` adds them.
+"""
+
+import triton
+import triton.language as tl
+
+from adaattn.backends.triton.primitives import (
+    LOG2_E,
+    WEIGHT_SCALE,
+    add_bias,
+    exp2_sum,
+    find_sequence,
+    halves,
+    is_kept,
+    key_ranges,
+    load_entries,
+    load_rows,
+    log2_or_nothing,
+    power_of_two,
+    seen,
+    soft_capped,
+    with_sink,
+)
+
+__all__ = ["combine", "forward", "halve", "largest_of_blocks"]
+
+_NOTHING = tl.constexpr(float("-inf"))
+
+_NUMBERS = (
+    *("scale", "softcap", "dropout_p"),
+    *("stride_qb", "stride_qh", "stride_qm", "stride_kb", "stride_kh", "stride_kn"),
+    *("stride_vb", "stride_vh", "stride_vn", "stride_ob", "stride_oh", "stride_om"),
+    *("stride_mb", "stride_mh", "stride_mm", "stride_mn", "stride_slope"),
+    *("num_heads", "total_q", "total_k", "left", "right", "dilation", "num_sequences"),
+    *("num_tiles", "split_keys", "halved_heads"),
+)
+"""No value of these makes another kernel."""
+
+
+@triton.jit
+def _times(number, stride, ALIGN: tl.constexpr):
+    """Return number * stride as int64, with the stride a multiple of ALIGN that is seen."""
+    return number.to(tl.int64) * (stride // ALIGN * ALIGN)
+
+
+@triton.jit
+def _place(block, before, whole, AT_EDGE: tl.constexpr):
+    """Return where a block of a phase stands among all: the edges are at both ends."""
+    if AT_EDGE:
+        return block + tl.where(block < before, 0, whole)
+    return block + before
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def forward(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    output_ptr,
+    lse_ptr,
+    row_max_ptr,
+    entropy_ptr,
+    mask_ptr,
+    sinks_ptr,
+    slopes_ptr,
+    starts_q_ptr,
+    starts_k_ptr,
+    seed_ptr,
+    inverses_ptr,
+    scale,
+    softcap,
+    dropout_p,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_slope,
+    num_heads,
+    total_q,
+    total_k,
+    left,
+    right,
+    dilation,
+    num_sequences,
+    num_tiles,
+    split_keys,
+    halved_heads,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    TO_END: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    IS_DILATED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    MASK_ALIGN: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ROW_MAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    WIDE: tl.constexpr,
+    IS_HALVED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Compute BLOCK_M rows of one head, or of the PACK heads of a group.
+
+    Args, beyond their names:
+        output_ptr: [B, Hq, Sq, Dv]; where IS_SPLIT fp32 [splits, B, Hq, Sq, Dv], unnormalised.
+        lse_ptr: fp32 [B, Hq, Sq], natural; where IS_SPLIT [splits, B, Hq, Sq] sums.
+        row_max_ptr: fp32 likewise; where IS_SPLIT maxima in units of log 2.
+        entropy_ptr: fp32 likewise, bits; where IS_SPLIT sums of weight times exponent.
+        mask_ptr: bytes where MASK is 1, numbers to add where it is 2.
+        key_ptr: where IS_HALVED fp16 [2, B, Hkv, Sk, D], high halves and low ones; values likewise.
+        inverses_ptr: where IS_HALVED fp32 [2, B, Hkv], what products with these are multiplied by.
+        scale: factor of q k^T before the cap; the rest of the way to units of log 2 is in softcap.
+        num_tiles: tiles of rows of a head, all classes of a dilation together.
+        split_keys: keys of a split, a multiple of BLOCK_N.
+        halved_heads: B * Hkv.
+        GROUP: query heads that share a key head.
+        PACK: GROUP, or 1.
+        MASK_ROWS: rows of a tile see different entries of the mask.
+        MASK_STEP: its stride over keys where that is 0 or 1, else 2.
+        ALIGN: strides of q and output are multiples of it, KEY_ALIGN those of k and v, MASK_ALIGN
+            the mask's.
+        WIDE: a tile of keys spans more than 2^31 elements.
+    """
+    tile = tl.program_id(0) % num_tiles
+    head_slot = (tl.program_id(0) // num_tiles) % (num_heads // PACK)
+    batch = tl.program_id(0) // num_tiles // (num_heads // PACK)
+    key_head = head_slot * PACK // GROUP
+
+    start_q = 0
+    start_k = 0
+    len_q = total_q
+    len_k = total_k
+    residue = 0
+    if IS_DILATED:
+        per_class = num_tiles // dilation
+        residue = tile // per_class
+        tile = tile % per_class
+    elif HAS_RIGHT and not IS_PACKED:
+        tile = num_tiles - 1 - tile  # the longest rows first
+    if IS_PACKED:
+        sequence, tile = find_sequence(starts_q_ptr, tile, num_sequences, BLOCK_M // PACK)
+        start_q = tl.load(starts_q_ptr + sequence)
+        start_k = tl.load(starts_k_ptr + sequence)
+        len_q = tl.load(starts_q_ptr + sequence + 1) - start_q
+        len_k = tl.load(starts_k_ptr + sequence + 1) - start_k
+    offset = 0
+    if TO_END:
+        offset = len_k - len_q
+
+    if IS_DILATED:
+        # One class: rows start_q + dilation * m, keys start_k + dilation * n.
+        first_row = ((residue - offset) % dilation + dilation) % dilation
+        len_q = tl.maximum(len_q - first_row + dilation - 1, 0) // dilation
+        len_k = tl.maximum(len_k - residue + dilation - 1, 0) // dilation
+        offset = (first_row + offset - residue) // dilation
+        left = left // dilation
+        right = right // dilation
+        start_q += first_row
+        start_k += residue
+
+    if tile * BLOCK_M >= len_q * PACK:
+        return
+    first_slot = tile * BLOCK_M
+    slots = first_slot + tl.arange(0, BLOCK_M)
+    heads = head_slot * PACK + slots % PACK
+    rows = slots // PACK
+    is_row = rows < len_q
+    positions = rows + offset
+    first_position = first_slot // PACK + offset
+    last_position = tl.minimum((first_slot + BLOCK_M - 1) // PACK, len_q - 1) + offset
+
+    q_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
+    starts = _times(heads, stride_qh, ALIGN) + _times(q_rows, stride_qm, ALIGN)
+    columns = tl.arange(0, BLOCK_D)
+    query_base = query_ptr + _times(batch, stride_qb, ALIGN)
+    inside = is_row[:, None] & (columns < D)[None, :]
+    query = tl.load(query_base + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    if IS_HALVED:
+        query_scale, query_inverse = power_of_two(tl.max(tl.max(tl.abs(query), 1), 0))
+        query, query_low = halves(query * query_scale)
+        head_of_all = batch * (num_heads // GROUP) + key_head
+        scale *= query_inverse * tl.load(inverses_ptr + head_of_all)
+    key_base = (
+        key_ptr + _times(batch, stride_kb, KEY_ALIGN) + _times(key_head, stride_kh, KEY_ALIGN)
+    )
+    value_base = (
+        value_ptr + _times(batch, stride_vb, KEY_ALIGN) + _times(key_head, stride_vh, KEY_ALIGN)
+    )
+    key_step = stride_kn // KEY_ALIGN * KEY_ALIGN
+    value_step = stride_vn // KEY_ALIGN * KEY_ALIGN
+    if IS_PACKED or IS_DILATED:
+        key_base += _times(start_k, stride_kn, KEY_ALIGN)
+        value_base += _times(start_k, stride_vn, KEY_ALIGN)
+    if IS_HALVED:
+        # The low halves lie behind all of the high ones.
+        key_plane = _times(tl.num_programs(0) * 0 + total_k, stride_kn, KEY_ALIGN) * halved_heads
+        value_plane = _times(tl.num_programs(0) * 0 + total_k, stride_vn, KEY_ALIGN) * halved_heads
+    within = tl.arange(0, BLOCK_N)
+    if IS_DILATED:
+        key_step *= dilation
+        value_step *= dilation
+    if WIDE:
+        within_wide = within.to(tl.int64)
+    else:
+        within_wide = within
+    row_of_all = (batch.to(tl.int64) * num_heads + heads) * total_q + q_rows
+    if MASK != 0:
+        mask_base = mask_ptr + _times(batch, stride_mb, MASK_ALIGN)
+        mask_base += _times(head_slot * PACK, stride_mh, MASK_ALIGN)
+        mask_step = MASK_STEP
+        if MASK_STEP == 2 or (MASK_STEP == 1 and IS_DILATED):
+            mask_step = stride_mn * dilation
+        if MASK_STEP != 0 and (IS_PACKED or IS_DILATED):
+            mask_base += start_k.to(tl.int64) * stride_mn
+        mask_columns = (within * mask_step)[None, :]
+        if MASK_ROWS:
+            mask_row = stride_mm // MASK_ALIGN * MASK_ALIGN
+            first_q_row = start_q + first_slot // PACK * dilation
+            mask_base += _times(first_q_row, stride_mm, MASK_ALIGN)
+            row_starts = (q_rows - first_q_row) * mask_row
+            if PACK > 1:
+                row_starts += _times(heads - head_slot * PACK, stride_mh, MASK_ALIGN)
+            mask_columns = row_starts[:, None] + mask_columns
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + batch * stride_slope + heads).to(tl.float32) * LOG2_E
+        if IS_DILATED:
+            slope *= dilation
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+
+    begin = 0
+    end = len_k
+    if IS_SPLIT:
+        if HAS_LEFT:
+            begin = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
+        begin += tl.program_id(1) * (split_keys // BLOCK_N * BLOCK_N)
+        end = tl.minimum(len_k, begin + split_keys)
+    low, before, whole, after, high = key_ranges(
+        first_position,
+        last_position,
+        begin,
+        end,
+        left,
+        right,
+        HAS_LEFT,
+        HAS_RIGHT,
+        MASK != 0,
+        BLOCK_N,
+    )
+    running_max = tl.full([BLOCK_M], _NOTHING, tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    running_product = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # First the blocks that all rows see whole, then those at the edges.
+    for AT_EDGE in tl.static_range(2):
+        count = whole
+        if AT_EDGE:
+            count = before + after
+        if MASK != 0:
+            start = low + _place(0, before, whole, AT_EDGE) * BLOCK_N
+            entries = load_entries(
+                mask_base, start, mask_step, mask_columns, within, high, AT_EDGE and MASK_STEP != 0
+            )
+        for block in range(count):
+            start = low + _place(block, before, whole, AT_EDGE) * BLOCK_N
+            keys = start + within
+            block_ptr = key_base + start.to(tl.int64) * key_step
+            key_block = load_rows(
+                block_ptr, within_wide, key_step, high - start, D, BLOCK_D, AT_EDGE
+            )
+            if IS_HALVED:
+                key_low = load_rows(
+                    block_ptr + key_plane, within_wide, key_step, high - start, D, BLOCK_D, AT_EDGE
+                )
+                scores = tl.dot(query_low, tl.trans(key_block))
+                scores = tl.dot(query, tl.trans(key_low), scores)
+                scores = tl.dot(query, tl.trans(key_block), scores) * scale
+            else:
+                scores = tl.dot(query, tl.trans(key_block), input_precision=DOT) * scale
+            if HAS_SOFTCAP:
+                scores = soft_capped(scores, softcap, FAST_TANH)
+            if HAS_ALIBI:
+                scores = add_bias(scores, slope, positions, keys)
+            if MASK == 1:
+                scores = tl.where(entries != 0, scores, _NOTHING)
+            elif MASK == 2:
+                scores += entries.to(tl.float32) * LOG2_E
+            if MASK != 0:
+                # The next block's: nothing waits for them.
+                later = _place(tl.minimum(block + 1, count - 1), before, whole, AT_EDGE)
+                entries = load_entries(
+                    mask_base,
+                    low + later * BLOCK_N,
+                    mask_step,
+                    mask_columns,
+                    within,
+                    high,
+                    AT_EDGE and MASK_STEP != 0,
+                )
+            if AT_EDGE:
+                visible = seen(positions, keys, high, left, right, HAS_LEFT, HAS_RIGHT)
+                scores = tl.where(visible, scores, _NOTHING)
+
+            new_max = tl.maximum(running_max, tl.max(scores, 1))
+            reference = new_max
+            if AT_EDGE or MASK != 0:
+                reference = tl.where(new_max == _NOTHING, 0.0, new_max)
+            weights, total, product = exp2_sum(scores, reference, HAS_ENTROPY)
+            decay = tl.exp2(running_max - reference)
+            if HAS_ENTROPY:
+                moved = tl.where(running_sum > 0.0, running_max - reference, 0.0)
+                running_product = decay * (running_product + running_sum * moved) + product
+            running_sum = running_sum * decay + total
+            running_max = new_max
+            accumulator = accumulator * decay[:, None]
+            if HAS_DROPOUT:
+                kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
+                weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+            block_ptr = value_base + start.to(tl.int64) * value_step
+            value_block = load_rows(
+                block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, AT_EDGE
+            )
+            if IS_HALVED:
+                value_low = load_rows(
+                    block_ptr + value_plane,
+                    within_wide,
+                    value_step,
+                    high - start,
+                    DV,
+                    BLOCK_DV,
+                    AT_EDGE,
+                )
+                weights, weights_low = halves(weights * WEIGHT_SCALE)
+                accumulator = tl.dot(weights_low, value_block, accumulator)
+                accumulator = tl.dot(weights, value_low, accumulator)
+                accumulator = tl.dot(weights, value_block, accumulator)
+            else:
+                accumulator = tl.dot(
+                    weights.to(value_block.dtype), value_block, accumulator, input_precision=DOT
+                )
+
+    if IS_HALVED:
+        value_inverse = tl.load(inverses_ptr + halved_heads + head_of_all)
+        accumulator = accumulator * (value_inverse / WEIGHT_SCALE)
+    out_columns = tl.arange(0, BLOCK_DV)
+    out_inside = is_row[:, None] & (out_columns < DV)[None, :]
+    if IS_SPLIT:
+        # B * Hq * Sq rows of each split.
+        rows_of_split = (tl.num_programs(0) // num_tiles).to(tl.int64) * PACK * total_q
+        row_of_all += tl.program_id(1) * rows_of_split
+        out_pointers = output_ptr + (row_of_all * DV)[:, None] + out_columns[None, :]
+        tl.store(out_pointers, accumulator, mask=out_inside)
+        tl.store(row_max_ptr + row_of_all, running_max, mask=is_row)
+        tl.store(lse_ptr + row_of_all, running_sum, mask=is_row)
+        if HAS_ENTROPY:
+            tl.store(entropy_ptr + row_of_all, running_product, mask=is_row)
+    else:
+        largest = running_max
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
+            running_max, running_sum, running_product, decay = with_sink(
+                running_max, running_sum, running_product, sink
+            )
+            accumulator = accumulator * decay[:, None]
+        inverse = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
+        accumulator = accumulator * inverse[:, None]
+        out_base = output_ptr + _times(batch, stride_ob, ALIGN)
+        out_starts = _times(heads, stride_oh, ALIGN) + _times(q_rows, stride_om, ALIGN)
+        out_pointers = out_base + out_starts[:, None] + out_columns[None, :]
+        tl.store(out_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=out_inside)
+        if HAS_LSE:
+            lse = log2_or_nothing(running_sum, running_max) / LOG2_E
+            tl.store(lse_ptr + row_of_all, lse, mask=is_row)
+        if HAS_ROW_MAX:
+            tl.store(row_max_ptr + row_of_all, largest / LOG2_E, mask=is_row)
+        if HAS_ENTROPY:
+            bits = log2_or_nothing(running_sum, running_sum * 0.0) - running_product * inverse
+            bits = tl.where(running_sum == 0.0, 0.0, bits)
+            tl.store(entropy_ptr + row_of_all, bits, mask=is_row)
+
+
+@triton.jit(do_not_specialize=("num_splits", "num_heads", "len_q", "num_rows"))
+def combine(
+    output_ptr,
+    lse_ptr,
+    row_max_ptr,
+    entropy_ptr,
+    parts_ptr,
+    sums_ptr,
+    maxima_ptr,
+    products_ptr,
+    sinks_ptr,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    num_splits,
+    num_heads,
+    len_q,
+    num_rows,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_ROW_MAX: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
+):
+    """Add the parts of one row: the weighted sum of what `forward` wrote for each split.
+
+    Args, beyond their names:
+        parts_ptr: fp32 [splits, B, Hq, Sq, Dv], unnormalised; the others [splits, B, Hq, Sq].
+        num_rows: B * Hq * Sq.
+        SPLITS: a power of two, num_splits at least.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, SPLITS)
+    is_split = splits < num_splits
+    places = splits.to(tl.int64) * num_rows + row
+    maxima = tl.load(maxima_ptr + places, mask=is_split, other=_NOTHING)
+    sums = tl.load(sums_ptr + places, mask=is_split, other=0.0)
+    largest = tl.max(maxima, 0)
+    reference = tl.where(largest == _NOTHING, 0.0, largest)
+    factors = tl.exp2(maxima - reference)
+    total = tl.sum(sums * factors, 0)
+    columns = tl.arange(0, BLOCK_DV)
+    inside = is_split[:, None] & (columns < DV)[None, :]
+    parts = tl.load(parts_ptr + places[:, None] * DV + columns[None, :], mask=inside, other=0.0)
+    output = tl.sum(parts * factors[:, None], 0)
+    product = total * 0.0
+    if HAS_ENTROPY:
+        products = tl.load(products_ptr + places, mask=is_split, other=0.0)
+        moved = tl.where(sums > 0.0, maxima - reference, 0.0)
+        product = tl.sum(factors * (products + sums * moved), 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + (row // len_q) % num_heads).to(tl.float32) * LOG2_E
+        reference, total, product, decay = with_sink(largest, total, product, sink)
+        output = output * decay
+    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
+    place = row // len_q // num_heads * stride_ob + (row // len_q) % num_heads * stride_oh
+    place += row % len_q * stride_om
+    result = (output * inverse).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + place + columns, result, mask=columns < DV)
+    if HAS_LSE:
+        tl.store(lse_ptr + row, log2_or_nothing(total, reference) / LOG2_E)
+    if HAS_ROW_MAX:
+        tl.store(row_max_ptr + row, largest / LOG2_E)
+    if HAS_ENTROPY:
+        bits = log2_or_nothing(total, total * 0.0) - product * inverse
+        tl.store(entropy_ptr + row, tl.where(total == 0.0, 0.0, bits))
+
+
+@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_n", "num_heads", "num_rows"))
+def largest_of_blocks(
+    matrix_ptr,
+    largest_ptr,
+    stride_b,
+    stride_h,
+    stride_n,
+    num_heads,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Write the largest magnitude of ROWS rows of a head, fp32 [B, H, blocks].
+
+    Args, beyond their names:
+        matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
+    """
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    base = matrix_ptr + _times(head // num_heads, stride_b, ALIGN)
+    base += _times(head % num_heads, stride_h, ALIGN) + _times(block * ROWS, stride_n, ALIGN)
+    step = stride_n // ALIGN * ALIGN
+    tile = load_rows(base, tl.arange(0, ROWS), step, num_rows - block * ROWS, COLUMNS, BLOCK, True)
+    largest = tl.max(tl.max(tl.abs(tile), 1), 0)
+    tl.store(largest_ptr + head.to(tl.int64) * tl.num_programs(1) + block, largest)
+
+
+@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_n", "num_heads", "num_rows"))
+def halve(
+    matrix_ptr,
+    halves_ptr,
+    inverses_ptr,
+    largest_ptr,
+    stride_b,
+    stride_h,
+    stride_n,
+    num_heads,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Write ROWS rows as sums of two fp16 numbers, scaled by a power of two for each head.
+
+    Args, beyond their names:
+        matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
+        halves_ptr: fp16 [2, B, H, num_rows, COLUMNS]: high halves, then low ones.
+        inverses_ptr: fp32 [B, H]; what undoes the scale.
+        largest_ptr: of `largest_of_blocks`.
+        BLOCKS: a power of two, as many as there are blocks at least.
+    """
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    blocks = tl.arange(0, BLOCKS)
+    largest = tl.load(
+        largest_ptr + head.to(tl.int64) * tl.num_programs(1) + blocks,
+        mask=blocks < tl.num_programs(1),
+        other=0.0,
+    )
+    scale, inverse = power_of_two(tl.max(largest, 0))
+    if block == 0:
+        tl.store(inverses_ptr + head, inverse)
+    base = matrix_ptr + _times(head // num_heads, stride_b, ALIGN)
+    base += _times(head % num_heads, stride_h, ALIGN) + _times(block * ROWS, stride_n, ALIGN)
+    step = stride_n // ALIGN * ALIGN
+    rows = tl.arange(0, ROWS)
+    left = num_rows - block * ROWS
+    high, low = halves(load_rows(base, rows, step, left, COLUMNS, BLOCK, True) * scale)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < left)[:, None] & (columns < COLUMNS)[None, :]
+    place = (head.to(tl.int64) * num_rows + block * ROWS) * COLUMNS
+    pointers = halves_ptr + place + rows[:, None] * COLUMNS + columns[None, :]
+    plane = tl.num_programs(0).to(tl.int64) * num_rows * COLUMNS
+    tl.store(pointers, high, mask=inside)
+    tl.store(pointers + plane, low, mask=inside)

@@ -1,0 +1,125 @@
+"""How a problem is launched: tiles, warps and splits, from its shape and the device alone."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from adaattn.spec import AttentionProblem, Precision
+
+__all__ = [
+    "HALVED_ROWS",
+    "Tile",
+    "choose_tile",
+    "is_halved",
+    "num_splits",
+    "packed_heads",
+    "padded",
+]
+
+_SHORT: Final = 16
+"""Rows of the least tile that a matrix product takes."""
+
+_LEAST_SPLIT: Final = 256
+"""Keys of the shortest split: below, adding up the parts costs more than it saves."""
+
+_PROGRAMS: Final = 4
+"""Programs for each multiprocessor that splitting aims at, of a short tile."""
+
+
+HALVED_ROWS: Final = 64
+"""Rows of keys or values that one program takes apart."""
+
+_HALVED_FROM: Final = 128
+"""Query rows from which on taking keys and values apart beforehand pays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The shape of one program's work.
+
+    Args:
+        rows: BLOCK_M.
+        keys: BLOCK_N.
+        warps: warps of a program.
+        stages: tiles of keys and values in flight.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def padded(columns: int) -> int:
+    """Return the power of two from 16 on that holds a number of columns.
+
+    Example:
+        >>> padded(5), padded(80)
+        (16, 128)
+    """
+    return max(_SHORT, 1 << (columns - 1).bit_length())
+
+
+def packed_heads(problem: AttentionProblem) -> int:
+    """Return how many heads of a group stand in one tile: all where rows are few, else 1.
+
+    Packed sequences find their tiles by rows, which takes a power of two.
+    """
+    group = problem.group_size
+    longest = problem.max_len_q if problem.num_sequences else problem.len_q
+    if problem.num_sequences and group & (group - 1):
+        return 1
+    return group if group <= 64 and longest < 64 else 1
+
+
+def is_halved(problem: AttentionProblem) -> bool:
+    """Return whether fp32 keys and values are taken apart before, into two fp16 numbers each.
+
+    Three products of such halves keep 22 bits, as three tf32 products do, at fp16's rate. With few
+    rows the keys are read once or twice anyway, and tf32 takes them as they are.
+    """
+    rows = packed_heads(problem) * problem.len_q
+    return problem.precision is Precision.FP32 and rows >= _HALVED_FROM
+
+
+def choose_tile(problem: AttentionProblem) -> Tile:
+    """Return the tile of a problem."""
+    longest = problem.max_len_q if problem.num_sequences else problem.len_q
+    longest = -(-longest // problem.dilation)
+    rows = packed_heads(problem) * longest
+    columns = padded(max(problem.head_dim, problem.value_dim))
+    wide = problem.precision is Precision.FP32
+    if rows <= 2 * _SHORT:
+        return Tile(rows=max(_SHORT, padded(rows)), keys=32 if wide else 64, warps=4, stages=3)
+    if is_halved(problem):
+        if columns > 128:
+            return Tile(rows=64, keys=32, warps=4, stages=2)
+        return Tile(rows=128, keys=64 if columns <= 64 else 32, warps=8, stages=2)
+    if wide:
+        return Tile(rows=64, keys=32, warps=4, stages=2 if columns <= 128 else 1)
+    if rows <= 64:
+        return Tile(rows=64, keys=64, warps=4, stages=3 if columns <= 128 else 2)
+    if columns > 128:
+        return Tile(rows=128, keys=64, warps=8, stages=2)
+    return Tile(rows=128, keys=64, warps=8 if columns > 64 else 4, stages=3)
+
+
+def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -> int:
+    """Return over how many programs the keys of a tile are split.
+
+    Args:
+        num_programs: programs without splits.
+        tile: the tile.
+        len_k: keys.
+        num_processors: of the device.
+
+    Example:
+        >>> tile = Tile(rows=16, keys=64, warps=4, stages=3)
+        >>> num_splits(8, tile, 32768, 132), num_splits(4096, tile, 32768, 132)
+        (64, 1)
+    """
+    wanted = num_processors * (_PROGRAMS if tile.rows <= 2 * _SHORT else 1)
+    if num_programs * 2 > wanted:
+        return 1
+    most = max(len_k // _LEAST_SPLIT, 1)
+    return min(1 << math.floor(math.log2(wanted / num_programs)), 1 << math.floor(math.log2(most)))

@@ -1,0 +1,272 @@
+"""Device functions of the portable kernels: which keys a row meets, what a score becomes.
+
+Scores are kept in units of log 2, so that exp2 needs no further product.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "LOG2_E",
+    "WEIGHT_SCALE",
+    "add_bias",
+    "exp2_sum",
+    "find_sequence",
+    "halves",
+    "is_kept",
+    "key_ranges",
+    "load_entries",
+    "load_rows",
+    "log2_or_nothing",
+    "power_of_two",
+    "seen",
+    "soft_capped",
+    "with_sink",
+]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+WEIGHT_SCALE = tl.constexpr(16384.0)
+"""Weights are at most 1: so scaled, their low halves keep their bits."""
+_LEAST = tl.constexpr(-1e4)
+_NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def find_sequence(starts_ptr, tile, num_sequences, BLOCK_M: tl.constexpr):
+    """Return the packed sequence of a tile, and the tile's place in it.
+
+    Sequence n has the tiles from ``starts[n] // BLOCK_M + n`` on: enough for its rows whatever
+    the starts are, and known without a sum over the sequences before it. A tile may be empty.
+    """
+    low = 0
+    high = num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = tl.load(starts_ptr + middle) // BLOCK_M + middle
+        low = tl.where(first <= tile, middle, low)
+        high = tl.where(first <= tile, high, middle - 1)
+    return low, tile - (tl.load(starts_ptr + low) // BLOCK_M + low)
+
+
+@triton.jit
+def key_ranges(
+    first_position,
+    last_position,
+    begin,
+    end,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the keys of a tile of rows in blocks: those that need a mask, and those that do not.
+
+    Args:
+        first_position: position of the tile's first row.
+        last_position: of its last.
+        begin: first key that may be read.
+        end: one behind the last.
+        left: keys seen before a position, where HAS_LEFT.
+        right: keys seen after it, where HAS_RIGHT.
+        HAS_LEFT: whether there is such a limit.
+        HAS_RIGHT: likewise.
+        IS_ALIGNED: blocks begin at multiples of BLOCK_N.
+        BLOCK_N: keys in a block.
+
+    Returns:
+        (low, number of masked blocks from there, number of whole blocks behind them, number of
+        masked blocks at the end, one behind the last key that any row sees).
+    """
+    low = begin
+    whole_low = begin
+    high = end
+    whole_high = end
+    if HAS_LEFT:
+        low = tl.maximum(low, first_position - left)
+        whole_low = tl.maximum(low, last_position - left)
+        if IS_ALIGNED:
+            low = low // BLOCK_N * BLOCK_N
+    if HAS_RIGHT:
+        high = tl.minimum(high, last_position + right + 1)
+        whole_high = tl.minimum(high, first_position + right + 1)
+    before = tl.maximum(tl.cdiv(tl.minimum(whole_low, high) - low, BLOCK_N), 0)
+    middle = low + before * BLOCK_N
+    whole = tl.maximum(whole_high - middle, 0) // BLOCK_N
+    after = tl.cdiv(tl.maximum(high - middle - whole * BLOCK_N, 0), BLOCK_N)
+    return low, before, whole, after, high
+
+
+@triton.jit
+def load_rows(
+    base_ptr,
+    rows,
+    row_stride,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return rows of a matrix as [len(rows), BLOCK]; 0 beyond its rows and columns.
+
+    Args:
+        base_ptr: the first row's first element.
+        rows: row numbers.
+        row_stride: elements between rows.
+        num_rows: rows from this one on are not read, where MASKED.
+        COLUMNS: columns of the matrix.
+        BLOCK: columns of the tile.
+        MASKED: whether rows may be beyond the end.
+    """
+    columns = tl.arange(0, BLOCK)
+    pointers = base_ptr + (rows * row_stride)[:, None] + columns[None, :]
+    if MASKED and COLUMNS != BLOCK:
+        inside = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
+        return tl.load(pointers, mask=inside, other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+    elif COLUMNS != BLOCK:
+        return tl.load(pointers, mask=(columns < COLUMNS)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def load_entries(base_ptr, start, step, offsets, within, high, MASKED: tl.constexpr):
+    """Return a block of a mask, [1 or BLOCK_M, BLOCK_N].
+
+    Args:
+        base_ptr: the tile's first row, key 0.
+        start: the block's first key.
+        step: elements between keys.
+        offsets: of the block's entries from its first.
+        within: [BLOCK_N] keys from the first.
+        high: keys from this one on are not read, where MASKED.
+        MASKED: whether there may be such.
+    """
+    pointers = base_ptr + start.to(tl.int64) * step + offsets
+    if MASKED:
+        return tl.load(pointers, mask=(start + within < high)[None, :], other=0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def power_of_two(largest):
+    """Return (scale, 1 / scale): the power of two that brings a magnitude to 2^14 or above.
+
+    fp16 holds numbers below 2^16, and all bits of those from 2^-14 on.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    shift = tl.minimum(tl.maximum(127 + 14 - exponent, -126), 126)
+    scale = ((127 + shift) << 23).to(tl.float32, bitcast=True)
+    return scale, ((127 - shift) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves(numbers):
+    """Return fp32 numbers as the sum of two in fp16: 22 bits of them."""
+    high = numbers.to(tl.float16)
+    return high, (numbers - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def seen(
+    positions,
+    keys,
+    high,
+    left,
+    right,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Return which keys are seen from which positions: boolean [BLOCK_M, BLOCK_N]."""
+    ahead = keys[None, :] - positions[:, None]
+    visible = (keys < high)[None, :] & (ahead == ahead)
+    if HAS_LEFT:
+        visible = visible & (ahead >= -left)
+    if HAS_RIGHT:
+        visible = visible & (ahead <= right)
+    return visible
+
+
+@triton.jit
+def soft_capped(scores, cap, FAST: tl.constexpr):
+    """Return cap * tanh(scores).
+
+    FAST is PTX's own tanh, right to 2^-11: below what rounding scores to bf16 would cost. Else
+    below 0.25 the difference of exponentials would cancel, and a series of five terms is right to
+    rounding.
+    """
+    x = scores
+    if FAST:
+        tangent = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+        large = (1.0 - decay) / (1.0 + decay)
+        square = x * x
+        series = 1.0 + square * (
+            -1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
+        )
+        tangent = tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -large, large))
+    return cap * tangent
+
+
+@triton.jit
+def add_bias(scores, slope, positions, keys):
+    """Return scores with ALiBi: less by slope [BLOCK_M] for each step of distance."""
+    steps = tl.abs(positions[:, None] - keys[None, :])
+    return scores - slope[:, None] * steps.to(tl.float32)
+
+
+@triton.jit
+def exp2_sum(scores, reference, HAS_ENTROPY: tl.constexpr):
+    """Return exp2(scores - reference), its row sums, and the sums of that times the exponent."""
+    exponents = scores - reference[:, None]
+    if HAS_ENTROPY:
+        exponents = tl.maximum(exponents, _LEAST)  # 0 * inf is no number
+        weights = tl.exp2(exponents)
+        return weights, tl.sum(weights, 1), tl.sum(weights * exponents, 1)
+    weights = tl.exp2(exponents)
+    total = tl.sum(weights, 1)
+    return weights, total, total
+
+
+@triton.jit
+def log2_or_nothing(total, reference):
+    """Return log2(total) + reference, -inf where the total is 0."""
+    return tl.where(total == 0.0, _NOTHING, tl.log2(tl.where(total == 0.0, 1.0, total)) + reference)
+
+
+@triton.jit
+def with_sink(largest, total, product, sink):
+    """Return (reference, total, product, decay) of rows with a sink's weight, exp2(sink), added.
+
+    Rows that see nothing stay as they were. What was summed before is to be multiplied by decay.
+    """
+    is_seen = total > 0.0
+    reference = tl.where(is_seen, tl.maximum(largest, sink), 0.0)
+    moved = tl.where(is_seen, largest - reference, 0.0)
+    decay = tl.exp2(moved)
+    exponent = tl.where(is_seen, tl.maximum(sink - reference, _LEAST), _LEAST)
+    weight = tl.exp2(exponent)
+    product = decay * (product + total * moved) + weight * exponent
+    return reference, total * decay + weight, product, decay
+
+
+@triton.jit
+def is_kept(seed, row_of_all, keys, dropout_p):
+    """Return which weights dropout keeps, by Philox of the weight's own place.
+
+    Args:
+        seed: int64.
+        row_of_all: [BLOCK_M] number of the row among all rows of all heads, int64.
+        keys: [BLOCK_N] key numbers.
+        dropout_p: probability of dropping.
+    """
+    zeros = row_of_all[:, None].to(tl.uint32) * 0 + keys[None, :].to(tl.uint32) * 0
+    low = zeros + row_of_all[:, None].to(tl.uint32)
+    high = zeros + (row_of_all >> 32)[:, None].to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, zeros + keys[None, :].to(tl.uint32), low, high, zeros)
+    return tl.uint_to_uniform_float(bits) >= dropout_p
