@@ -1,10 +1,15 @@
 """What every test starts from: one thread, a known random state, nothing measured or learnt."""
 
 import importlib
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is imported: its kernels run in Python, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from adaattn import AttentionEvent, hardware, record_events
 from adaattn.call.ledger import Ledger

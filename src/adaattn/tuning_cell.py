@@ -80,7 +80,7 @@ class Effort:
     Args:
         rounds: turns of each executor, at most.
         deadline: reading of ``time.perf_counter`` after which only first rounds are made.
-        compiles: executors that compile take part.
+        compiles: executors that compile for each length take part.
     """
 
     rounds: int = 7
@@ -161,7 +161,8 @@ def _groups(
     for capability in capabilities():
         if capability.method is not Method.EXACT:
             continue
-        if capability.compiles and not effort.compiles:
+        takes_long = capability.compiles and not capability.compiles_once
+        if takes_long and not effort.compiles:
             continue
         group, workspace_bytes = _planned(problem, facts, capability)
         if group is None:

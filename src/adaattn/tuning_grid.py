@@ -21,7 +21,7 @@ class Asked:
 
     Args:
         problem: what.
-        compiles: executors that compile take part; they take 5 to 10 s for each problem.
+        compiles: executors that compile for each length take part; 5 to 10 s for each problem.
     """
 
     problem: AttentionProblem

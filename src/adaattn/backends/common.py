@@ -4,8 +4,10 @@ The oracle in `reference` does not use this file: the two are written apart so t
 mistake in one shows as a difference.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 
@@ -21,6 +23,7 @@ __all__ = [
     "hides_nothing",
     "host_bounds",
     "key_range",
+    "layout_facts",
     "mask_part",
     "packed_positions",
     "packed_tile_seen",
@@ -32,6 +35,9 @@ __all__ = [
     "visible_tile",
     "with_dense_columns",
 ]
+
+
+_MOST_ALIGNED: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,20 @@ def tile_mask(
         else:
             bias = mask.to(dtype) if bias is None else bias + mask.to(dtype)
     return bias, visible
+
+
+def layout_facts(*tensors: torch.Tensor) -> dict[str, Any]:
+    """Return the fields of the problem that strides decide; none in a graph, which fixes none."""
+    if torch.compiler.is_compiling():
+        return {}
+    steps = [
+        step * item.element_size()
+        for item in tensors
+        for step, size in zip(item.stride()[:-1], item.shape, strict=False)
+        if size > 1
+    ]
+    dense = all(item.stride(-1) == 1 for item in tensors)
+    return {"dense_columns": dense, "stride_bytes": math.gcd(_MOST_ALIGNED, *steps)}
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """The facts of a problem that follow from canonical tensors and PyTorch's settings."""
 
-import math
 from typing import Any, Final
 
 import torch
 
 from adaattn._dtypes import precision_of
 from adaattn.backends import Tensors
+from adaattn.backends.common import layout_facts
 from adaattn.call.packing import longest
 from adaattn.spec import MaskKind
 
@@ -17,8 +17,6 @@ SDPA_NAMES: Final = {
     "cuda": {0: "sdpa.math", 1: "sdpa.flash2", 2: "sdpa.efficient", 3: "sdpa.cudnn"},
 }
 """SDPA's kernels on each type of device, by the number that PyTorch gives them."""
-
-_MOST_ALIGNED: Final = 16
 
 
 def tensor_facts(tensors: Tensors) -> dict[str, Any]:
@@ -52,22 +50,8 @@ def tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allowed_sdpa": allowed_sdpa_kernels(query.device.type),
         "may_wait": query.device.type == "cpu",
-        **_layout_facts(query, tensors.key, tensors.value),
+        **layout_facts(query, tensors.key, tensors.value),
     }
-
-
-def _layout_facts(*tensors: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of the problem that strides decide; none in a graph, which fixes none."""
-    if torch.compiler.is_compiling():
-        return {}
-    steps = [
-        step * item.element_size()
-        for item in tensors
-        for step, size in zip(item.stride()[:-1], item.shape, strict=False)
-        if size > 1
-    ]
-    dense = all(item.stride(-1) == 1 for item in tensors)
-    return {"dense_columns": dense, "stride_bytes": math.gcd(_MOST_ALIGNED, *steps)}
 
 
 def packed_facts(

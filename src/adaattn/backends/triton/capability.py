@@ -41,5 +41,6 @@ CAPABILITIES = (
         # Behind FlexAttention: a user of PyTorch has it without this package.
         order=lambda problem: 45,
         compiles=True,
+        compiles_once=True,
     ),
 )

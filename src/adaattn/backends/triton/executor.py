@@ -9,6 +9,7 @@ import torch
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
+from adaattn.backends.operators import operator
 from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.spec import AttentionProblem, HeadGroup
@@ -27,6 +28,13 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         ExecutorError: the kernel cannot be compiled here.
     """
     del group
+    if torch.compiler.is_compiling():
+        return _in_graphs(tensors, problem)
+    return _run(tensors, problem)
+
+
+def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return the same outside of a graph."""
     query = tensors.query
     shape = query.shape[:3]
     lse, row_max, entropy = statistics = tuple(
@@ -45,6 +53,9 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
     return _Launcher(problem)
+
+
+_in_graphs: Final = operator("triton", _run)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -296,11 +296,6 @@ def forward(
         count = whole
         if AT_EDGE:
             count = before + after
-        if MASK != 0:
-            start = low + _place(0, before, whole, AT_EDGE) * BLOCK_N
-            entries = load_entries(
-                mask_base, start, mask_step, mask_columns, within, high, AT_EDGE and MASK_STEP != 0
-            )
         for block in range(count):
             start = low + _place(block, before, whole, AT_EDGE) * BLOCK_N
             keys = start + within
@@ -321,22 +316,20 @@ def forward(
                 scores = soft_capped(scores, softcap, FAST_TANH)
             if HAS_ALIBI:
                 scores = add_bias(scores, slope, positions, keys)
-            if MASK == 1:
-                scores = tl.where(entries != 0, scores, _NOTHING)
-            elif MASK == 2:
-                scores += entries.to(tl.float32) * LOG2_E
             if MASK != 0:
-                # The next block's: nothing waits for them.
-                later = _place(tl.minimum(block + 1, count - 1), before, whole, AT_EDGE)
                 entries = load_entries(
                     mask_base,
-                    low + later * BLOCK_N,
+                    start,
                     mask_step,
                     mask_columns,
                     within,
                     high,
                     AT_EDGE and MASK_STEP != 0,
                 )
+                if MASK == 1:
+                    scores = tl.where(entries != 0, scores, _NOTHING)
+                else:
+                    scores += entries.to(tl.float32) * LOG2_E
             if AT_EDGE:
                 visible = seen(positions, keys, high, left, right, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, _NOTHING)

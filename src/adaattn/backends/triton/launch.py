@@ -22,9 +22,12 @@ _SHORT: Final = 16
 _LEAST_SPLIT: Final = 256
 """Keys of the shortest split: below, adding up the parts costs more than it saves."""
 
-_PROGRAMS: Final = 4
-"""Programs for each multiprocessor that splitting aims at, of a short tile."""
+_PROGRAMS: Final = 2
+"""Programs for each multiprocessor that splitting aims at, of a short tile: more of them take 5 to
+10 % longer over 32K keys (H200, 2026-11)."""
 
+_MANY_HEADS: Final = 256
+"""Key heads of a batch from which on long blocks of keys are as fast or faster (H200, 2026-11)."""
 
 HALVED_ROWS: Final = 64
 """Rows of keys or values that one program takes apart."""
@@ -48,6 +51,21 @@ class Tile:
     keys: int
     warps: int
     stages: int
+
+
+_TILES: Final = {
+    64: Tile(rows=128, keys=64, warps=8, stages=3),
+    128: Tile(rows=128, keys=64, warps=8, stages=3),
+    256: Tile(rows=128, keys=32, warps=8, stages=3),
+}
+"""By columns, in 16 bits: 417, 452 and 464 TFLOP/s over 4096 tokens."""
+
+_HALVED_TILES: Final = {
+    64: Tile(rows=128, keys=64, warps=8, stages=3),
+    128: Tile(rows=128, keys=64, warps=8, stages=2),
+    256: Tile(rows=128, keys=16, warps=8, stages=2),
+}
+"""By columns, of fp32 in halves: 129, 138 and 86 TFLOP/s over 2048 tokens."""
 
 
 def padded(columns: int) -> int:
@@ -83,25 +101,34 @@ def is_halved(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """Return the tile of a problem."""
+    """Return the tile of a problem: the fastest of those tried on an H200 (2026-11)."""
     longest = problem.max_len_q if problem.num_sequences else problem.len_q
     longest = -(-longest // problem.dilation)
     rows = packed_heads(problem) * longest
     columns = padded(max(problem.head_dim, problem.value_dim))
-    wide = problem.precision is Precision.FP32
-    if rows <= 2 * _SHORT:
-        return Tile(rows=max(_SHORT, padded(rows)), keys=32 if wide else 64, warps=4, stages=3)
     if is_halved(problem):
-        if columns > 128:
-            return Tile(rows=64, keys=32, warps=4, stages=2)
-        return Tile(rows=128, keys=64 if columns <= 64 else 32, warps=8, stages=2)
-    if wide:
-        return Tile(rows=64, keys=32, warps=4, stages=2 if columns <= 128 else 1)
-    if rows <= 64:
+        return _HALVED_TILES[_size(columns)]
+    if problem.precision is Precision.FP32:
+        return Tile(rows=min(padded(rows), 64), keys=32, warps=4, stages=2 if columns <= 128 else 1)
+    if rows <= 2 * _SHORT:
+        many = problem.batch * problem.num_kv_heads >= _MANY_HEADS
+        keys = 128 if many and columns <= 128 else 64
+        return Tile(rows=padded(rows), keys=keys, warps=4, stages=3 if columns <= 128 else 2)
+    if rows <= 64 or (columns <= 128 and _is_ragged(problem)):
         return Tile(rows=64, keys=64, warps=4, stages=3 if columns <= 128 else 2)
-    if columns > 128:
-        return Tile(rows=128, keys=64, warps=8, stages=2)
-    return Tile(rows=128, keys=64, warps=8 if columns > 64 else 4, stages=3)
+    return _TILES[_size(columns)]
+
+
+def _size(columns: int) -> int:
+    """Return the key of the tables for a number of columns."""
+    return min(max(columns, 64), 256)
+
+
+def _is_ragged(problem: AttentionProblem) -> bool:
+    """Return whether half of a larger tile would often be hidden."""
+    left, _ = problem.window
+    few = problem.is_causal and problem.len_q <= 2048
+    return (few or left >= 0 or padded(problem.head_dim) <= 64) and problem.is_positional
 
 
 def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -> int:
@@ -116,7 +143,7 @@ def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -
     Example:
         >>> tile = Tile(rows=16, keys=64, warps=4, stages=3)
         >>> num_splits(8, tile, 32768, 132), num_splits(4096, tile, 32768, 132)
-        (64, 1)
+        (32, 1)
     """
     wanted = num_processors * (_PROGRAMS if tile.rows <= 2 * _SHORT else 1)
     if num_programs * 2 > wanted:

@@ -1,0 +1,260 @@
+"""The portable kernels as Triton's interpreter runs them, on a CPU, against the definition.
+
+bf16 is left to a GPU: the interpreter's products of it are wrong (Triton 3.6 to 3.9).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends import load
+from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.triton import direct
+from adaattn.backends.triton.arguments import Arguments
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    HeadGroup,
+    MaskKind,
+    Precision,
+    Scheme,
+)
+from adaattn.testing import (
+    Layout,
+    assert_results_match,
+    attention,
+    cast_tensors,
+    make_problem,
+    make_tensors,
+    num_summands,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/unit/test_semantics.py runs the kernels on the GPU"
+)
+
+STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
+TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
+GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
+DECODE: dict[str, Any] = TO_END | GROUPS | {"len_q": 1, "len_k": 1500}
+OF_KEYS: dict[str, Any] = {"batch": 2, "len_q": 2, "len_k": 1500}
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one row": {"len_q": 1, "len_k": 1},
+    "ragged": {"len_q": 67, "len_k": 131},
+    "causal": {"len_q": 130, "is_causal": True},
+    "causal, fewer keys": {"len_q": 70, "len_k": 3, "is_causal": True},
+    "to the end": TO_END | {"len_q": 30, "len_k": 147},
+    "to the end, fewer keys": TO_END | {"len_q": 130, "len_k": 21},
+    "window both ways": {"len_q": 200, "window": (5, 3)},
+    "window to the left": {"len_q": 150, "window": (40, -1)},
+    "window to the right": {"len_q": 150, "window": (-1, 4)},
+    "window of one key": {"len_q": 70, "window": (0, 0)},
+    "dilation": {"len_q": 100, "dilation": 3},
+    "dilation to the end": TO_END | {"len_q": 50, "len_k": 171, "dilation": 3},
+    "dilation, more than keys": {"len_q": 9, "len_k": 4, "dilation": 7},
+    "dilation in a window": {
+        "len_q": 70,
+        "len_k": 31,
+        "dilation": 4,
+        "window": (9, 6),
+        "align": Align.BOTTOM_RIGHT,
+    },
+    "dilation with a mask": {"len_q": 70, "dilation": 2, "mask": MaskKind.ADDITIVE},
+    "boolean mask": {"len_q": 70, "len_k": 100, "mask": MaskKind.BOOLEAN},
+    "boolean mask, hidden rows": {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
+    "added mask, hidden rows": {"len_k": 90, "mask": MaskKind.ADDITIVE, "num_hidden_rows": 2},
+    "mask over keys": {"len_k": 133, "mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 133)},
+    "mask over heads": {"num_heads": 4, "mask": MaskKind.ADDITIVE, "mask_shape": (1, 4, 1, 1)},
+    "mask over rows": {"len_q": 70, "mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 70, 1)},
+    "causal mask in groups": GROUPS | {"len_q": 40, "is_causal": True, "mask": MaskKind.BOOLEAN},
+    "softcap": {"len_q": 40, "softcap": 1.5},
+    "a wide softcap": {"len_q": 40, "softcap": 50.0},
+    "sinks": {"len_q": 40, "has_sinks": True},
+    "sinks over hidden rows": {"has_sinks": True, "mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
+    "ALiBi": {"len_q": 100, "has_alibi": True, "batch": 2},
+    "ALiBi, dilation": {"len_q": 60, "has_alibi": True, "dilation": 2, "is_causal": True},
+    "groups": GROUPS | {"len_q": 20},
+    "long groups": {"num_heads": 6, "num_kv_heads": 2, "len_q": 130, "is_causal": True},
+    "groups of three": {"num_heads": 3, "num_kv_heads": 1, "len_q": 40, "is_causal": True},
+    "values of other widths": {"head_dim": 20, "value_dim": 7, "len_q": 65},
+    "one column": {"head_dim": 1},
+    "96 columns": {"head_dim": 96, "len_q": 65, "is_causal": True},
+    "256 columns": {"head_dim": 256, "len_q": 130},
+    "packed": {"lengths_q": (9, 0, 170, 1)},
+    "packed, other keys": {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 0)},
+    "packed in a window": GROUPS
+    | {"lengths_q": (90, 70, 17, 1), "is_causal": True, "window": (20, -1)},
+    "packed to the end": TO_END
+    | {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 9), "num_heads": 4, "num_kv_heads": 1},
+    "packed, dilation": {
+        "lengths_q": (13, 8, 0, 5),
+        "lengths_k": (17, 8, 2, 9),
+        "is_causal": True,
+        "dilation": 3,
+    },
+    "packed with a mask": {"lengths_q": (13, 80, 5), "mask": MaskKind.ADDITIVE},
+    "decode": DECODE,
+    "decode with sinks in a window": DECODE | {"has_sinks": True, "window": (700, -1)},
+    "decode over a masked cache": GROUPS
+    | OF_KEYS
+    | {"mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 1500)},
+    "decode with a bias of heads": GROUPS
+    | OF_KEYS
+    | {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 8, 1, 1500), "has_alibi": True},
+    "transposed": {"layout": Layout.TRANSPOSED, "len_q": 40},
+    "strided": {"layout": Layout.STRIDED, "len_q": 40},
+    "negative scale": {"scale": -0.3, "is_causal": True, "len_q": 40},
+    "zero scale": {"scale": 0.0, "is_causal": True, "len_q": 40},
+    "large scores": {"scale": 30.0, "len_q": 40, "len_k": 200},
+}
+MADE = ("lengths_q", "lengths_k", "num_hidden_rows", "layout")
+
+
+def made(name: str, precision: Precision) -> tuple[AttentionProblem, Tensors]:
+    """Return a case: its problem, with all statistics, and its tensors."""
+    values = {"precision": precision, "aux": STATISTICS} | CASES[name]
+    how = {key: values.pop(key) for key in MADE if key in values}
+    lengths = {key: how[key] for key in ("lengths_q", "lengths_k") if key in how}
+    problem = make_problem(**lengths, **values)
+    return problem, make_tensors(problem, **how)
+
+
+def run(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return what the kernels make of a case; what nothing wrote is no number."""
+    group = HeadGroup(capability="triton", scheme=Scheme.of(problem.precision))
+    return load("triton")(tensors, problem, group)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what is allocated without a value, as a GPU's memory may be."""
+
+    def poisoned(make: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found = make(*args, **kwargs)
+            return found.fill_(float("nan")) if found.is_floating_point() else found
+
+        return call
+
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16], ids=lambda it: it.label)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels_compute_what_is_defined(name: str, precision: Precision) -> None:
+    problem, tensors = made(name, precision)
+    result = run(tensors, problem)
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem, compute_dtype=torch_dtype(precision))
+    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale": 0.27}, {"window": (6, 3)}, {"window": (5, 2)}],
+    ids=["another scale", "a window shifted to the left", "a window cut at the right"],
+)
+def test_a_kernel_that_is_slightly_wrong_is_noticed(change: dict[str, Any]) -> None:
+    problem, tensors = made("window both ways", Precision.FP16)
+    result = run(tensors, replace(problem, **change))
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem, compute_dtype=torch.float16)
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+def test_a_row_that_nothing_wrote_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, tensors = made("ragged", Precision.FP16)
+    programs = Arguments.programs
+
+    def fewer(self: Arguments, *sizes: int) -> tuple[int, int]:
+        number, tiles = programs(self, *sizes)
+        return number - 1, tiles
+
+    monkeypatch.setattr(Arguments, "programs", fewer)
+    output = direct(replace(problem, aux=Aux.NONE), HeadGroup(capability="triton"))(
+        tensors.query, tensors.key, tensors.value
+    )
+    assert output.isnan().any()
+
+
+def test_a_function_of_repeated_calls_follows_lengths_and_layouts() -> None:
+    problem, _ = made("decode", Precision.FP32)
+    problem = replace(problem, aux=Aux.NONE)
+    repeated = direct(problem, HeadGroup(capability="triton"))
+    for len_k in (1500, 1501, 300, 1):
+        case = replace(problem, len_k=len_k)
+        tensors = make_tensors(case, seed=len_k)
+        output = repeated(tensors.query, tensors.key.contiguous(), tensors.value)
+        exact = attention(cast_tensors(tensors, torch.float64), case)
+        eager = attention(tensors, case)
+        assert_results_match(
+            Result(output=output), exact, eager, summands=num_summands(case, output)
+        )
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e15])
+def test_fp32_keeps_its_accuracy_at_any_magnitude(size: float) -> None:
+    """Keys and values are scaled before they are taken apart: fp16 holds neither extreme."""
+    problem = make_problem(len_q=140, precision=Precision.FP32, scale=0.25 / size)
+    tensors = make_tensors(problem)
+    tensors = replace(
+        tensors, kv=replace(tensors.kv, key=tensors.key * size, value=tensors.value * size)
+    )
+    result = run(tensors, problem)
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem)
+    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+def test_dropout_drops_its_share_and_scales_what_it_keeps() -> None:
+    """With v the identity the output shows which weights were dropped."""
+    problem = make_problem(len_q=64, len_k=64, dropout_p=0.3, precision=Precision.FP32)
+    tensors = make_tensors(problem)
+    identity = torch.eye(64).expand(1, 2, 64, 64).contiguous()
+    problem = replace(problem, value_dim=64)
+    tensors = replace(tensors, kv=replace(tensors.kv, value=identity))
+    first, second = run(tensors, problem).output, run(tensors, problem).output
+    weights = attention(tensors, replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)).weights
+    assert weights is not None
+    kept = first != 0
+    torch.testing.assert_close(first, weights * kept / 0.7)
+    six_sigma = 6 * (0.3 * 0.7 / kept.numel()) ** 0.5
+    assert abs(float((~kept).float().mean()) - 0.3) < six_sigma
+    assert not torch.equal(kept, second != 0)
+    rows = kept.float().reshape(-1, 64)
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
+    names: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: object) -> object:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        problem = make_problem(len_q=query.shape[2], head_dim=16, is_causal=True)
+        tensors = Tensors.of(query, key, value)
+        return run(tensors, replace(problem, precision=Precision.FP32)).output
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
+    for length in (12, 40, 130):
+        tensors = [torch.randn(1, 2, length, 16) for _ in range(3)]
+        torch.testing.assert_close(compiled(*tensors), attend(*tensors), rtol=0, atol=0)
+    assert any("adaattn.triton" in name for name in names)
+
+
+def test_it_is_an_operator_as_pytorch_wants_them() -> None:
+    problem, tensors = made("sinks", Precision.FP32)
+    arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, None, None, None)
+    settings = (problem.scale, 0.0, 0.0, False, False, [-1, -1], 1, [0, 0], int(problem.aux))
+    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings))

@@ -1,0 +1,115 @@
+"""How problems are launched: pure functions of shape and device."""
+
+import itertools
+
+import pytest
+
+from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.backends.triton.launch import (
+    Tile,
+    choose_tile,
+    is_halved,
+    num_splits,
+    packed_heads,
+    padded,
+)
+from adaattn.spec import AttentionProblem, Precision
+from adaattn.testing import make_problem
+
+SHORT = Tile(rows=16, keys=64, warps=4, stages=3)
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor of compute capability 9.0, for one program."""
+
+
+def problems() -> list[AttentionProblem]:
+    sizes = itertools.product(
+        (16, 64, 80, 128, 192, 256),
+        (1, 40, 300, 4096),
+        (1, 4),
+        (Precision.BF16, Precision.FP16, Precision.FP32),
+    )
+    return [
+        make_problem(
+            head_dim=dim, len_q=rows, num_heads=8, num_kv_heads=8 // group, precision=precision
+        )
+        for dim, rows, group, precision in sizes
+    ]
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 80, 128, 129, 256])
+def test_columns_are_padded_to_the_next_power_of_two_from_16_on(columns: int) -> None:
+    found = padded(columns)
+    assert found >= max(columns, 16)
+    assert found == 16 or found < 2 * columns
+    assert found & (found - 1) == 0
+
+
+def test_the_tiles_that_stay_in_shared_memory_fit_it() -> None:
+    for problem in problems():
+        tile, columns = choose_tile(problem), padded(problem.head_dim)
+        size = 4 if problem.precision is Precision.FP32 else 2
+        query = tile.rows * columns * size
+        keys_and_values = 2 * tile.keys * columns * size * tile.stages
+        assert query + keys_and_values <= SHARED_BYTES, (problem.head_dim, problem.len_q, tile)
+
+
+def test_rows_of_a_group_share_a_tile_where_there_are_few() -> None:
+    few = make_problem(len_q=1, num_heads=32, num_kv_heads=8)
+    many = make_problem(len_q=4096, num_heads=32, num_kv_heads=8)
+    assert (packed_heads(few), packed_heads(many)) == (4, 1)
+    assert choose_tile(few).rows == 16
+
+
+def test_fp32_is_taken_apart_where_many_rows_read_the_same_keys() -> None:
+    assert is_halved(make_problem(len_q=2048, precision=Precision.FP32))
+    assert not is_halved(make_problem(len_q=1, precision=Precision.FP32))
+    assert not is_halved(make_problem(len_q=2048, precision=Precision.BF16))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 8, 66, 100, 132, 264, 5000])
+@pytest.mark.parametrize("len_k", [1, 100, 1000, 32768])
+def test_splits_fill_the_device_and_are_not_too_short(programs: int, len_k: int) -> None:
+    splits = num_splits(programs, SHORT, len_k, 132)
+    assert splits >= 1
+    assert splits == 1 or len_k / splits >= 256
+    assert splits == 1 or programs * splits <= 2 * 132
+
+
+@pytest.mark.parametrize("len_k", [1, 63, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("processors", [1, 7, 132])
+def test_splits_cover_every_key_once(
+    len_k: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(len_q=1, len_k=len_k, num_heads=8, num_kv_heads=2)
+    arguments = Arguments(problem)
+
+    class Facts:
+        num_processors = processors
+
+    monkeypatch.setattr("adaattn.backends.triton.arguments.probe", lambda name: Facts())
+    splits, split_keys = arguments.splits(2, len_k, -1)
+    assert split_keys % choose_tile(problem).keys == 0
+    assert (splits - 1) * split_keys < len_k <= splits * split_keys
+
+
+@pytest.mark.parametrize("lengths", [(1,), (0, 0, 5), (64, 1, 63), (200, 0, 3, 128)])
+def test_tiles_of_packed_sequences_cover_every_row(lengths: tuple[int, ...]) -> None:
+    """Sequence n has the tiles from starts[n] // rows + n on, as the kernel finds them."""
+    problem = make_problem(lengths_q=lengths, head_dim=16)
+    arguments, tile = Arguments(problem), choose_tile(problem)
+    rows = tile.rows // packed_heads(problem)
+    _, tiles = arguments.programs(1, problem.num_heads, problem.len_q, len(lengths))
+    starts = [0, *itertools.accumulate(lengths)]
+    for number, length in enumerate(lengths):
+        first = starts[number] // rows + number
+        behind = starts[number + 1] // rows + number + 1
+        assert (behind - first) * rows >= length
+        assert behind <= tiles
+
+
+def test_a_mask_of_keys_alone_is_read_once_for_a_tile() -> None:
+    of_keys = MaskLayout(1, (128, 0, 0, 1))
+    of_heads = MaskLayout(2, (0, 64, 0, 1))
+    assert of_keys.constants(pack=4) == (1, False, 1, 16)
+    assert of_heads.constants(pack=4) == (2, True, 1, 16)
+    assert of_heads.constants(pack=1) == (2, False, 1, 16)
