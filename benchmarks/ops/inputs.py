@@ -1,7 +1,7 @@
 """Tensors of a cell, which keys its rows see, and the masks that PyTorch's function needs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +28,7 @@ class Inputs:
         sinks: [Hq].
         starts: int32 bounds of packed documents.
         documents: [T] each token's document.
+        made: masks of PyTorch's function, made once.
     """
 
     query: torch.Tensor
@@ -39,6 +40,7 @@ class Inputs:
     sinks: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     documents: torch.Tensor | None = None
+    made: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,14 +110,15 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
 
 def seen(cell: Cell, inputs: Inputs) -> Callable[[Any, Any], Any]:
     """Return whether query i sees key j by its position, for index tensors that broadcast."""
-    given, documents = cell.given, inputs.documents
+    is_causal, window, dilation = cell.given.is_causal, cell.given.window, cell.given.dilation
+    documents = inputs.documents
 
     def is_seen(i: Any, j: Any) -> Any:
-        found = i >= j if given.is_causal else i == i
-        if given.window:
-            found = found & (i - j <= given.window)
-        if given.dilation > 1:
-            found = found & ((i - j) % given.dilation == 0)
+        found = i >= j if is_causal else (i == i) & (j == j)
+        if window:
+            found = found & (i - j <= window)
+        if dilation > 1:
+            found = found & ((i - j) % dilation == 0)
         if documents is not None:
             found = found & (documents[i] == documents[j])
         return found
@@ -129,6 +132,13 @@ def peer_mask(cell: Cell, inputs: Inputs) -> torch.Tensor | None:
         return None
     if inputs.mask is not None:
         return inputs.mask
+    if not inputs.made:
+        inputs.made.append(_made_mask(cell, inputs))
+    return inputs.made[0]
+
+
+def _made_mask(cell: Cell, inputs: Inputs) -> torch.Tensor:
+    """Return what positions hide, with the bias of ALiBi, as a mask."""
     if inputs.slopes is not None:
         return alibi_mask(inputs.query, inputs.key, {"alibi_slopes": inputs.slopes})
     rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
