@@ -137,12 +137,13 @@ class Cell:
 
 
 def selected(found: Iterator[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """Return the cells whose names have every word of one of the patterns."""
-    return [
-        cell
-        for cell in found
-        if any(all(word in cell.name for word in text.split()) for text in patterns)
-    ]
+    """Return the cells whose names have every word of one of the patterns, and none after a "-"."""
+
+    def fits(name: str, text: str) -> bool:
+        words = text.split()
+        return all((word[1:] not in name) if word[0] == "-" else word in name for word in words)
+
+    return [cell for cell in found if any(fits(cell.name, text) for text in patterns)]
 
 
 def cells(device: str) -> Iterator[Cell]:
