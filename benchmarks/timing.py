@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 import shutil
 import statistics
@@ -22,7 +23,8 @@ from adaattn import hardware
 
 RESULTS = Path(__file__).parent / "results"
 
-_MOST_SPIN_MS = 50.0
+_MOST_SPIN_MS, _LONG_LAUNCH_MS = 50.0, 2.5
+_LEAST_ROUNDS = 5
 _FLUSHED_BYTES = 1 << 28
 """Written before each call: five times the L2 cache of an H200."""
 
@@ -38,13 +40,25 @@ class Timing:
 
 
 def interleaved(
-    functions: dict[str, Callable[[], Any]], *, device: str, rounds: int = 15, budget_ms: float = 8
+    functions: dict[str, Callable[[], Any]],
+    *,
+    device: str,
+    rounds: int = 15,
+    budget_ms: float = 8,
+    limit_s: float = math.inf,
 ) -> dict[str, Timing]:
     """Return the time of each function; every round runs each once, in rotating order.
 
     On a GPU it is device time, from a cold L2 cache (`cold`). Each round repeats a function until
     about ``budget_ms`` have passed, on a GPU at most 20 times: what is launched must fit the
     queue behind the spin.
+
+    Args:
+        functions: what is timed.
+        device: "cpu" or "cuda".
+        rounds: how often each is timed.
+        budget_ms: how long each is repeated in a round.
+        limit_s: after the first five no further round begins later than that.
     """
     sample = partial(_once, device=device)
     most = 1000
@@ -54,7 +68,10 @@ def interleaved(
     counts = {name: _count(run, sample, budget_ms, most) for name, run in functions.items()}
     samples: dict[str, list[float]] = {name: [] for name in functions}
     names = list(functions)
+    end = time.monotonic() + limit_s
     for number in range(rounds):
+        if number >= _LEAST_ROUNDS and time.monotonic() > end:
+            break
         for name in names[number % len(names) :] + names[: number % len(names)]:
             samples[name].append(sample(functions[name], counts[name]))
     return {
@@ -62,7 +79,7 @@ def interleaved(
             median_ms=statistics.median(values),
             low_ms=min(values),
             high_ms=max(values),
-            rounds=rounds,
+            rounds=len(values),
         )
         for name, values in samples.items()
     }
@@ -93,7 +110,8 @@ def cold(function: Callable[[], Any], count: int, flushed: torch.Tensor) -> floa
         flushed: a buffer on the device, larger than its L2 cache.
     """
     torch.cuda.synchronize()
-    launch_ms = _launch_ms(function, count)
+    # A single call is a long one: it need not run twice to hide what its launch takes.
+    launch_ms = _launch_ms(function, count) if count > 1 else _LONG_LAUNCH_MS
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     _spin(launch_ms + 0.05 * count)
     for begin, end in pairs:

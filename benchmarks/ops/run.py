@@ -11,6 +11,7 @@ one run. What refuses, fails, runs out of memory or is wrong has its reason in t
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 import warnings
@@ -28,6 +29,9 @@ from benchmarks.ops.contestants import NAIVE, SDPA, Call, contestants
 from benchmarks.ops.inputs import Inputs, make_inputs, tiny
 from benchmarks.ops.registry import Cell, cells, selected
 from benchmarks.timing import arguments, interleaved, ratio_row, save
+
+_CELL_S = 6.0
+"""Seconds that the rounds of one cell may take on a GPU, after which no further one begins."""
 
 METHOD = {
     "time": "CUDA events around each call, the L2 cache written over before it, all launched while "
@@ -54,7 +58,10 @@ def compare(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
             timings = {}
             if calls:
                 runs = {name: call.run for name, call in calls.items()}
-                timings = interleaved(runs, device=options.device, rounds=options.rounds)
+                limit_s = _CELL_S if options.device == "cuda" else math.inf
+                timings = interleaved(
+                    runs, device=options.device, rounds=options.rounds, limit_s=limit_s
+                )
     except FailedError as error:
         return {"cell": cell.name, "failed": str(error), **facts}
     if not timings:
@@ -83,8 +90,6 @@ def _right_ones(
                     call = replace(call, run=run)
                 found["relative_error"][name] = exact.hold(name, call, call.run())
                 found["workspace_bytes"][name] = _workspace(call, options.device)
-                if name == SDPA:
-                    found["kernel"] = _kernel(call, options.device)
         except FailedError as error:
             skipped[name] = str(error)
             found["relative_error"].pop(name, None)
@@ -92,6 +97,8 @@ def _right_ones(
             _free(options.device)
             continue
         calls[name] = call
+        if name == SDPA:
+            found["kernel"] = _kernel(call, options.device)
         if call.mask is not None:
             found["mask_bytes"][name] = call.mask.nbytes
         if call.chosen:
@@ -111,7 +118,20 @@ def _workspace(call: Call, device: str) -> int | None:
 
 
 def _kernel(call: Call, device: str) -> str:
-    """Return the name of the kernel, on a CPU of PyTorch's operator, that took the most time."""
+    """Return the name of the kernel, on a CPU of PyTorch's operator, that took the most time.
+
+    "" where the profiler cannot say.
+    """
+    try:
+        with blamed("profiler"):
+            return _profiled(call, device)
+    except FailedError as error:
+        print(f"  no name of a kernel: {error}", flush=True)
+        return ""
+
+
+def _profiled(call: Call, device: str) -> str:
+    """Return what the profiler says."""
     activity = torch.profiler.ProfilerActivity
     on_gpu = device == "cuda"
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
@@ -202,10 +222,10 @@ def run(options: argparse.Namespace) -> tuple[Path, int]:
             rows.append(compare(cell, options))
             print(_line(rows[-1]), flush=True)
             path = _write(rows, options)
-            _free(options.device)
             if is_lost(options.device):
                 print("stopped: the device takes no more work", flush=True)
                 return path, 1
+            _free(options.device)
     wrong = [
         (row["cell"], name)
         for row in rows
