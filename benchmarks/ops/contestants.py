@@ -22,7 +22,7 @@ from benchmarks.failures import RefusedError
 from benchmarks.ops.inputs import Inputs, peer_mask, seen
 from benchmarks.ops.registry import Cell
 
-__all__ = ["NAIVE", "OWN", "SDPA", "Call", "contestants"]
+__all__ = ["NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
 
 SDPA, NAIVE, CUDNN, FLEX, OURS = "F.sdpa", "naive", "cudnn", "flex", "adaattn"
 
