@@ -132,6 +132,8 @@ def _naive(cell: Cell, inputs: Inputs) -> Call:
 def _flex(cell: Cell, inputs: Inputs) -> Call:
     """Return compiled FlexAttention; sinks rescale its result by the log-sum-exp."""
     query = inputs.query
+    if query.device.type != "cuda":
+        raise RefusedError("it is compared on a GPU")
     if max(cell.shape[5], cell.dim_v) > _MOST_DIM_FLEX:
         raise RefusedError(f"it takes D up to {_MOST_DIM_FLEX}")
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")

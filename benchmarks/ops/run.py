@@ -186,7 +186,7 @@ def _line(row: dict[str, Any]) -> str:
     for name, gain in row["speedup"].items():
         parts.append(f"{name} {gain:.3f}x")
     ours = row["rates"].get("adaattn", {})
-    parts.append(f"{ours.get('tflops', 0.0):.0f} TFLOP/s [{row['chosen'].get('adaattn', '')}]")
+    parts.append(f"{ours.get('tflops', 0.0):.3g} TFLOP/s [{row['chosen'].get('adaattn', '')}]")
     return " ".join(parts) + reasons
 
 
@@ -219,7 +219,9 @@ def run(options: argparse.Namespace) -> tuple[Path, int]:
 
         with time_limit(options.cell_limit_s, hung), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows.append(compare(cell, options))
+            begun = time.monotonic()
+            row = compare(cell, options)
+            rows.append(row | {"seconds": round(time.monotonic() - begun, 2)})
             print(_line(rows[-1]), flush=True)
             path = _write(rows, options)
             if is_lost(options.device):

@@ -1,6 +1,7 @@
 """Random problems of benchmarks/fuzz.py: the same each time, and a wrong executor is caught."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -159,3 +160,15 @@ def test_a_seed_gives_the_same_problems_and_they_cover_the_features(
     assert max(one.len_q for one in drawn) > 1000
     scores = [one.batch * one.heads * one.len_q * one.len_k for one in drawn]
     assert max(scores) <= max(problems._SCORES[device], 2000**2)
+
+
+def test_a_call_that_hangs_ends_the_process_and_says_which() -> None:
+    code = (
+        "import time; from benchmarks.failures import time_limit\n"
+        "with time_limit(0.2, lambda: print('problem 7 hung', flush=True)): time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 3
+    assert "problem 7 hung" in done.stdout
