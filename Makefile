@@ -47,9 +47,10 @@ bench: $(READY)/package
 docs: $(READY)/docs $(READY)/package
 	$(RUN) sphinx --fail-on-warning --quiet docs build/docs
 
-# The tables in README.md and docs/ that say what the code declares.
+# The tables in README.md and docs/ that say what the code declares, and BENCHMARKS.md.
 tables: $(READY)/package
 	$(VENV)/bin/python scripts/support_table.py --write
+	$(VENV)/bin/python scripts/benchmarks_page.py --write
 
 # The picture in README.md; needs Chromium.
 picture: demo

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 import adaattn
+from benchmarks.failures import FailedError, blamed, is_lost
 from benchmarks.gpu.clock import free_unused, once
-from benchmarks.regret_calls import OURS, PEER, Calls, FailedError, blamed, function_calls
+from benchmarks.regret_calls import OURS, PEER, Calls, function_calls
 from benchmarks.regret_layers import module_calls, transformers_calls
 from benchmarks.regret_problems import Problem, draw
-from benchmarks.timing import arguments, save
+from benchmarks.timing import arguments, behind_spin, save
 
 SIDES = {
     "function": function_calls,
@@ -46,7 +47,6 @@ _ROUND_MS = 2.0
 _MOST_CALLS = 20
 """Calls in a round of CUDA at most: their kernels must fit the launch queue behind the spin."""
 
-_MOST_SPIN_MS = 50.0
 _HOST_BATCHES = 10
 _HOST_BATCH_MS = 60.0
 _HOST_BAR_US, _HOST_S = 10.0, 2.0
@@ -115,7 +115,7 @@ def _ratios(functions: dict[str, Function], device: str, rounds: int) -> dict[st
     alone = max(min(once(run, 1, device) for _ in range(3)) for run in functions.values())
     most = _MOST_CALLS if device == "cuda" else 1000
     count = max(1, min(most, round(_ROUND_MS / max(alone, 1e-3))))
-    sample = partial(_behind_spin if device == "cuda" else once, count=count, device=device)
+    sample = partial(behind_spin if device == "cuda" else once, count=count, device=device)
     names = list(functions)
     samples: dict[str, list[float]] = {name: [] for name in names}
     end = time.monotonic() + _PROBLEM_S
@@ -135,25 +135,6 @@ def _ratios(functions: dict[str, Function], device: str, rounds: int) -> dict[st
         "rounds": len(ratios),
         "calls_per_round": count,
     }
-
-
-def _behind_spin(function: Function, count: int, device: str) -> float:
-    """Return the device's milliseconds for a call, all launched while the device still spins."""
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        function()
-    launch_ms = 1e3 * (time.perf_counter() - start)
-    torch.cuda.synchronize(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Twice the time that launching took just now; the clock counts two million cycles a ms at most.
-    torch.cuda._sleep(int(2e6 * min(2 * launch_ms + 0.2, _MOST_SPIN_MS)))
-    begin.record()
-    for _ in range(count):
-        function()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / count
 
 
 def _host(functions: dict[str, Function], device: str, call_ms: float) -> dict[str, Any]:
@@ -240,7 +221,7 @@ def run(options: argparse.Namespace) -> Path:
             break
         rows.append(measure(problem, options))
         print(_line(rows[-1]), flush=True)
-        if "failed" in rows[-1] and _is_lost(options.device):
+        if "failed" in rows[-1] and is_lost(options.device):
             print("stopped: the device takes no more work", flush=True)
             break
         free_unused(options.device)
@@ -253,16 +234,6 @@ def run(options: argparse.Namespace) -> Path:
     for key, value in totals.items():
         print(f"{key}: {value:.3f}" if isinstance(value, float) else f"{key}: {value}")
     return path
-
-
-def _is_lost(device: str) -> bool:
-    """Return whether an error has ended this process's use of the GPU."""
-    try:
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -26,10 +26,11 @@ from adaattn.testing import (
     term_sizes,
     visible_keys,
 )
-from benchmarks.ops.registry import alibi_mask
+from benchmarks.failures import blamed
+from benchmarks.ops.inputs import alibi_mask
 from benchmarks.regret_problems import Kind, Problem
 
-__all__ = ["OURS", "PEER", "Calls", "FailedError", "blamed", "function_calls", "kept", "positional"]
+__all__ = ["OURS", "PEER", "Calls", "function_calls", "kept", "positional"]
 
 OURS, PEER = "adaattn", "F.sdpa"
 
@@ -37,30 +38,6 @@ _CHECKED = 2**22
 """Scores, or elements of q and k, up to which a whole result is checked in float64, in seconds."""
 
 _KEPT_SHARE = 0.7
-
-
-class FailedError(Exception):
-    """One side raised, or was wrong.
-
-    Args:
-        side: OURS, PEER, or what else went wrong.
-        text: how.
-    """
-
-    def __init__(self, side: str, text: str) -> None:
-        super().__init__(text)
-        self.side = side
-
-
-@contextlib.contextmanager
-def blamed(side: str) -> Iterator[None]:
-    """Turn whatever is raised inside into a `FailedError` of a side."""
-    try:
-        yield
-    except FailedError:
-        raise
-    except Exception as error:  # it is written into the row, and the run goes on
-        raise FailedError(side, f"{type(error).__name__}: {error}"[:600]) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

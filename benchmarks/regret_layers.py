@@ -12,7 +12,8 @@ from torch import nn
 
 import adaattn
 from adaattn.testing import assert_matches, assert_within_budget
-from benchmarks.regret_calls import OURS, PEER, Calls, blamed, kept, positional
+from benchmarks.failures import blamed
+from benchmarks.regret_calls import OURS, PEER, Calls, kept, positional
 from benchmarks.regret_problems import Kind, Problem
 
 __all__ = ["module_calls", "transformers_calls"]

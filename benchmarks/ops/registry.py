@@ -1,16 +1,64 @@
-"""The cells of the operator benchmark: what a user has, and what they must call without AdaAttn."""
+"""The cells of the operator benchmark, as data: adding one is adding a line here."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-import adaattn
+from adaattn.spec import AttentionProblem
+from adaattn.testing import make_problem
 
-Function = Callable[[], torch.Tensor]
+__all__ = ["Cell", "Given", "cells", "selected"]
+
+_TOKENS = 16384
+_HIDDEN = 2048
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+_DIMS = (64, 128, 256)
+_DOCUMENTS = (1.0, 0.25, 0.75, 0.125, 0.875, 0.5)
+"""Lengths of packed documents in turn, as shares of the longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is asked of attention beside its sizes.
+
+    Args:
+        is_causal: from the top left.
+        window: keys seen before the query's own; 0 is all.
+        dilation: only every so many keys are seen.
+        softcap: of the scores; 0 is none.
+        has_sinks: a logit of each head joins the denominator.
+        has_alibi: ALiBi's usual slopes.
+        mask: "", "boolean" ([1, 1, Sq, Sk], 70 % kept) or "additive" ([1, H, Sq, Sk]).
+        longest: of the packed documents; 0 is not packed.
+    """
+
+    is_causal: bool = False
+    window: int = 0
+    dilation: int = 1
+    softcap: float = 0.0
+    has_sinks: bool = False
+    has_alibi: bool = False
+    mask: str = ""
+    longest: int = 0
+
+    @property
+    def sdpa_lacks(self) -> str:
+        """What ``F.scaled_dot_product_attention`` cannot be told, not even by a mask; or ""."""
+        return "softcap" * (self.softcap > 0) or "sinks" * self.has_sinks
+
+    @property
+    def is_for_flex(self) -> bool:
+        """Whether users of FlexAttention would write it so."""
+        special = (self.window, self.softcap, self.has_sinks, self.has_alibi, self.longest)
+        return any(special) or self.dilation > 1
+
+    @property
+    def sdpa_needs_mask(self) -> bool:
+        """Whether PyTorch's function is given a mask that is made before."""
+        hides = self.window or self.longest or self.dilation > 1 or self.has_alibi
+        return bool(hides or self.mask)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,227 +66,239 @@ class Cell:
     """One comparison.
 
     Args:
-        name: shown in the table.
+        name: shown in the table; ``--only`` selects by it.
+        kind: the class of cells that it belongs to.
         shape: (B, Hq, Hkv, Sq, Sk, D).
+        value_dim: Dv; 0 is D.
         dtype: of q, k and v.
         backward: time the backward pass too.
-        semantics: keywords of ``adaattn.scaled_dot_product_attention``.
-        mask: makes what the user of ``F.scaled_dot_product_attention`` must pass instead.
-        backends: executors of AdaAttn to time beside its own choice.
+        given: what is asked beside the sizes.
+        with_naive: compare with attention written out, too.
     """
 
     name: str
+    kind: str
     shape: tuple[int, int, int, int, int, int]
+    value_dim: int = 0
     dtype: torch.dtype = torch.bfloat16
     backward: bool = False
-    semantics: dict[str, Any] = field(default_factory=dict)
-    mask: Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], torch.Tensor] | None = None
-    backends: tuple[str, ...] = ()
+    given: Given = Given()
+    with_naive: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the packed documents; () is not packed."""
+        if not self.given.longest:
+            return ()
+        found: list[int] = []
+        while (left := self.shape[3] - sum(found)) > 0:
+            share = _DOCUMENTS[len(found) % len(_DOCUMENTS)]
+            found.append(min(left, int(share * self.given.longest)))
+        return tuple(found)
+
+    @property
+    def dim_v(self) -> int:
+        """Columns of a value."""
+        return self.value_dim or self.shape[5]
+
+    @property
+    def visible_pairs(self) -> float:
+        """(query, key) pairs per head and batch that positions leave; tensors hide nothing here."""
+        _, _, _, len_q, len_k, _ = self.shape
+        if self.lengths:
+            return float(
+                sum(n * (n + 1) // 2 if self.given.is_causal else n * n for n in self.lengths)
+            )
+        return self._positions(len_q, len_k).visible_pairs
+
+    def _positions(self, len_q: int, len_k: int) -> AttentionProblem:
+        return make_problem(
+            len_q=len_q,
+            len_k=len_k,
+            is_causal=self.given.is_causal,
+            window=(self.given.window or -1, -1),
+            dilation=self.given.dilation,
+        )
+
+    @property
+    def flops(self) -> float:
+        """Of one call: 2 pairs (D + Dv) for each head; 3.5 times that with the backward pass."""
+        batch, heads, _, _, _, dim = self.shape
+        forward = 2 * batch * heads * self.visible_pairs * (dim + self.dim_v)
+        return forward * (3.5 if self.backward else 1.0)
+
+    @property
+    def bytes_moved(self) -> float:
+        """Of one call: q, k, v, the output and a mask that is given, each once; forward only."""
+        batch, heads, kv_heads, len_q, len_k, dim = self.shape
+        elements = batch * (heads * len_q + kv_heads * len_k) * (dim + self.dim_v)
+        mask = {"": 0, "boolean": len_q * len_k, "additive": 2 * heads * len_q * len_k}
+        return float(elements * self.dtype.itemsize + mask[self.given.mask])
 
 
-def window_mask(query: torch.Tensor, key: torch.Tensor, semantics: dict[str, Any]) -> torch.Tensor:
-    """Return the boolean mask of a causal window."""
-    rows = torch.arange(query.shape[2], device=query.device)[:, None]
-    cols = torch.arange(key.shape[2], device=query.device)
-    return (rows - cols >= 0) & (rows - cols <= semantics["window"][0])
+def selected(found: Iterator[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """Return the cells whose names have every word of one of the patterns, and none after a "-"."""
 
+    def fits(name: str, text: str) -> bool:
+        words = text.split()
+        return all((word[1:] not in name) if word[0] == "-" else word in name for word in words)
 
-def packed_mask(query: torch.Tensor, key: torch.Tensor, semantics: dict[str, Any]) -> torch.Tensor:
-    """Return the boolean mask of packed causal documents."""
-    bounds = semantics["cu_seqlens_q"].long()
-    tokens = torch.arange(query.shape[2], device=query.device)
-    document = torch.searchsorted(bounds[1:], tokens, right=True)
-    same = document[:, None] == document
-    return same & (tokens[:, None] >= tokens)
-
-
-def alibi_mask(query: torch.Tensor, key: torch.Tensor, semantics: dict[str, Any]) -> torch.Tensor:
-    """Return the additive mask of causal ALiBi."""
-    rows = torch.arange(query.shape[2], device=query.device)[:, None]
-    cols = torch.arange(key.shape[2], device=query.device)
-    slopes = semantics["alibi_slopes"][:, None, None].to(query.dtype)
-    bias = -slopes * (rows - cols).abs().to(query.dtype)
-    return bias.masked_fill(rows < cols, float("-inf")).unsqueeze(0)
+    return [cell for cell in found if any(fits(cell.name, text) for text in patterns)]
 
 
 def cells(device: str) -> Iterator[Cell]:
     """Yield the cells that suit a device."""
-    if device == "cuda":
-        yield from _gpu_dense()
-        yield from _gpu_masked()
-    else:
+    if device == "cpu":
         yield from _cpu_cells()
+        return
+    yield from _dense()
+    yield from _special()
+    yield from _masked()
+    yield from _other_sizes()
+    yield from _decode()
+    yield from _grid()
+    yield from _training()
 
 
-def _gpu_dense() -> Iterator[Cell]:
-    for dim in (64, 128, 256):
+def _square(kind: str, dim: int, length: int, given: Given, **more: Any) -> Cell:
+    """Return a cell of square self-attention with as many tokens and columns as the others."""
+    heads = _HIDDEN // dim
+    shape = (max(1, _TOKENS // length), heads, heads, length, length, dim)
+    order = "causal" if given.is_causal else "full"
+    name = f"{kind} D{dim} S{length} {order}"
+    return Cell(name=name, kind=kind, shape=shape, given=given, **more)
+
+
+def _dense() -> Iterator[Cell]:
+    for dim in _DIMS:
+        for length in (*_LENGTHS, *([131072] if dim == 128 else [])):
+            for is_causal in (False, True):
+                yield _square("dense", dim, length, Given(is_causal=is_causal))
+
+
+def _special() -> Iterator[Cell]:
+    kinds = {
+        "window 1024": Given(is_causal=True, window=1024),
+        "ALiBi": Given(is_causal=True, has_alibi=True),
+        "dilation 4": Given(is_causal=True, dilation=4),
+        "softcap 30": Given(is_causal=True, softcap=30.0),
+        "sinks": Given(is_causal=True, has_sinks=True),
+    }
+    for kind, given in kinds.items():
+        for dim in _DIMS:
+            longer = [131072] if dim == 128 and given.window else []
+            for length in (*_LENGTHS, *longer):
+                naive = bool(given.sdpa_lacks) and length <= 8192
+                yield _square(kind, dim, length, given, with_naive=naive)
+    for dim in _DIMS:
+        for longest in (512, 1024, 2048, 4096, 8192):
+            heads = _HIDDEN // dim
+            yield Cell(
+                name=f"packed T{_TOKENS} D{dim} S{longest} causal",
+                kind="packed",
+                shape=(1, heads, heads, _TOKENS, _TOKENS, dim),
+                given=Given(is_causal=True, longest=longest),
+            )
+
+
+def _masked() -> Iterator[Cell]:
+    for kind, mask in (("boolean mask", "boolean"), ("additive bias", "additive")):
+        for dim in _DIMS:
+            for length in _LENGTHS[:5]:
+                yield _square(kind, dim, length, Given(mask=mask))
+
+
+def _other_sizes() -> Iterator[Cell]:
+    for is_causal in (False, True):
+        given = Given(is_causal=is_causal)
+        order = "causal" if is_causal else "full"
+        for length in _LENGTHS:
+            yield Cell(
+                name=f"GQA 32/8 D128 S{length} {order}",
+                kind="GQA 32/8",
+                shape=(max(1, _TOKENS // length), 32, 8, length, length, 128),
+                given=given,
+            )
+        for dim in _DIMS:
+            for length in _LENGTHS[:5]:
+                yield _square("fp32", dim, length, given, dtype=torch.float32)
+        for dim in (80, 96, 192):
+            for length in (1024, 4096, 16384):
+                yield _square("odd head", dim, length, given)
+        for length in (1024, 4096, 16384):
+            cell = _square("odd head", 192, length, given, value_dim=128)
+            yield replace(cell, name=cell.name.replace("D192", "D192/128"))
+
+
+def _decode() -> Iterator[Cell]:
+    for batch, length in ((1, 32768), (1, 131072), (16, 8192), (64, 8192), (32, 32768)):
+        yield Cell(
+            name=f"decode B{batch} 32/8 D128 S{length}",
+            kind="decode",
+            shape=(batch, 32, 8, 1, length, 128),
+        )
+
+
+def _grid() -> Iterator[Cell]:
+    for hidden in (768, 1024, 2048, 4096):
+        for batch in (1, 4, 8, 16):
+            for length in (512, 1024, 2048, 4096):
+                heads = hidden // 64
+                yield Cell(
+                    name=f"grid B{batch} S{length} E{hidden}",
+                    kind="grid",
+                    shape=(batch, heads, heads, length, length, 64),
+                    with_naive=True,
+                )
+
+
+def _training() -> Iterator[Cell]:
+    for dim in _DIMS:
         for length in (512, 2048, 16384):
-            batch = max(1, 16384 // length)
-            heads = 2048 // dim
-            for causal in (False, True):
-                kind = "causal" if causal else "full"
-                semantics = {"is_causal": causal}
-                shape = (batch, heads, heads, length, length, dim)
-                name = f"dense D{dim} S{length} {kind}"
-                yield Cell(name=name, shape=shape, semantics=semantics)
-                yield Cell(name=f"{name} backward", shape=shape, semantics=semantics, backward=True)
-    for length in (2048, 16384):
-        shape = (max(1, 16384 // length), 32, 8, length, length, 128)
-        yield Cell(
-            name=f"GQA 32/8 D128 S{length} causal", shape=shape, semantics={"is_causal": True}
-        )
-    for batch, length in ((1, 32768), (16, 8192), (64, 8192)):
-        yield Cell(
-            name=f"decode B{batch} 32/8 D128 S{length}", shape=(batch, 32, 8, 1, length, 128)
-        )
-
-
-def _gpu_masked() -> Iterator[Cell]:
-    wide = (1, 16, 16, 16384, 16384, 128)
-    device = torch.device("cuda")
-    yield Cell(
-        name="window 1024, causal, S16384 D128",
-        shape=wide,
-        semantics={"is_causal": True, "window": (1024, 0)},
-        mask=window_mask,
-        backends=("sdpa.flash2", "flex"),
-    )
-    yield Cell(
-        name="window 1024, causal, S16384 D128 backward",
-        shape=wide,
-        semantics={"is_causal": True, "window": (1024, 0)},
-        mask=window_mask,
-        backward=True,
-        backends=("sdpa.flash2", "flex"),
-    )
-    lengths = torch.tensor([0, 4096, 1000, 3096, 192, 2048, 1952, 3000, 1000], device=device)
-    bounds = lengths.cumsum(0).to(torch.int32)
-    packed = {"is_causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    yield Cell(
-        name="8 packed documents, causal, T16384 D128",
-        shape=wide,
-        semantics=packed,
-        mask=packed_mask,
-        backends=("sdpa.flash2", "flex"),
-    )
-    slopes = torch.exp2(-torch.arange(1, 17, device=device) / 2)
-    yield Cell(
-        name="ALiBi, causal, S8192 D128",
-        shape=(1, 16, 16, 8192, 8192, 128),
-        semantics={"is_causal": True, "alibi_slopes": slopes},
-        mask=alibi_mask,
-    )
-    yield Cell(
-        name="GQA 16/4 D512 S4096 causal",
-        shape=(1, 16, 4, 4096, 4096, 512),
-        semantics={"is_causal": True},
-    )
+            for is_causal in (False, True):
+                cell = _square("dense", dim, length, Given(is_causal=is_causal), backward=True)
+                yield replace(cell, name=f"{cell.name} backward", kind="dense, training")
+    windowed = _square("window 1024", 128, 16384, Given(is_causal=True, window=1024), backward=True)
+    yield replace(windowed, name=f"{windowed.name} backward", kind="window 1024, training")
 
 
 def _cpu_cells() -> Iterator[Cell]:
     fp32 = torch.float32
     for dim, length in ((64, 512), (64, 2048), (128, 1024), (128, 2048)):
         for causal in (False, True):
-            kind = "causal" if causal else "full"
             yield Cell(
-                name=f"dense D{dim} S{length} {kind}",
+                name=f"dense D{dim} S{length} {'causal' if causal else 'full'}",
+                kind="dense",
                 shape=(1, 8, 8, length, length, dim),
                 dtype=fp32,
-                semantics={"is_causal": causal},
+                given=Given(is_causal=causal),
             )
     yield Cell(
         name="dense D64 S1024 causal backward",
+        kind="dense, training",
         shape=(1, 8, 8, 1024, 1024, 64),
         dtype=fp32,
-        semantics={"is_causal": True},
+        given=Given(is_causal=True),
         backward=True,
     )
     yield Cell(
         name="GQA 9/3 D64 S2048 causal",
+        kind="GQA 9/3",
         shape=(1, 9, 3, 2048, 2048, 64),
         dtype=fp32,
-        semantics={"is_causal": True},
+        given=Given(is_causal=True),
     )
     for heads, kv_heads, dim in ((32, 4, 128), (32, 8, 128), (9, 3, 64)):
         yield Cell(
             name=f"decode B1 {heads}/{kv_heads} D{dim} S8192",
+            kind="decode",
             shape=(1, heads, kv_heads, 1, 8192, dim),
             dtype=fp32,
         )
     yield Cell(
         name="window 256, causal, S4096 D64",
+        kind="window 256",
         shape=(1, 8, 8, 4096, 4096, 64),
         dtype=fp32,
-        semantics={"is_causal": True, "window": (256, 0)},
-        mask=window_mask,
+        given=Given(is_causal=True, window=256),
     )
-
-
-def functions(cell: Cell, device: str) -> tuple[dict[str, Function], Function, str]:
-    """Return the functions to compare, their reference in a wider dtype, and AdaAttn's choice."""
-    batch, heads, kv_heads, len_q, len_k, dim = cell.shape
-    generator = torch.Generator(device).manual_seed(len_k + dim)
-
-    def tensor(num_heads: int, length: int) -> torch.Tensor:
-        made = torch.randn(
-            batch, num_heads, length, dim, generator=generator, device=device, dtype=cell.dtype
-        )
-        return made.requires_grad_(cell.backward)
-
-    inputs = (tensor(heads, len_q), tensor(kv_heads, len_k), tensor(kv_heads, len_k))
-    gradient = torch.randn(inputs[0].shape, generator=generator, device=device, dtype=cell.dtype)
-    gqa = {"enable_gqa": True} if heads != kv_heads else {}
-    theirs: dict[str, Any] = {"is_causal": cell.semantics.get("is_causal", False)}
-    if cell.mask is not None:
-        theirs = {"attn_mask": cell.mask(*inputs[:2], cell.semantics)}
-
-    def peer() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*inputs, **theirs, **gqa)
-
-    def ours(backend: str) -> Function:
-        return lambda: adaattn.scaled_dot_product_attention(
-            *inputs, backend=backend, **cell.semantics, **gqa
-        )
-
-    forwards = {"F.sdpa": peer, "adaattn": ours("auto")}
-    forwards |= {f"adaattn:{name}": ours(name) for name in cell.backends}
-    choice = adaattn.plan_attention(*inputs, **cell.semantics, **gqa)
-    chosen = choice.plan.groups[0].label
-    if cell.backward:
-        forwards = {k: _with_backward(run, inputs, gradient) for k, run in forwards.items()}
-    return forwards, partial(_wide, inputs, gradient, theirs, cell.backward), chosen
-
-
-def _wide(
-    inputs: tuple[torch.Tensor, ...],
-    gradient: torch.Tensor,
-    theirs: dict[str, Any],
-    backward: bool,
-) -> torch.Tensor:
-    """Return the same in fp32 for 16-bit input and in fp64 for fp32, k and v repeated for GQA."""
-    dtype = torch.float64 if inputs[0].dtype == torch.float32 else torch.float32
-    query, key, value = (item.detach().to(dtype).requires_grad_(backward) for item in inputs)
-    group = query.shape[1] // key.shape[1]
-    mask = theirs.get("attn_mask")
-    if mask is not None and mask.is_floating_point():
-        theirs = theirs | {"attn_mask": mask.to(dtype)}
-
-    def run() -> torch.Tensor:
-        repeated = (item.repeat_interleave(group, dim=1) for item in (key, value))
-        return F.scaled_dot_product_attention(query, *repeated, **theirs)
-
-    if not backward:
-        return run()
-    return _with_backward(run, (query, key, value), gradient.to(dtype))()
-
-
-def _with_backward(
-    run: Function, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
-) -> Function:
-    """Return a function that runs forward and backward and gives the inputs' gradients, joined."""
-
-    def both() -> torch.Tensor:
-        found = torch.autograd.grad(run(), inputs, gradient)
-        return torch.cat([item.flatten() for item in found])
-
-    return both

@@ -1,0 +1,207 @@
+"""Who computes a cell: PyTorch's ways, other libraries where they are installed, and AdaAttn's.
+
+Each is a function that makes the call, and may refuse or fail; what it makes beforehand, such as
+a mask, is not timed.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import adaattn
+from adaattn.backends import capabilities
+from adaattn.backends.flex_masks import made_block_mask
+from benchmarks.failures import RefusedError
+from benchmarks.ops.inputs import Inputs, peer_mask, seen
+from benchmarks.ops.registry import Cell
+
+__all__ = ["NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
+
+SDPA, NAIVE, CUDNN, FLEX, OURS = "F.sdpa", "naive", "cudnn", "flex", "adaattn"
+
+OWN = ("hopper", "triton")
+"""Executors of this library that are timed by name, too."""
+
+_OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+_MOST_DIM_FLEX = 256
+
+Function = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One way to compute a cell.
+
+    Args:
+        run: the call.
+        mask: what was made for it beforehand.
+        chosen: what AdaAttn settles on; "" of others.
+    """
+
+    run: Function
+    mask: torch.Tensor | None = None
+    chosen: str = ""
+
+
+Make = Callable[[Cell, Inputs], Call]
+
+
+def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Make]]:
+    """Yield each name with what makes its call; making raises `RefusedError` where it cannot.
+
+    Args:
+        cell: what is computed.
+        with_flex: FlexAttention takes part where its users would write such a cell.
+    """
+    yield SDPA, _sdpa
+    yield CUDNN, _cudnn
+    if cell.given.is_for_flex and with_flex:
+        yield FLEX, _flex
+    if cell.with_naive and not cell.backward:
+        yield NAIVE, _naive
+    for name, module in _OTHERS.items():
+        yield name, partial(_flash_attention, name, module)
+    yield OURS, partial(_ours, "auto")
+    for name in OWN:
+        yield f"{OURS}[{name}]", partial(_ours, name)
+
+
+def _sdpa(cell: Cell, inputs: Inputs) -> Call:
+    """Return PyTorch's function as a user must call it for the cell."""
+    if lack := cell.given.sdpa_lacks:
+        raise RefusedError(f"it cannot be told {lack}")
+    mask = peer_mask(cell, inputs)
+    keywords: dict[str, Any] = {"attn_mask": mask}
+    if mask is None:
+        keywords = {"is_causal": cell.given.is_causal}
+    if inputs.is_grouped:
+        keywords["enable_gqa"] = True
+    run = partial(F.scaled_dot_product_attention, *inputs.qkv, **keywords)
+    return Call(run=run, mask=None if mask is inputs.mask else mask)
+
+
+def _cudnn(cell: Cell, inputs: Inputs) -> Call:
+    """Return the same call with cuDNN as the only kernel."""
+    if inputs.query.device.type != "cuda":
+        raise RefusedError("it runs on a GPU")
+    if cell.dtype is torch.float32:
+        raise RefusedError("it takes 16-bit numbers")
+    call = _sdpa(cell, inputs)
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return call.run()
+
+    return Call(run=run, mask=call.mask)
+
+
+def _naive(cell: Cell, inputs: Inputs) -> Call:
+    """Return softmax(Q Kᵀ) V written out, with softcap or sinks where the cell has them."""
+    given, query = cell.given, inputs.query
+    group = query.shape[1] // inputs.key.shape[1]
+    rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
+    hidden = ~seen(cell, inputs)(rows[:, None], keys) if given.is_causal else None
+    scale = 1 / math.sqrt(query.shape[3])
+    sinks = inputs.sinks
+
+    def run() -> torch.Tensor:
+        _, key, value = (
+            item.repeat_interleave(group, 1) if group > 1 else item for item in inputs.qkv
+        )
+        scores = (query @ key.mT) * scale
+        if given.softcap:
+            scores = given.softcap * torch.tanh(scores / given.softcap)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        return (weights if sinks is None else weights[..., :-1]) @ value
+
+    return Call(run=run, mask=hidden)
+
+
+def _flex(cell: Cell, inputs: Inputs) -> Call:
+    """Return compiled FlexAttention; sinks rescale its result by the log-sum-exp."""
+    query = inputs.query
+    if query.device.type != "cuda":
+        raise RefusedError("it is compared on a GPU")
+    if max(cell.shape[5], cell.dim_v) > _MOST_DIM_FLEX:
+        raise RefusedError(f"it takes D up to {_MOST_DIM_FLEX}")
+    flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    is_seen, softcap, slopes = seen(cell, inputs), cell.given.softcap, inputs.slopes
+    blocks = made_block_mask(
+        lambda b, h, i, j: is_seen(i, j), (1, 1, query.shape[2], inputs.key.shape[2]), query.device
+    )
+    changed = None
+    if softcap:
+        changed = lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)  # noqa: E731 as users do
+    elif slopes is not None:
+        changed = lambda s, b, h, i, j: s - slopes[h] * (i - j)  # noqa: E731
+    options = {"score_mod": changed, "block_mask": blocks, "enable_gqa": inputs.is_grouped}
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if inputs.sinks is None:
+            found: torch.Tensor = flex.flex_attention(query, key, value, **options)
+            return found
+        request = flex.AuxRequest(lse=True)
+        found, aux = flex.flex_attention(query, key, value, return_aux=request, **options)
+        share = torch.sigmoid(aux.lse - inputs.sinks[None, :, None])
+        return (found * share.unsqueeze(-1)).to(found.dtype)
+
+    # A cell is compiled once: what was compiled for others would only be guarded against.
+    torch.compiler.reset()
+    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+    return Call(run=lambda: compiled(*inputs.qkv))
+
+
+def _flash_attention(name: str, module: str, cell: Cell, inputs: Inputs) -> Call:
+    """Return FlashAttention's own function, for what it can be told by position."""
+    given = cell.given
+    others = given.has_alibi or given.has_sinks or given.mask or given.longest or given.softcap
+    if others or given.dilation > 1 or cell.dtype is torch.float32:
+        raise RefusedError("not compared on such a cell")
+    try:
+        function = importlib.import_module(module).flash_attn_func
+    except (ImportError, OSError, AttributeError) as error:
+        raise RefusedError(f"{name} cannot be imported") from error
+    turned = [item.transpose(1, 2).contiguous() for item in inputs.qkv]
+    if cell.backward:
+        raise RefusedError("its training is not compared")
+    options: dict[str, Any] = {"causal": given.is_causal}
+    if given.window:
+        options["window_size"] = (given.window, 0)
+
+    def run() -> torch.Tensor:
+        found = function(*turned, **options)
+        output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return output.transpose(1, 2)
+
+    return Call(run=run)
+
+
+def _ours(backend: str, cell: Cell, inputs: Inputs) -> Call:
+    """Return AdaAttn's call: its own choice once it has settled, or one executor."""
+    if backend in OWN and backend not in {item.backend for item in capabilities()}:
+        raise RefusedError("it is not registered")
+    keywords = inputs.keywords(cell)
+    try:
+        decision = adaattn.plan_attention(*inputs.qkv, backend=backend, **keywords)
+    except adaattn.errors.UnsupportedError as error:
+        raise RefusedError("; ".join(error.reasons)) from error
+    keywords["backend"] = backend
+    if decision.later is not None:  # what is compiled takes over after some calls
+        del keywords["backend"]
+        keywords["plan"] = decision.later
+    plan = decision.later or decision.plan
+    chosen = " + ".join(dict.fromkeys(group.label for group in plan.groups))
+    run = partial(adaattn.scaled_dot_product_attention, *inputs.qkv, **keywords)
+    return Call(run=run, chosen=chosen)
