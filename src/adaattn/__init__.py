@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         TensorStats,
     )
     from adaattn.tuning import tune
+    from adaattn.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,7 @@ _EXPORTS: Final = {
         "TensorStats",
     ),
     "adaattn.tuning": ("tune",),
+    "adaattn.warming": ("warmup",),
 }
 _MODULES: Final = ("errors", "hardware", "models")
 _HOME: Final = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -137,6 +139,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "tune",
     "use_policy",
+    "warmup",
 ]
 
 

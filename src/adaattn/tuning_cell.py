@@ -46,7 +46,7 @@ from adaattn.spec import (
 from adaattn.spec.evidence import problem_class
 from adaattn.tuning_inputs import random_call
 
-__all__ = ["Effort", "cell_of", "measure_cell"]
+__all__ = ["Effort", "cell_of", "measure_cell", "step_of"]
 
 _LOGGER = logging.getLogger("adaattn")
 _T = TypeVar("_T")
@@ -192,13 +192,13 @@ def _expected(call: Call, facts: HardwareFacts) -> tuple[torch.Tensor, ...] | No
     group = exact_in_bounded_memory(problem, None)
     if problem.precision is not Precision.FP64:
         group = replace(group, scheme=Scheme.of(Precision.FP32))
-    return _guarded(group.capability, problem, _step(call, group))
+    return _guarded(group.capability, problem, step_of(call, group))
 
 
 def _checked(call: Call, group: HeadGroup, expected: tuple[torch.Tensor, ...]) -> _Run | None:
     """Return an executor that has run twice, its results checked; None where it fails."""
     problem, device = call.problem, call.tensors.query.device
-    step = _step(call, group)
+    step = step_of(call, group)
 
     def timed() -> tuple[tuple[torch.Tensor, ...], float]:
         _wait(device)
@@ -222,7 +222,7 @@ def _checked(call: Call, group: HeadGroup, expected: tuple[torch.Tensor, ...]) -
     return _Run(name=group.capability, call=step, first_ms=first_ms, wall_ms=second[1])
 
 
-def _step(call: Call, group: HeadGroup) -> Callable[[], tuple[torch.Tensor, ...]]:
+def step_of(call: Call, group: HeadGroup) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return one call by an executor: its output, and gradients where they are wanted."""
     tensors, problem = call.tensors, call.problem
     leaves = _leaves(tensors) if problem.requires_grad else []

@@ -25,6 +25,7 @@ __all__ = [
     "key_range",
     "layout_facts",
     "mask_part",
+    "output_like",
     "packed_positions",
     "packed_tile_seen",
     "part_of",
@@ -229,6 +230,16 @@ def layout_facts(*tensors: torch.Tensor) -> dict[str, Any]:
     ]
     dense = all(item.stride(-1) == 1 for item in tensors)
     return {"dense_columns": dense, "stride_bytes": math.gcd(_MOST_ALIGNED, *steps)}
+
+
+def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return an empty output whose dimensions lie in the order of the query's."""
+    if columns == query.shape[3]:
+        return torch.empty_like(query)
+    batch, heads, rows, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty((batch, rows, heads, columns)).transpose(1, 2)
+    return query.new_empty((batch, heads, rows, columns))
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,12 @@ from the tensors that arrive when the graph runs, whose lengths may be others.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.backends.common import layout_facts
+from adaattn.backends.common import layout_facts, output_like
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
@@ -38,15 +38,9 @@ def operator(name: str, run: _Run) -> _Run:
         slopes: torch.Tensor | None,
         starts_q: torch.Tensor | None,
         starts_k: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        dropout_p: float,
-        is_causal: bool,
-        to_end: bool,
-        window: list[int],
-        dilation: int,
-        longest: list[int],
-        aux: int,
+        numbers: list[float],
+        flags: list[bool],
+        sizes: list[int],
     ) -> list[torch.Tensor]:
         tensors = Tensors.of(
             query,
@@ -58,51 +52,12 @@ def operator(name: str, run: _Run) -> _Run:
             cu_seqlens_q=starts_q,
             cu_seqlens_k=starts_k,
         )
-        mask_kind = MaskKind.NONE
-        if mask is not None:
-            mask_kind = MaskKind.BOOLEAN if mask.dtype == torch.bool else MaskKind.ADDITIVE
-        problem = AttentionProblem(
-            batch=query.shape[0],
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            len_q=query.shape[2],
-            len_k=key.shape[2],
-            head_dim=query.shape[3],
-            value_dim=value.shape[3],
-            precision=precision_of(query.dtype),
-            device_type=query.device.type,
-            scale=scale,
-            is_causal=is_causal,
-            align=Align.BOTTOM_RIGHT if to_end else Align.TOP_LEFT,
-            window=(window[0], window[1]),
-            dilation=dilation,
-            mask=mask_kind,
-            mask_shape=() if mask is None else tuple(mask.shape),
-            softcap=softcap,
-            has_sinks=sinks is not None,
-            has_alibi=slopes is not None,
-            dropout_p=dropout_p,
-            num_sequences=0 if starts_q is None else starts_q.shape[0] - 1,
-            max_len_q=longest[0],
-            max_len_k=longest[1],
-            aux=Aux(aux),
-            **layout_facts(query, key, value),
-        )
-        result = run(tensors, problem)
+        result = run(tensors, _described(tensors, numbers, flags, sizes))
         found = (result.output, result.lse, result.row_max, result.entropy)
         return [query.new_empty(0) if item is None else item for item in found]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
-
-    @made.register_fake
-    def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> object:
-        aux = Aux(rest[-1])  # type: ignore[arg-type]
-        shape = query.shape[:-1]
-        statistics = [
-            query.new_empty(shape if flag in aux else (0,), dtype=torch.float32)
-            for flag in _STATISTICS
-        ]
-        return [query.new_empty((*shape, value.shape[-1])), *statistics]
+    made.register_fake(_fake)
 
     def through(tensors: Tensors, problem: AttentionProblem) -> Result:
         output, *statistics = made(
@@ -114,20 +69,75 @@ def operator(name: str, run: _Run) -> _Run:
             tensors.alibi_slopes,
             tensors.cu_seqlens_q,
             tensors.cu_seqlens_k,
-            problem.scale,
-            problem.softcap,
-            problem.dropout_p,
-            problem.is_causal,
-            problem.align is Align.BOTTOM_RIGHT,
-            list(problem.window),
-            problem.dilation,
-            [problem.max_len_q, problem.max_len_k],
-            int(problem.aux),
+            *_taken_apart(problem),
         )
-        asked = [flag in problem.aux for flag in _STATISTICS]
         lse, row_max, entropy = (
-            item if wanted else None for item, wanted in zip(statistics, asked, strict=True)
+            item if flag in problem.aux else None
+            for item, flag in zip(statistics, _STATISTICS, strict=True)
         )
         return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
 
     return through
+
+
+def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
+    """Return what a problem says beyond its tensors, as numbers of three kinds."""
+    longest = problem.max_len_q, problem.max_len_k
+    return (
+        [problem.scale, problem.softcap, problem.dropout_p],
+        [problem.is_causal, problem.align is Align.BOTTOM_RIGHT],
+        [*problem.window, problem.dilation, *longest, int(problem.aux)],
+    )
+
+
+def _described(
+    tensors: Tensors, numbers: list[float], flags: list[bool], sizes: list[int]
+) -> AttentionProblem:
+    """Return the problem that `_taken_apart` took apart, for the tensors at hand."""
+    query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
+    scale, softcap, dropout_p = numbers
+    is_causal, to_end = flags
+    left, right, dilation, max_len_q, max_len_k, aux = sizes
+    starts = tensors.cu_seqlens_q
+    kind = MaskKind.NONE
+    if mask is not None:
+        kind = MaskKind.BOOLEAN if mask.dtype == torch.bool else MaskKind.ADDITIVE
+    return AttentionProblem(
+        batch=query.shape[0],
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        len_q=query.shape[2],
+        len_k=key.shape[2],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        precision=precision_of(query.dtype),
+        device_type=query.device.type,
+        scale=scale,
+        is_causal=is_causal,
+        align=Align.BOTTOM_RIGHT if to_end else Align.TOP_LEFT,
+        window=(left, right),
+        dilation=dilation,
+        mask=kind,
+        mask_shape=() if mask is None else tuple(mask.shape),
+        softcap=softcap,
+        has_sinks=tensors.sinks is not None,
+        has_alibi=tensors.alibi_slopes is not None,
+        dropout_p=dropout_p,
+        num_sequences=0 if starts is None else starts.shape[0] - 1,
+        max_len_q=max_len_q,
+        max_len_k=max_len_k,
+        aux=Aux(aux),
+        **layout_facts(query, key, value),
+    )
+
+
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> list[torch.Tensor]:
+    """Return outputs without numbers: what a graph knows of them."""
+    del key
+    aux, shape = Aux(rest[-1][-1]), query.shape[:-1]
+    statistics = [
+        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in _STATISTICS
+    ]
+    return [output_like(query, value.shape[-1]), *statistics]

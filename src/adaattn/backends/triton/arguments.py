@@ -113,6 +113,7 @@ class Arguments:
         is_wide = rows * max(tile.keys, tile.rows) >= _INT32
         is_split = grid[1] > 1
         return Launch(
+            module="forward",
             name="forward",
             grid=grid,
             numbers=(*self._factors, *strides, *sizes, *self._window, problem.dilation, *counts),
@@ -131,6 +132,7 @@ class Arguments:
         columns = self._problem.value_dim
         most = 1 << (splits - 1).bit_length()
         return Launch(
+            module="combine",
             name="combine",
             grid=(rows, 1, 1),
             numbers=(*output_strides[:3], splits, heads, len_q, rows),
@@ -152,6 +154,7 @@ class Arguments:
         most = 1 << (blocks - 1).bit_length()
         find, take_apart = (
             Launch(
+                module="halving",
                 name=name,
                 grid=grid,
                 numbers=numbers,

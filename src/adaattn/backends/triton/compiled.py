@@ -4,6 +4,7 @@ Triton's own launch works out at each call what is compiled for it: 20 to 40 us 
 arguments. Here that is done once for each signature; then the compiled kernel is launched.
 """
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,9 +22,10 @@ _COMPILED: Final[dict[tuple[Any, ...], Any]] = {}
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launch:
-    """One function of `adaattn.backends.triton.forward` with all that its calls have in common.
+    """One function of the kernels with all that its calls have in common.
 
     Args:
+        module: where it is, such as ``"forward"``; imported when it first runs.
         name: of the function.
         grid: programs.
         numbers: arguments behind the tensors, for which no kernel is made.
@@ -31,6 +33,7 @@ class Launch:
         options: warps, and stages.
     """
 
+    module: str
     name: str
     grid: tuple[int, int, int]
     numbers: tuple[float, ...]
@@ -85,9 +88,8 @@ class Launch:
         """Launch it by Triton's own way, and return what it compiled."""
         from triton.errors import TritonError
 
-        from adaattn.backends.triton import forward
-
-        function = getattr(forward, self.name)[self.grid]
+        module = importlib.import_module(f"adaattn.backends.triton.{self.module}")
+        function = getattr(module, self.name)[self.grid]
         try:
             return function(*tensors, *self.numbers, *self.constants, **dict(self.options))
         except torch.OutOfMemoryError:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from adaattn.backends.common import with_dense_columns
+from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import operator
@@ -123,7 +123,7 @@ class _Launcher:
         problem = self._problem
         if not problem.dense_columns:
             query, key, value = map(with_dense_columns, (query, key, value))
-        output = _output_like(query, problem.value_dim)
+        output = output_like(query, problem.value_dim)
         seen = _NO_MASK
         if mask is not None:
             mask = with_rank(mask, 4)
@@ -219,13 +219,3 @@ def _halved(
         take_apart(matrix, both, inverse, largest)
         made.append(both)
     return made[0], made[1], inverses
-
-
-def _output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return an empty output whose dimensions lie in the order of the query's."""
-    if columns == query.shape[3]:
-        return torch.empty_like(query)
-    batch, heads, rows, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty((batch, rows, heads, columns)).transpose(1, 2)
-    return query.new_empty((batch, heads, rows, columns))

@@ -29,10 +29,11 @@ from adaattn.backends.triton.primitives import (
     power_of_two,
     seen,
     soft_capped,
+    times,
     with_sink,
 )
 
-__all__ = ["combine", "forward", "halve", "largest_of_blocks"]
+__all__ = ["forward"]
 
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -45,12 +46,6 @@ _NUMBERS = (
     *("num_tiles", "split_keys", "halved_heads"),
 )
 """No value of these makes another kernel."""
-
-
-@triton.jit
-def _times(number, stride, ALIGN: tl.constexpr):
-    """Return number * stride as int64, with the stride a multiple of ALIGN that is seen."""
-    return number.to(tl.int64) * (stride // ALIGN * ALIGN)
 
 
 @triton.jit
@@ -210,9 +205,9 @@ def forward(
     last_position = tl.minimum((first_slot + BLOCK_M - 1) // PACK, len_q - 1) + offset
 
     q_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
-    starts = _times(heads, stride_qh, ALIGN) + _times(q_rows, stride_qm, ALIGN)
+    starts = times(heads, stride_qh, ALIGN) + times(q_rows, stride_qm, ALIGN)
     columns = tl.arange(0, BLOCK_D)
-    query_base = query_ptr + _times(batch, stride_qb, ALIGN)
+    query_base = query_ptr + times(batch, stride_qb, ALIGN)
     inside = is_row[:, None] & (columns < D)[None, :]
     query = tl.load(query_base + starts[:, None] + columns[None, :], mask=inside, other=0.0)
     if IS_HALVED:
@@ -220,21 +215,19 @@ def forward(
         query, query_low = halves(query * query_scale)
         head_of_all = batch * (num_heads // GROUP) + key_head
         scale *= query_inverse * tl.load(inverses_ptr + head_of_all)
-    key_base = (
-        key_ptr + _times(batch, stride_kb, KEY_ALIGN) + _times(key_head, stride_kh, KEY_ALIGN)
-    )
+    key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
     value_base = (
-        value_ptr + _times(batch, stride_vb, KEY_ALIGN) + _times(key_head, stride_vh, KEY_ALIGN)
+        value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
     )
     key_step = stride_kn // KEY_ALIGN * KEY_ALIGN
     value_step = stride_vn // KEY_ALIGN * KEY_ALIGN
     if IS_PACKED or IS_DILATED:
-        key_base += _times(start_k, stride_kn, KEY_ALIGN)
-        value_base += _times(start_k, stride_vn, KEY_ALIGN)
+        key_base += times(start_k, stride_kn, KEY_ALIGN)
+        value_base += times(start_k, stride_vn, KEY_ALIGN)
     if IS_HALVED:
         # The low halves lie behind all of the high ones.
-        key_plane = _times(tl.num_programs(0) * 0 + total_k, stride_kn, KEY_ALIGN) * halved_heads
-        value_plane = _times(tl.num_programs(0) * 0 + total_k, stride_vn, KEY_ALIGN) * halved_heads
+        key_plane = times(tl.num_programs(0) * 0 + total_k, stride_kn, KEY_ALIGN) * halved_heads
+        value_plane = times(tl.num_programs(0) * 0 + total_k, stride_vn, KEY_ALIGN) * halved_heads
     within = tl.arange(0, BLOCK_N)
     if IS_DILATED:
         key_step *= dilation
@@ -245,8 +238,8 @@ def forward(
         within_wide = within
     row_of_all = (batch.to(tl.int64) * num_heads + heads) * total_q + q_rows
     if MASK != 0:
-        mask_base = mask_ptr + _times(batch, stride_mb, MASK_ALIGN)
-        mask_base += _times(head_slot * PACK, stride_mh, MASK_ALIGN)
+        mask_base = mask_ptr + times(batch, stride_mb, MASK_ALIGN)
+        mask_base += times(head_slot * PACK, stride_mh, MASK_ALIGN)
         mask_step = MASK_STEP
         if MASK_STEP == 2 or (MASK_STEP == 1 and IS_DILATED):
             mask_step = stride_mn * dilation
@@ -256,10 +249,10 @@ def forward(
         if MASK_ROWS:
             mask_row = stride_mm // MASK_ALIGN * MASK_ALIGN
             first_q_row = start_q + first_slot // PACK * dilation
-            mask_base += _times(first_q_row, stride_mm, MASK_ALIGN)
+            mask_base += times(first_q_row, stride_mm, MASK_ALIGN)
             row_starts = (q_rows - first_q_row) * mask_row
             if PACK > 1:
-                row_starts += _times(heads - head_slot * PACK, stride_mh, MASK_ALIGN)
+                row_starts += times(heads - head_slot * PACK, stride_mh, MASK_ALIGN)
             mask_columns = row_starts[:, None] + mask_columns
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + batch * stride_slope + heads).to(tl.float32) * LOG2_E
@@ -397,8 +390,8 @@ def forward(
             accumulator = accumulator * decay[:, None]
         inverse = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
         accumulator = accumulator * inverse[:, None]
-        out_base = output_ptr + _times(batch, stride_ob, ALIGN)
-        out_starts = _times(heads, stride_oh, ALIGN) + _times(q_rows, stride_om, ALIGN)
+        out_base = output_ptr + times(batch, stride_ob, ALIGN)
+        out_starts = times(heads, stride_oh, ALIGN) + times(q_rows, stride_om, ALIGN)
         out_pointers = out_base + out_starts[:, None] + out_columns[None, :]
         tl.store(out_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=out_inside)
         if HAS_LSE:
@@ -410,154 +403,3 @@ def forward(
             bits = log2_or_nothing(running_sum, running_sum * 0.0) - running_product * inverse
             bits = tl.where(running_sum == 0.0, 0.0, bits)
             tl.store(entropy_ptr + row_of_all, bits, mask=is_row)
-
-
-@triton.jit(do_not_specialize=("num_splits", "num_heads", "len_q", "num_rows"))
-def combine(
-    output_ptr,
-    lse_ptr,
-    row_max_ptr,
-    entropy_ptr,
-    parts_ptr,
-    sums_ptr,
-    maxima_ptr,
-    products_ptr,
-    sinks_ptr,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    num_splits,
-    num_heads,
-    len_q,
-    num_rows,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_ROW_MAX: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
-):
-    """Add the parts of one row: the weighted sum of what `forward` wrote for each split.
-
-    Args, beyond their names:
-        parts_ptr: fp32 [splits, B, Hq, Sq, Dv], unnormalised; the others [splits, B, Hq, Sq].
-        num_rows: B * Hq * Sq.
-        SPLITS: a power of two, num_splits at least.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
-    is_split = splits < num_splits
-    places = splits.to(tl.int64) * num_rows + row
-    maxima = tl.load(maxima_ptr + places, mask=is_split, other=_NOTHING)
-    sums = tl.load(sums_ptr + places, mask=is_split, other=0.0)
-    largest = tl.max(maxima, 0)
-    reference = tl.where(largest == _NOTHING, 0.0, largest)
-    factors = tl.exp2(maxima - reference)
-    total = tl.sum(sums * factors, 0)
-    columns = tl.arange(0, BLOCK_DV)
-    inside = is_split[:, None] & (columns < DV)[None, :]
-    parts = tl.load(parts_ptr + places[:, None] * DV + columns[None, :], mask=inside, other=0.0)
-    output = tl.sum(parts * factors[:, None], 0)
-    product = total * 0.0
-    if HAS_ENTROPY:
-        products = tl.load(products_ptr + places, mask=is_split, other=0.0)
-        moved = tl.where(sums > 0.0, maxima - reference, 0.0)
-        product = tl.sum(factors * (products + sums * moved), 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + (row // len_q) % num_heads).to(tl.float32) * LOG2_E
-        reference, total, product, decay = with_sink(largest, total, product, sink)
-        output = output * decay
-    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
-    place = row // len_q // num_heads * stride_ob + (row // len_q) % num_heads * stride_oh
-    place += row % len_q * stride_om
-    result = (output * inverse).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + place + columns, result, mask=columns < DV)
-    if HAS_LSE:
-        tl.store(lse_ptr + row, log2_or_nothing(total, reference) / LOG2_E)
-    if HAS_ROW_MAX:
-        tl.store(row_max_ptr + row, largest / LOG2_E)
-    if HAS_ENTROPY:
-        bits = log2_or_nothing(total, total * 0.0) - product * inverse
-        tl.store(entropy_ptr + row, tl.where(total == 0.0, 0.0, bits))
-
-
-@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_n", "num_heads", "num_rows"))
-def largest_of_blocks(
-    matrix_ptr,
-    largest_ptr,
-    stride_b,
-    stride_h,
-    stride_n,
-    num_heads,
-    num_rows,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Write the largest magnitude of ROWS rows of a head, fp32 [B, H, blocks].
-
-    Args, beyond their names:
-        matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
-    """
-    head = tl.program_id(0)
-    block = tl.program_id(1)
-    base = matrix_ptr + _times(head // num_heads, stride_b, ALIGN)
-    base += _times(head % num_heads, stride_h, ALIGN) + _times(block * ROWS, stride_n, ALIGN)
-    step = stride_n // ALIGN * ALIGN
-    tile = load_rows(base, tl.arange(0, ROWS), step, num_rows - block * ROWS, COLUMNS, BLOCK, True)
-    largest = tl.max(tl.max(tl.abs(tile), 1), 0)
-    tl.store(largest_ptr + head.to(tl.int64) * tl.num_programs(1) + block, largest)
-
-
-@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_n", "num_heads", "num_rows"))
-def halve(
-    matrix_ptr,
-    halves_ptr,
-    inverses_ptr,
-    largest_ptr,
-    stride_b,
-    stride_h,
-    stride_n,
-    num_heads,
-    num_rows,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Write ROWS rows as sums of two fp16 numbers, scaled by a power of two for each head.
-
-    Args, beyond their names:
-        matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
-        halves_ptr: fp16 [2, B, H, num_rows, COLUMNS]: high halves, then low ones.
-        inverses_ptr: fp32 [B, H]; what undoes the scale.
-        largest_ptr: of `largest_of_blocks`.
-        BLOCKS: a power of two, as many as there are blocks at least.
-    """
-    head = tl.program_id(0)
-    block = tl.program_id(1)
-    blocks = tl.arange(0, BLOCKS)
-    largest = tl.load(
-        largest_ptr + head.to(tl.int64) * tl.num_programs(1) + blocks,
-        mask=blocks < tl.num_programs(1),
-        other=0.0,
-    )
-    scale, inverse = power_of_two(tl.max(largest, 0))
-    if block == 0:
-        tl.store(inverses_ptr + head, inverse)
-    base = matrix_ptr + _times(head // num_heads, stride_b, ALIGN)
-    base += _times(head % num_heads, stride_h, ALIGN) + _times(block * ROWS, stride_n, ALIGN)
-    step = stride_n // ALIGN * ALIGN
-    rows = tl.arange(0, ROWS)
-    left = num_rows - block * ROWS
-    high, low = halves(load_rows(base, rows, step, left, COLUMNS, BLOCK, True) * scale)
-    columns = tl.arange(0, BLOCK)
-    inside = (rows < left)[:, None] & (columns < COLUMNS)[None, :]
-    place = (head.to(tl.int64) * num_rows + block * ROWS) * COLUMNS
-    pointers = halves_ptr + place + rows[:, None] * COLUMNS + columns[None, :]
-    plane = tl.num_programs(0).to(tl.int64) * num_rows * COLUMNS
-    tl.store(pointers, high, mask=inside)
-    tl.store(pointers + plane, low, mask=inside)

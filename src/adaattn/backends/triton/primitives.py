@@ -6,6 +6,8 @@ Scores are kept in units of log 2, so that exp2 needs no further product.
 import triton
 import triton.language as tl
 
+from adaattn import _constants
+
 __all__ = [
     "LOG2_E",
     "WEIGHT_SCALE",
@@ -21,10 +23,11 @@ __all__ = [
     "power_of_two",
     "seen",
     "soft_capped",
+    "times",
     "with_sink",
 ]
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(_constants.LOG2_E)
 WEIGHT_SCALE = tl.constexpr(16384.0)
 """Weights are at most 1: so scaled, their low halves keep their bits."""
 _LEAST = tl.constexpr(-1e4)
@@ -96,6 +99,12 @@ def key_ranges(
     whole = tl.maximum(whole_high - middle, 0) // BLOCK_N
     after = tl.cdiv(tl.maximum(high - middle - whole * BLOCK_N, 0), BLOCK_N)
     return low, before, whole, after, high
+
+
+@triton.jit
+def times(number, stride, ALIGN: tl.constexpr):
+    """Return number * stride as int64, with the stride a multiple of ALIGN that is seen."""
+    return number.to(tl.int64) * (stride // ALIGN * ALIGN)
 
 
 @triton.jit
