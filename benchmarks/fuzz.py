@@ -15,6 +15,7 @@ Not covered: gradients, dropout and the softmax weights as an output.
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -123,16 +124,53 @@ def run(problems: Iterable[Problem], options: argparse.Namespace) -> Totals:
     return totals
 
 
+def in_jobs(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Return what `main` does, the problems shared out to processes; their totals added up."""
+    command = [sys.executable, "-m", "benchmarks.fuzz", *given, "--jobs", "1"]
+    running = [
+        subprocess.Popen([*command, "--share", str(number), str(options.jobs)])
+        for number in range(options.jobs)
+    ]
+    statuses = [job.wait() for job in running]
+    totals = Totals()
+    for number in range(options.jobs):
+        path = options.out / f"{_name(options)}_{number}.json"
+        if not path.exists():
+            print(f"job {number} ended with status {statuses[number]} and left no result")
+            statuses[number] = statuses[number] or 1
+            continue
+        part = json.loads(path.read_text(encoding="utf-8"))
+        summary = part["summary"]
+        totals.checked += summary["checked"]
+        totals.refused += summary["refused"]
+        totals.failures += part["rows"]
+        totals.near += summary["near"]
+        totals.reasons.update(summary["refusals"])
+        totals.families.update(summary["families"])
+        totals.executors.update(summary["executors"])
+        path.unlink()
+    print(write(totals, options))
+    print(totals.line(), flush=True)
+    others = [status for status in statuses if status not in (0, 2)]
+    return max(others, default=0 if totals.checked else 2)
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Return the name of the result."""
+    return f"fuzz_{options.backend}_{options.device}"
+
+
 def write(totals: Totals, options: argparse.Namespace) -> Path:
     """Write the failures and the totals, and return the path."""
-    path = save(f"fuzz_{options.backend}_{options.device}", options, totals.failures)
+    part = f"_{options.share[0]}" if options.share else ""
+    path = save(_name(options) + part, options, totals.failures)
     document = json.loads(path.read_text(encoding="utf-8"))
     document["summary"] = {
         "checked": totals.checked,
         "refused": totals.refused,
         "failed": len(totals.failures),
         "near": totals.near,
-        "families_checked": len(totals.families),
+        "families": sorted(totals.families),
         "executors": dict(totals.executors),
         "refusals": dict(totals.reasons.most_common()),
     }
@@ -153,12 +191,18 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--index", type=int, nargs="+", help="run these problems alone")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no problem begins later")
     parser.add_argument("--problem-limit-s", type=float, default=120, help="it hangs after that")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the problems")
+    parser.add_argument("--share", type=int, nargs=2, metavar=("K", "N"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="folder of the JSON")
     parser.add_argument("--commit", default="", help="what to record where there is no checkout")
     options = parser.parse_args(given)
+    if options.jobs > 1:
+        return in_jobs(options, sys.argv[1:] if given is None else given)
     count = max(options.problems, 1 + max(options.index or [0]))
     problems = all_problems(count, options.families, options.seed, options.device)
     wanted = set(options.index or ())
+    if options.share:
+        wanted = set(range(options.share[0], count, options.share[1]))
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         totals = run((one for one in problems if not wanted or one.index in wanted), options)

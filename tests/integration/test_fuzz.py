@@ -60,7 +60,7 @@ def test_a_right_executor_passes_and_the_totals_are_written(
     assert status == 0
     assert document["rows"] == []
     assert document["summary"]["checked"] == 40
-    assert document["summary"]["families_checked"] == 20
+    assert len(document["summary"]["families"]) == 20
     assert document["machine"]["commit"] == "abc1234"
     assert "checked 40, refused 0, failed 0" in capsys.readouterr().out
 
@@ -172,3 +172,13 @@ def test_a_call_that_hangs_ends_the_process_and_says_which() -> None:
     )
     assert done.returncode == 3
     assert "problem 7 hung" in done.stdout
+
+
+def test_jobs_share_the_problems_and_their_totals_are_one(
+    fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    given = ("--backend", "chunked", "--problems", "24", "--jobs", "2")
+    status, document = _run(fuzz, tmp_path, *given)
+    assert status == 0
+    assert document["summary"]["checked"] + document["summary"]["refused"] == 24
