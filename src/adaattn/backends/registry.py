@@ -8,7 +8,16 @@ from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 from typing import Final
 
-from adaattn.backends import block_sparse, chunked, flex, grouped, low_rank, reference, sdpa
+from adaattn.backends import (
+    block_sparse,
+    chunked,
+    flex,
+    grouped,
+    hopper,
+    low_rank,
+    reference,
+    sdpa,
+)
 from adaattn.backends.interface import Direct, Executor
 from adaattn.backends.sampling import Sampler
 from adaattn.errors import ArgumentError, expected_got
@@ -162,7 +171,7 @@ def exact_in_bounded_memory(
     )
 
 
-for _module in (sdpa, grouped, flex, chunked, low_rank, block_sparse, reference):
+for _module in (sdpa, grouped, flex, hopper, chunked, low_rank, block_sparse, reference):
     register(
         _module.CAPABILITIES,
         _module.run,

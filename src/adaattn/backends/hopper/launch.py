@@ -7,7 +7,16 @@ from typing import Final
 
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
-__all__ = ["Tiling", "Variant", "choose", "key_blocks", "schedule", "tiles_per_head"]
+__all__ = [
+    "Tiling",
+    "Variant",
+    "choose",
+    "edges",
+    "heads_together",
+    "key_blocks",
+    "schedule",
+    "tiles_per_head",
+]
 
 ROWS: Final = 64
 """Rows of one warpgroup: what one wgmma instruction takes."""
@@ -78,6 +87,8 @@ class Variant:
         mask: kind of the mask.
         mask_dtype: Triton's name of its numbers' type.
         mask_has_rows: it differs from row to row.
+        sinks_dtype: Triton's name of the type of sinks.
+        slopes_dtype: the same of slopes.
     """
 
     tiling: Tiling
@@ -98,6 +109,8 @@ class Variant:
     mask: MaskKind = MaskKind.NONE
     mask_dtype: str = "i8"
     mask_has_rows: bool = False
+    sinks_dtype: str = "fp32"
+    slopes_dtype: str = "fp32"
 
 
 def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Variant:
@@ -211,6 +224,15 @@ def key_blocks(
     if left >= 0:
         start = max(first_row + problem.offset - left, 0) // block_n
     return start, max(-(-end // block_n), start + 1)
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """Return how many query heads are worked on at a time: their keys and values fill half the L2.
+
+    H200: 32 MB of 60.
+    """
+    size = problem.len_k * (problem.head_dim + problem.value_dim) * problem.precision.bits // 8
+    return max(32_000_000 // max(size, 1), 1) * problem.group_size
 
 
 @lru_cache(maxsize=64)
