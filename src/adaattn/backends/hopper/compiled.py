@@ -100,10 +100,12 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "IS_RAGGED": variant.is_ragged,
         "MAY_HIDE": variant.may_hide,
         "HAS_SOFTCAP": variant.has_softcap,
+        "FAST_TANH": variant.has_fast_tanh,
         "HAS_SINKS": variant.has_sinks,
         "HAS_ALIBI": variant.has_alibi,
         "MASK": int(variant.mask),
         "MASK_HAS_ROWS": variant.mask_has_rows,
+        "MASK_IS_DENSE": variant.mask_is_dense,
     }
 
 

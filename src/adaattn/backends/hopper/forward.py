@@ -20,6 +20,7 @@ from adaattn.backends.hopper.launch import (
     heads_together,
     key_blocks,
     schedule,
+    tile_bits,
     tiles_per_head,
 )
 from adaattn.backends.interface import Result, Tensors
@@ -220,6 +221,7 @@ def _prepare(
     variant = replace(
         variant,
         has_tiles=tiles is not None,
+        mask_is_dense=mask is None or mask.stride(-1) == 1 < mask.shape[-1],
         mask_dtype="i8" if mask is None else _DTYPES[_numbers(mask).dtype],
         sinks_dtype="fp32" if sinks is None else _DTYPES[_numbers(sinks).dtype],
         slopes_dtype="fp32" if slopes is None else _DTYPES[_numbers(slopes).dtype],
@@ -243,7 +245,9 @@ def _prepare(
         row_shape=tuple(query.shape[:3]),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
         scalars=(
-            *_scalars(problem, num_tiles, per_head, per_block),
+            *_scalars(
+                problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh
+            ),
             *_strides_of(mask, slopes),
             *constants,
         ),
@@ -254,13 +258,14 @@ def _prepare(
 
 
 def _scalars(
-    problem: AttentionProblem, num_tiles: int, per_head: int, per_block: int
+    problem: AttentionProblem, num_tiles: int, per_head: int, per_block: int, *, fast_tanh: bool
 ) -> tuple[int | float, ...]:
     """Return scale, softcap and sizes, in the kernel's order."""
     right, left = edges(problem)
     scale = problem.scale * LOG2_E
     if problem.softcap > 0:
-        scale *= 2.0 / problem.softcap
+        # The kernel's tanh takes the score itself, or the exponent of its own exponential.
+        scale = (problem.scale if fast_tanh else 2.0 * scale) / problem.softcap
     return (
         scale,
         problem.softcap * LOG2_E,
@@ -268,6 +273,7 @@ def _scalars(
         problem.len_k,
         num_tiles,
         per_head,
+        tile_bits(per_head),
         per_block,
         problem.num_heads,
         problem.group_size,

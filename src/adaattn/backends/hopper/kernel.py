@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adaattn.backends.hopper._gluon import aggregate, barrier, tma_load, tma_store
+from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_load, tma_store
 from adaattn.backends.hopper.scores import (
     NOTHING,
     Terms,
@@ -41,6 +41,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 # Row sums that a fixed reference may leave: beyond, the tile is computed again.
 LEAST_SUM = gl.constexpr(2.0**-60)
 LARGEST_SUM = gl.constexpr(2.0**100)
+ROUNDING = gl.constexpr(2.0**-22)
 # Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
 FIRST_BARRIER = gl.constexpr(5)
 
@@ -96,6 +97,7 @@ class Call:
     len_q: gl.tensor
     num_tiles: gl.tensor
     tiles_per_head: gl.tensor
+    tile_bits: gl.tensor
     tiles_per_block: gl.tensor
     num_heads: gl.tensor
     group_size: gl.tensor
@@ -128,7 +130,7 @@ class Call:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, out, lse, row_max, entropy, tiles, flags, terms, len_q,
-        num_tiles, tiles_per_head, tiles_per_block, num_heads, group_size, q, k, v, o, q_full,
+        num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, q_full,
         q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V,
         STAGES_Q, OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     ):  # fmt: skip
@@ -145,6 +147,7 @@ class Call:
         self.len_q = len_q
         self.num_tiles = num_tiles
         self.tiles_per_head = tiles_per_head
+        self.tile_bits = tile_bits
         self.tiles_per_block = tiles_per_block
         self.num_heads = num_heads
         self.group_size = group_size
@@ -239,8 +242,16 @@ def own_tile(c, slot):
     if c.HAS_TILES:
         tile = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1) + 1 + slot)
     else:
-        tile = static_tile(slot)
+        number = static_tile(slot)
+        head = number // c.tiles_per_head
+        tile = (head << c.tile_bits) | (number - head * c.tiles_per_head)
     return tile
+
+
+@gluon.jit
+def row_of(c, tile):
+    """A tile's number: its head above ``tile_bits``, its place among the head's rows below."""
+    return (tile & ((1 << c.tile_bits) - 1)) * c.BLOCK_M
 
 
 @gluon.jit
@@ -283,19 +294,20 @@ def key_blocks(c, first_row, num_rows: gl.constexpr):
 def copy(source, full, buffer, batch, head, row):
     """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
     mbarrier.expect(full, source.block_type.nbytes)
-    shaped = buffer._reinterpret(source.dtype, source.block_type.shape, source.layout)
-    tma_load(source, [batch, head, row, 0], full, shaped)
+    tma_load(source, [batch, head, row, 0], full, shaped_as(buffer, source))
 
 
 @gluon.jit
 def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
-    for slot in range(num_tiles_to_do(c, REPAIR)):
+    count = num_tiles_to_do(c, REPAIR)
+    next_tile = own_tile(c, 0)
+    for slot in range(count):
+        tile = next_tile
+        next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
         if is_wanted(c, slot, REPAIR):
-            tile = own_tile(c, slot)
-            head = tile // c.tiles_per_head
-            first_row = tile % c.tiles_per_head * c.BLOCK_M
-            batch = head // c.num_heads
-            head = head % c.num_heads
+            first_row = row_of(c, tile)
+            batch = (tile >> c.tile_bits) // c.num_heads
+            head = (tile >> c.tile_bits) - batch * c.num_heads
             start, end = key_blocks(c, first_row, c.BLOCK_M)
             key_head = head // c.group_size
             for i in range(end - start):
@@ -337,10 +349,9 @@ def store_part(c, w: gl.constexpr, part, tile, first_row, column):
     buffer.store(part.to(buffer.dtype))
     fence_async_shared()
     if tile >= 0:
-        head = tile // c.tiles_per_head
-        position = [head // c.num_heads, head % c.num_heads, first_row, column]
-        shaped = buffer._reinterpret(c.out.dtype, c.out.block_type.shape, c.out.layout)
-        tma_store(c.out, position, shaped)
+        batch = (tile >> c.tile_bits) // c.num_heads
+        head = (tile >> c.tile_bits) - batch * c.num_heads
+        tma_store(c.out, [batch, head, first_row, column], shaped_as(buffer, c.out))
 
 
 @gluon.jit
@@ -352,8 +363,8 @@ def finish_tile(
     layout: gl.constexpr = gl.SliceLayout(1, c.out_layout)
     total = gl.convert_layout(gl.sum(row_sum, 1), layout)
     reference = gl.convert_layout(reference, layout)
-    first_row = tile % c.tiles_per_head * c.BLOCK_M + w * 64
-    head = tile // c.tiles_per_head
+    first_row = row_of(c, tile) + w * 64
+    head = tile >> c.tile_bits
     rows = first_row + gl.arange(0, 64, layout=layout)
     inside = (rows < c.len_q) & (tile >= 0)
     if FIXED:
@@ -393,7 +404,9 @@ def finish_tile(
                 first = (first + total * (reference - maximum)) * down
                 first += gl.where(extra > 0.0, extra * (sink - maximum), 0.0)
             bits = gl.log2(denominator) - first / denominator
-            bits = gl.where(unseen, 0.0, gl.maximum(bits, 0.0))
+            # What the reference's rounding makes of a row with one key: 0 bits, not 1e-7.
+            noise = (1.0 + gl.abs(maximum)) * ROUNDING
+            bits = gl.where(unseen | (bits < noise), 0.0, bits)
             gl.store(c.entropy + place, bits, mask=inside)
     accumulator = accumulator * gl.expand_dims(gl.where(unseen, 0.0, down / denominator), 1)
     if c.OUT_PARTS == 1:
@@ -419,9 +432,11 @@ def sum_in_thread(c, x):
 
 
 @gluon.jit
-def moment_of(c, p, t):
+def moment_of(c, p, t, HIDES: gl.constexpr):
     """The sum of p t that the entropy needs; hidden scores are -inf, and their p is 0."""
-    return sum_in_thread(c, p * gl.maximum(t, -16384.0))
+    if HIDES or c.terms.MASK != 0:
+        t = gl.maximum(t, -16384.0)
+    return sum_in_thread(c, p * t)
 
 
 @gluon.jit
@@ -456,7 +471,7 @@ def key_step(
     p = gl.exp2(t)
     row_sum = row_sum + sum_in_thread(c, p)
     if c.HAS_ENTROPY:
-        moment = moment + moment_of(c, p, t)
+        moment = moment + moment_of(c, p, t, MASK)
     weights = gl.convert_layout(p.to(c.query.dtype), c.weight_layout)
     return weights, accumulator_scale, row_sum, moment, reference
 
@@ -475,7 +490,7 @@ def attend_blocks(
         mbarrier.wait(c.v_full.index(held_v), held_phase)
         sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
         mask = load_mask(
-            c.terms, row_terms, first_row, last_block - i, c.BLOCK_N, c.score_layout
+            c.terms, row_terms, first_row, last_block - i, c.BLOCK_N, c.score_layout, False
         )
         s = warpgroup_mma_wait(1, deps=[s_async])
         if not c.LATE:
@@ -529,7 +544,7 @@ def attend_tile(
     x = c.terms
     # Three warpgroups have 160 registers each: there the tile before ends ahead of the softmax.
     EARLY: gl.constexpr = c.NUM_WARPGROUPS == 3
-    tile_row = tile % c.tiles_per_head * c.BLOCK_M
+    tile_row = row_of(c, tile)
     first_row = tile_row + w * 64
     start, end = key_blocks(c, tile_row, c.BLOCK_M)
     behind = 0
@@ -546,14 +561,16 @@ def attend_tile(
     count = end - start
     q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
     q = c.q.index(q_place)
-    row_terms = terms_of(x, tile // c.tiles_per_head, c.num_heads)
+    row_terms = terms_of(x, tile >> c.tile_bits, c.num_heads)
     mbarrier.wait(c.q_full.index(q_place), (visits // c.STAGES_Q) & 1)
     mbarrier.wait(c.k_full.index(stage_k), phase_k)
     s_async = score_product(c, q, stage_k)
     if tile_before >= 0:
         mbarrier.wait(c.v_full.index(held_v), held_phase)
     sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
-    mask = load_mask(x, row_terms, first_row, end - 1, c.BLOCK_N, c.score_layout)
+    mask = load_mask(
+        x, row_terms, first_row, end - 1, c.BLOCK_N, c.score_layout, x.IS_RAGGED or x.HAS_LEFT
+    )
     if EARLY:
         s, accumulator = warpgroup_mma_wait(0, deps=[s_async, sum_async])
         arrive(c, stage_k)
@@ -578,7 +595,7 @@ def attend_tile(
     new_sum = sum_in_thread(c, p)
     new_moment = moment
     if c.HAS_ENTROPY:
-        new_moment = moment_of(c, p, t)
+        new_moment = moment_of(c, p, t, True)
     if not EARLY:
         arrive_late(c, stage_k, new_sum)
         accumulator = warpgroup_mma_wait(0, deps=[sum_async])
@@ -670,13 +687,17 @@ def attend_tiles(
     held_phase = 0
     tile_before = -1
     slot_before = 0
-    for slot in range(num_tiles_to_do(c, REPAIR)):
+    count = num_tiles_to_do(c, REPAIR)
+    next_tile = own_tile(c, 0)
+    for slot in range(count):
+        tile = next_tile
+        next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
         if is_wanted(c, slot, REPAIR):
             (
                 tile_before, slot_before, visits, weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             ) = attend_tile(
-                c, w, own_tile(c, slot), slot, tile_before, slot_before, visits,
+                c, w, tile, slot, tile_before, slot_before, visits,
                 weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase, FIXED, REPAIR,
             )  # fmt: skip
@@ -710,7 +731,7 @@ def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
 @gluon.jit
 def forward(
     query, key, value, out, lse, row_max, entropy, tiles, flags, mask, sinks, slopes, scale, cap,
-    len_q, len_k, num_tiles, tiles_per_head, tiles_per_block, num_heads, group_size, offset, left,
+    len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, offset, left,
     right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
@@ -718,8 +739,9 @@ def forward(
     HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr, HAS_ENTROPY: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_UNALIGNED_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
-    MASK_HAS_ROWS: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -751,12 +773,12 @@ def forward(
     x = Terms(
         scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
         mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
-        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, HAS_SINKS, HAS_ALIBI,
-        MASK, MASK_HAS_ROWS,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
     )  # fmt: skip
     c = Call(
         query, key, value, out, lse, row_max, entropy, tiles, flags, x, len_q, num_tiles,
-        tiles_per_head, tiles_per_block, num_heads, group_size, q, k, v, o, q_full, q_empty,
+        tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, q_full, q_empty,
         k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q,
         OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     )  # fmt: skip

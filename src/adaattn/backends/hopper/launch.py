@@ -15,6 +15,7 @@ __all__ = [
     "heads_together",
     "key_blocks",
     "schedule",
+    "tile_bits",
     "tiles_per_head",
 ]
 
@@ -87,6 +88,7 @@ class Variant:
         mask: kind of the mask.
         mask_dtype: Triton's name of its numbers' type.
         mask_has_rows: it differs from row to row.
+        mask_is_dense: its columns are adjacent.
         sinks_dtype: Triton's name of the type of sinks.
         slopes_dtype: the same of slopes.
     """
@@ -109,8 +111,14 @@ class Variant:
     mask: MaskKind = MaskKind.NONE
     mask_dtype: str = "i8"
     mask_has_rows: bool = False
+    mask_is_dense: bool = True
     sinks_dtype: str = "fp32"
     slopes_dtype: str = "fp32"
+
+    @property
+    def has_fast_tanh(self) -> bool:
+        """Whether the softcap's tanh may be one instruction: it has 11 bits, more than bf16's 8."""
+        return self.has_softcap and self.precision is Precision.BF16
 
 
 def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Variant:
@@ -170,26 +178,50 @@ def _is_fixed(problem: AttentionProblem) -> bool:
 def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling:
     """Return the shapes for head sizes and what is done to the scores.
 
-    H200, torch 2.11, Triton 3.6, November 2026, 16K tokens, hidden 2048, over cuDNN: three
-    warpgroups at D 64 1.18, two 1.02. Freeing keys late pays at D 128 and 256 with a fixed
-    reference, and at D 64 below 8K keys.
+    H200, torch 2.11, Triton 3.6, November 2026, 16K tokens, hidden 2048; speed over cuDNN of the
+    choice and of what was dropped for it.
+
+    - D 64, full: three warpgroups 1.24 at 2K, two 1.02 at 16K in the first probe; but where
+      tiles of 192 rows leave more rows empty than tiles of 128 do, two 1.14 for 1.07 at 512.
+    - D 64, causal: two warpgroups with blocks of 64 keys 1.08 and 1.09 for 0.80 and 0.88 at 512
+      and 1K, with blocks of 128 keys 1.10 for 1.06 at 2K and 1.17 for 1.15 at 4K.
+    - D 128, causal: blocks of 64 keys 1.04 and 1.16 for 0.92 and 1.07 at 512 and 1K, but 1.17
+      for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
+    - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
+      8K keys.
     """
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
-    if widest <= 64 and not modified:
+    masked = problem.mask is not MaskKind.NONE
+    sees_all = edges(problem) == (-1, -1)
+    short = not sees_all and problem.len_k <= 1024
+    if widest > 128:
         return Tiling(
-            warpgroups=3, block_n=128, block_d=block_d, block_v=block_v,
-            stages_k=3, stages_v=3, stages_q=2, late=problem.len_k < 8192,
+            warpgroups=2, block_n=64, block_d=block_d, block_v=block_v, stages_k=2, stages_v=2,
+            out_parts=2 if block_v == 256 else 1, late=fixed,
         )  # fmt: skip
-    if widest <= 128:
+    if short and not modified:
         return Tiling(
-            warpgroups=2, block_n=128, block_d=block_d, block_v=block_v,
+            warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
+            stages_k=4, stages_v=4, stages_q=2, late=fixed,
+        )  # fmt: skip
+    if widest == 128:
+        return Tiling(
+            warpgroups=2, block_n=64 if masked else 128, block_d=block_d, block_v=block_v,
             stages_k=2, stages_v=3 if fixed else 2, late=fixed,
         )  # fmt: skip
+    three = not modified and (_rows(problem, 192) <= 1.06 * _rows(problem, 128))
+    if not sees_all and problem.window[0] < 0:
+        three = three and problem.len_k > 4096
     return Tiling(
-        warpgroups=2, block_n=64, block_d=block_d, block_v=block_v, stages_k=2, stages_v=2,
-        out_parts=2 if block_v == 256 else 1, late=fixed,
+        warpgroups=3 if three else 2, block_n=128, block_d=block_d, block_v=block_v,
+        stages_k=3, stages_v=3, stages_q=2, late=problem.len_k < 8192,
     )  # fmt: skip
+
+
+def _rows(problem: AttentionProblem, block_m: int) -> int:
+    """Return the rows that tiles of a height compute."""
+    return -(-problem.len_q // block_m) * block_m
 
 
 def _columns(head_dim: int) -> int:
@@ -207,6 +239,11 @@ def _mask_dtype(problem: AttentionProblem) -> str:
 def tiles_per_head(len_q: int, tiling: Tiling) -> int:
     """Return the tiles of one head's query rows."""
     return -(-len_q // tiling.block_m)
+
+
+def tile_bits(num_tiles: int) -> int:
+    """Return the bits that tell the tiles of a head apart: the kernel then needs no division."""
+    return max(num_tiles - 1, 0).bit_length()
 
 
 def key_blocks(
@@ -239,7 +276,7 @@ def heads_together(problem: AttentionProblem) -> int:
 def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> tuple[
     tuple[int, ...], ...
 ]:  # fmt: skip
-    """Return the tiles of each block: the most expensive first, each to whoever has least.
+    """Return the tiles of each block, a head above `tile_bits`: the most expensive first, each to whoever has least.
 
     A static order from the longest to the shortest left causal D 128 at 0.79 of cuDNN, this one
     at 1.39 (H200, 16K tokens, November 2026). Heads go in groups whose keys and values stay in the
@@ -252,6 +289,7 @@ def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_bl
         num_blocks: persistent blocks.
     """
     order = sorted(range(len(costs)), key=lambda tile: -costs[tile])
+    bits = tile_bits(len(costs))
     loads = [(0, block) for block in range(num_blocks)]
     lists: list[list[int]] = [[] for _ in range(num_blocks)]
     for first in range(0, num_heads, heads_together):
@@ -259,7 +297,7 @@ def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_bl
         for tile in order:
             for head in heads:
                 load, block = loads[0]
-                lists[block].append(head * len(costs) + tile)
+                lists[block].append(head << bits | tile)
                 heapq.heapreplace(loads, (load + costs[tile] + _TILE_COST, block))
     return tuple(tuple(tiles) for tiles in lists)
 

@@ -16,6 +16,8 @@ NO_MASK = gl.constexpr(0)
 BOOLEAN = gl.constexpr(1)
 ADDITIVE = gl.constexpr(2)
 # One unit in the last place; the exact division takes eight instructions.
+# A relative error of 2^-11, where eager PyTorch rounds scores to 8 bits: for bf16 alone.
+TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
 RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
@@ -45,17 +47,19 @@ class Terms:
     MAY_HIDE: gl.constexpr
     IS_MODIFIED: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
+    FAST_TANH: gl.constexpr
     HAS_SINKS: gl.constexpr
     HAS_ALIBI: gl.constexpr
     MASK: gl.constexpr
     MASK_HAS_ROWS: gl.constexpr
+    MASK_IS_DENSE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
         mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
-        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, HAS_SINKS, HAS_ALIBI,
-        MASK, MASK_HAS_ROWS,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
     ):  # fmt: skip
         self.scale = scale
         self.cap = cap
@@ -79,10 +83,12 @@ class Terms:
         self.MAY_HIDE = gl.constexpr(MAY_HIDE)
         self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI or MASK)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
         self.MASK = gl.constexpr(MASK)
         self.MASK_HAS_ROWS = gl.constexpr(MASK_HAS_ROWS)
+        self.MASK_IS_DENSE = gl.constexpr(MASK_IS_DENSE)
 
 
 @gluon.jit
@@ -100,19 +106,34 @@ def terms_of(x, head, num_heads):
 
 
 @gluon.jit
-def load_mask(x, row_terms, first_row, block, BLOCK_N: gl.constexpr, layout: gl.constexpr):
+def load_mask(
+    x, row_terms, first_row, block, BLOCK_N: gl.constexpr, layout: gl.constexpr, EDGE: gl.constexpr
+):
     """The mask's tile, early, so that its latency passes behind the products; else nothing."""
     found = block
     if x.MASK != NO_MASK:
-        cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        cols = gl.minimum(cols, x.len_k - 1).to(gl.int64) * x.mask_stride_n
+        start = block * BLOCK_N
+        cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+        inside = cols < x.len_k - start
+        places = cols
+        base = row_terms[1] + start
+        if not x.MASK_IS_DENSE:
+            places = cols.to(gl.int64) * x.mask_stride_n
+            base = row_terms[1] + start.to(gl.int64) * x.mask_stride_n
         if x.MASK_HAS_ROWS:
             rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
             rows = gl.minimum(rows, x.len_q - 1).to(gl.int64) * x.mask_stride_m
-            places = gl.expand_dims(rows, 1) + gl.expand_dims(cols, 0)  # [64, BLOCK_N]
-            found = gl.load(row_terms[1] + places)
+            # [64, BLOCK_N]
+            pointers = gl.expand_dims(base + rows, 1) + gl.expand_dims(places, 0)
+            if EDGE:
+                inside = gl.expand_dims(inside, 0) & (gl.expand_dims(rows, 1) >= 0)
+                found = gl.load(pointers, mask=inside, other=0)
+            else:
+                found = gl.load(pointers)
+        elif EDGE:
+            found = gl.load(base + places, mask=inside, other=0)
         else:
-            found = gl.load(row_terms[1] + cols)
+            found = gl.load(base + places)
     return found
 
 
@@ -121,12 +142,18 @@ def modify(x, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
     """Scores in units of log 2 after softcap, ALiBi and mask; as they are if there is none."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
-        # tanh(y) = 1 - 2 / (1 + exp(2 y)); x.scale is 2 log2(e) scale / cap there.
-        growth = gl.exp2(s * x.scale) + 1.0
-        inverse = gl.inline_asm_elementwise(
-            RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
-        )
-        s = x.cap - 2.0 * x.cap * inverse
+        if x.FAST_TANH:
+            # One special function for two: they are what limits this kernel.
+            s = x.cap * gl.inline_asm_elementwise(
+                TANH, "=f,f", [s * x.scale], dtype=gl.float32, is_pure=True, pack=1
+            )
+        else:
+            # tanh(y) = 1 - 2 / (1 + exp(2 y)); x.scale is 2 log2(e) scale / cap here.
+            growth = gl.exp2(s * x.scale) + 1.0
+            inverse = gl.inline_asm_elementwise(
+                RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
+            )
+            s = x.cap - 2.0 * x.cap * inverse
     elif x.IS_MODIFIED:
         s = s * x.scale
     if x.HAS_ALIBI:
