@@ -162,8 +162,7 @@ def _generation_reasons(capability: Capability, hardware: HardwareFacts) -> Iter
         yield f"it needs compute capability {_dotted(least)}, the device has {_dotted(found)}"
     if most != (0, 0) and found > most:
         yield (
-            f"it needs compute capability {_dotted(most)} at most, "
-            f"the device has {_dotted(found)}"
+            f"it needs compute capability {_dotted(most)} at most, the device has {_dotted(found)}"
         )
 
 

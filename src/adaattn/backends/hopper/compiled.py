@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -12,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.launch import ROWS, Variant
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
 from adaattn.spec import Precision
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
@@ -28,7 +27,8 @@ def compile_variant(variant: Variant) -> Any:
     source = GluonASTSource(
         kernel.forward,
         signature=_signature(variant, constants),
-        constexprs={(kernel.forward.arg_names.index(k),): v for k, v in constants.items()},
+        constexprs={_place(name): value for name, value in constants.items()},
+        attrs=_alignments(variant),
     )
     # Registers at entry: what all warps together may hold before the producer gives its own up.
     most = 168 if variant.tiling.warpgroups == 2 else 128
@@ -107,6 +107,19 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
     }
+
+
+def _place(name: str) -> tuple[int]:
+    """Return where an argument stands, as Triton writes it."""
+    return (kernel.forward.arg_names.index(name),)
+
+
+def _alignments(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
+    """Return what Triton may take for granted: it then reads two numbers of a mask at once."""
+    if not variant.mask_is_aligned:
+        return {}
+    names = ("mask", "mask_stride_b", "mask_stride_h", "mask_stride_m")
+    return {_place(name): [["tt.divisibility", MASK_ALIGNMENT]] for name in names}
 
 
 def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:

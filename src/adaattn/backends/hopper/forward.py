@@ -4,7 +4,6 @@ A repeated call looks up its layout, allocates the result, and launches. Triton'
 kernel looks at all 54 arguments each time; here the compiled kernel is kept and launched directly.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +13,7 @@ import torch
 
 from adaattn._constants import LOG2_E
 from adaattn.backends.hopper.launch import (
+    MASK_ALIGNMENT,
     Variant,
     choose,
     edges,
@@ -27,7 +27,7 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.masks import stream_of, with_rank
 from adaattn.errors import ExecutorError
 from adaattn.hardware import probe
-from adaattn.spec import AttentionProblem, Aux, MaskKind
+from adaattn.spec import AttentionProblem, Aux
 
 __all__ = ["attend", "output_function"]
 
@@ -99,7 +99,8 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
     ) -> Result:
         query, key, value = map(_readable, (query, key, value))
         extras = [None if x is None else _layout(x) for x in (mask, sinks, slopes)]
-        layout = (*_layout(query), *_layout(key), value.stride(), *extras, query.device.index)
+        at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
+        layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)
         prepared = known.get(layout)
         if prepared is None:
             prepared = _prepare(problem, query, key, value, mask, sinks, slopes)
@@ -113,6 +114,13 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a launch takes for granted of a tensor."""
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_aligned(mask: torch.Tensor) -> bool:
+    """Return whether a mask's rows begin at multiples that the kernel can make use of."""
+    rows = zip(mask.shape[:-1], mask.stride(), strict=False)
+    at = mask.data_ptr() % MASK_ALIGNMENT
+    return at == 0 and not any(step % MASK_ALIGNMENT for size, step in rows if size > 1)
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,6 +230,7 @@ def _prepare(
         variant,
         has_tiles=tiles is not None,
         mask_is_dense=mask is None or mask.stride(-1) == 1 < mask.shape[-1],
+        mask_is_aligned=mask is None or _is_aligned(mask),
         mask_dtype="i8" if mask is None else _DTYPES[_numbers(mask).dtype],
         sinks_dtype="fp32" if sinks is None else _DTYPES[_numbers(sinks).dtype],
         slopes_dtype="fp32" if slopes is None else _DTYPES[_numbers(slopes).dtype],
@@ -245,9 +254,7 @@ def _prepare(
         row_shape=tuple(query.shape[:3]),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
         scalars=(
-            *_scalars(
-                problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh
-            ),
+            *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
             *_strides_of(mask, slopes),
             *constants,
         ),
@@ -358,5 +365,3 @@ def _compiled(
         raise ExecutorError(
             f"the Hopper kernel cannot be compiled here: {type(error).__name__} {first}"
         ) from error
-
-

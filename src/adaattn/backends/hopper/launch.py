@@ -8,6 +8,8 @@ from typing import Final
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = [
+    "MASK_ALIGNMENT",
+    "ROWS",
     "Tiling",
     "Variant",
     "choose",
@@ -21,6 +23,9 @@ __all__ = [
 
 ROWS: Final = 64
 """Rows of one warpgroup: what one wgmma instruction takes."""
+
+MASK_ALIGNMENT: Final = 16
+"""Bytes of a mask's address, and numbers of its strides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,7 @@ class Variant:
         mask_dtype: Triton's name of its numbers' type.
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
+        mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         sinks_dtype: Triton's name of the type of sinks.
         slopes_dtype: the same of slopes.
     """
@@ -112,6 +118,7 @@ class Variant:
     mask_dtype: str = "i8"
     mask_has_rows: bool = False
     mask_is_dense: bool = True
+    mask_is_aligned: bool = True
     sinks_dtype: str = "fp32"
     slopes_dtype: str = "fp32"
 
@@ -210,7 +217,10 @@ def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling
             warpgroups=2, block_n=64 if masked else 128, block_d=block_d, block_v=block_v,
             stages_k=2, stages_v=3 if fixed else 2, late=fixed,
         )  # fmt: skip
-    three = not modified and (_rows(problem, 192) <= 1.06 * _rows(problem, 128))
+    # Three have no registers left for the entropy's sums: they would spill in the loop.
+    three = not (modified or problem.aux & Aux.ENTROPY) and (
+        _rows(problem, 192) <= 1.06 * _rows(problem, 128)
+    )
     if not sees_all and problem.window[0] < 0:
         three = three and problem.len_k > 4096
     return Tiling(
@@ -276,7 +286,9 @@ def heads_together(problem: AttentionProblem) -> int:
 def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> tuple[
     tuple[int, ...], ...
 ]:  # fmt: skip
-    """Return the tiles of each block, a head above `tile_bits`: the most expensive first, each to whoever has least.
+    """Return each block's tiles: the most expensive first, each to the block that has least.
+
+    A tile's number holds its head above `tile_bits`.
 
     A static order from the longest to the shortest left causal D 128 at 0.79 of cuDNN, this one
     at 1.39 (H200, 16K tokens, November 2026). Heads go in groups whose keys and values stay in the

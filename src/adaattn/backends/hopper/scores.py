@@ -8,10 +8,11 @@ In units of log 2, on tiles [64, BLOCK_N] in the layout of the product that made
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from adaattn import _constants
 from adaattn.backends.hopper._gluon import aggregate
 
 NOTHING = gl.constexpr(-float("inf"))
-LOG2_E = gl.constexpr(1.4426950408889634)
+LOG2_E = gl.constexpr(_constants.LOG2_E)
 NO_MASK = gl.constexpr(0)
 BOOLEAN = gl.constexpr(1)
 ADDITIVE = gl.constexpr(2)
@@ -170,6 +171,7 @@ def modify(x, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def seen_by(x, mask):
+    """The loaded mask as [64, BLOCK_N], or [1, BLOCK_N] where it has no rows."""
     if not x.MASK_HAS_ROWS:
         mask = gl.expand_dims(mask, 0)
     return mask

@@ -188,7 +188,9 @@ def test_what_the_kernel_does_not_take_is_said(values: dict[str, Any], sentence:
     assert found == ((sentence,) if sentence else ())
 
 
-@pytest.mark.parametrize(("generation", "serves"), [((8, 0), False), ((9, 0), True), ((10, 0), False)])
+@pytest.mark.parametrize(
+    ("generation", "serves"), [((8, 0), False), ((9, 0), True), ((10, 0), False)]
+)
 def test_only_hopper_has_its_instructions(generation: tuple[int, int], serves: bool) -> None:
     facts = replace(H200, compute_capability=generation)
     assert (reasons(replace(CAPABILITY, unavailable=""), _problem(), facts) == ()) is serves
