@@ -13,6 +13,7 @@ from adaattn.backends import (
     chunked,
     flex,
     grouped,
+    hopper,
     low_rank,
     reference,
     sdpa,
@@ -171,7 +172,7 @@ def exact_in_bounded_memory(
     )
 
 
-for _module in (sdpa, grouped, flex, triton, chunked, low_rank, block_sparse, reference):
+for _module in (sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sparse, reference):
     register(
         _module.CAPABILITIES,
         _module.run,

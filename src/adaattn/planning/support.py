@@ -107,15 +107,8 @@ def reasons(
     if problem.kv_kind not in capability.kv_kinds:
         found.append(f"it does not support {problem.kv_kind.value}")
     found += _size_reasons(capability, problem)
-    if (
-        hardware is not None
-        and problem.device_type == "cuda"
-        and hardware.compute_capability < capability.min_compute_capability
-    ):
-        found.append(
-            f"it needs compute capability {_dotted(capability.min_compute_capability)}, "
-            f"the device has {_dotted(hardware.compute_capability)}"
-        )
+    if hardware is not None and problem.device_type == "cuda":
+        found += _generation_reasons(capability, hardware)
     if capability.waits and not problem.may_wait:
         found.append('it reads the device on the host, which only check="always" allows')
     found += [why for rule in capability.rules if (why := rule(problem))]
@@ -159,6 +152,18 @@ def _size_reasons(capability: Capability, problem: AttentionProblem) -> Iterable
         yield f"it is for at least {capability.min_len_q} query rows, got {problem.len_q}"
     if capability.max_len_q and problem.len_q > capability.max_len_q:
         yield f"it is for at most {capability.max_len_q} query rows, got {problem.len_q}"
+
+
+def _generation_reasons(capability: Capability, hardware: HardwareFacts) -> Iterable[str]:
+    """Yield the reasons that concern the generation of a CUDA device."""
+    least, most = capability.min_compute_capability, capability.max_compute_capability
+    found = hardware.compute_capability
+    if found < least:
+        yield f"it needs compute capability {_dotted(least)}, the device has {_dotted(found)}"
+    if most != (0, 0) and found > most:
+        yield (
+            f"it needs compute capability {_dotted(most)} at most, the device has {_dotted(found)}"
+        )
 
 
 def _is_square(problem: AttentionProblem) -> bool:

@@ -84,6 +84,8 @@ class Capability:
         kv_kinds: how keys and values may be stored.
         max_head_dim: largest D and Dv; 0 is unlimited.
         min_compute_capability: on CUDA.
+        max_compute_capability: on CUDA, the last one whose instructions it is written in; (0, 0) is
+            unlimited.
         min_group_size: least query heads per key and value head (a grouped decode needs 2).
         max_len_q: most query rows (a decode kernel takes few); 0 is unlimited.
         min_len_q: fewest query rows that it is for.
@@ -130,6 +132,7 @@ class Capability:
     kv_kinds: tuple[KVKind, ...] = (KVKind.DENSE,)
     max_head_dim: int = 0
     min_compute_capability: tuple[int, int] = (0, 0)
+    max_compute_capability: tuple[int, int] = (0, 0)
     min_group_size: int = 1
     max_len_q: int = 0
     min_len_q: int = 0

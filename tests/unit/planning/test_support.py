@@ -189,6 +189,12 @@ def test_packed_sequences_of_unlike_lengths_need_their_own_corner() -> None:
             "a100",
             "it needs compute capability 9.0, the device has 8.0",
         ),
+        (
+            {"max_compute_capability": (8, 9)},
+            {"device_type": "cuda"},
+            "h200",
+            "it needs compute capability 8.9 at most, the device has 9.0",
+        ),
     ],
 )
 def test_each_limit_says_what_was_expected_and_what_came(
@@ -206,6 +212,8 @@ def test_each_limit_says_what_was_expected_and_what_came(
         ({"max_len_q": 8}, {}, "cpu"),
         ({"min_compute_capability": (9, 0)}, {"device_type": "cuda"}, "h200"),
         ({"min_compute_capability": (9, 0)}, {}, "cpu"),
+        ({"max_compute_capability": (9, 0)}, {"device_type": "cuda"}, "h200"),
+        ({"max_compute_capability": (8, 0)}, {}, "cpu"),
     ],
 )
 def test_a_limit_that_is_just_met_is_no_reason(

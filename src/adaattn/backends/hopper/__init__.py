@@ -1,0 +1,95 @@
+"""Exact attention forward for GPUs of compute capability 9.0, written in Gluon.
+
+Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
+It needs Triton and strides of 16 bytes. No gradients yet.
+"""
+
+import importlib.util
+from typing import Final
+
+from adaattn.backends.hopper.forward import attend, output_function
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
+
+__all__ = ["CAPABILITIES", "direct", "run"]
+
+_LEAST_COLUMNS: Final = 32
+_COLUMN_STEP: Final = 8
+_STRIDE_BYTES: Final = 16
+
+
+def _unavailable() -> str:
+    """Return why the kernel cannot be compiled here, or ""."""
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+
+
+def _narrow(problem: AttentionProblem) -> str:
+    """Return why columns do not fit TMA and wgmma, or ""."""
+    sizes = problem.head_dim, problem.value_dim
+    if min(sizes) >= _LEAST_COLUMNS and not any(size % _COLUMN_STEP for size in sizes):
+        return ""
+    return (
+        f"it takes D and Dv from {_LEAST_COLUMNS} on in steps of {_COLUMN_STEP}, "
+        f"got {problem.head_dim} and {problem.value_dim}"
+    )
+
+
+def _layout(problem: AttentionProblem) -> str:
+    """Return why TMA cannot read the tensors, or ""."""
+    if problem.dense_columns and problem.stride_bytes % _STRIDE_BYTES == 0:
+        return ""
+    return f"it takes adjacent columns and strides that are multiples of {_STRIDE_BYTES} bytes"
+
+
+def _negative(problem: AttentionProblem) -> str:
+    """Return why the scale's sign is not its, or ""."""
+    return "" if problem.scale > 0 else f"it takes scales above 0, got {problem.scale:g}"
+
+
+CAPABILITIES = (
+    Capability(
+        name="hopper",
+        backend="hopper",
+        device_types=("cuda",),
+        precisions=(Precision.BF16, Precision.FP16),
+        features=(
+            Feature.CAUSAL_TOP_LEFT
+            | Feature.CAUSAL_BOTTOM_RIGHT
+            | Feature.BOOLEAN_MASK
+            | Feature.ADDITIVE_MASK
+            | Feature.MASKED_POSITIONS
+            | Feature.WIDE_MASK
+            | Feature.WINDOW
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.ALIBI
+            | Feature.VALUE_DIM
+            | Feature.LSE
+            | Feature.ROW_MAX
+            | Feature.ENTROPY
+        ),
+        rules=(_narrow, _layout, _negative),
+        max_head_dim=256,
+        min_compute_capability=(9, 0),
+        max_compute_capability=(9, 0),
+        skips_hidden=True,
+        is_fused=True,
+        efficiency=0.65,
+        unavailable=_unavailable(),
+        # Behind what PyTorch's users would run: measured times bring it forward.
+        order=lambda problem: 45,
+        compiles=True,
+    ),
+)
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return attention by one launch."""
+    del group
+    return attend(tensors, problem)
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return the launch for tensors of the problem's kind."""
+    del group
+    return output_function(problem)

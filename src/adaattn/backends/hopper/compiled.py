@@ -1,0 +1,136 @@
+"""Kernels compiled from their variants, with or without a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import compile as compile_source
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from adaattn.backends.hopper import kernel
+from adaattn.backends.hopper._gluon import GluonASTSource
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
+from adaattn.spec import Precision
+
+__all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
+
+_NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
+_POINTERS = ("lse", "row_max", "entropy")
+_WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Return Triton's compiled kernel for sm_90a; its loading waits for the first launch."""
+    constants = _constants(variant)
+    source = GluonASTSource(
+        kernel.forward,
+        signature=_signature(variant, constants),
+        constexprs={_place(name): value for name, value in constants.items()},
+        attrs=_alignments(variant),
+    )
+    # Registers at entry: what all warps together may hold before the producer gives its own up.
+    most = 168 if variant.tiling.warpgroups == 2 else 128
+    options = {"num_warps": 4, "maxnreg": most}
+    return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def launcher(
+    variant: Variant, num_blocks: int
+) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
+    """Return the launch on the current device, what describes tensors, and the constants.
+
+    The launch takes the stream, then the arguments of the kernel in order.
+    """
+    built = compile_variant(variant)
+    built._init_handles()
+    function, metadata, run = built.function, built.packed_metadata, built.run
+
+    def launch(stream: int, *arguments: Any) -> None:
+        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    def describe(tensor: torch.Tensor, sizes: tuple[Any, Any]) -> Any:
+        # The class checks each number when it is made, in 3 microseconds: `forward` has checked.
+        made = object.__new__(TensorDescriptor)
+        made.base = tensor
+        made.shape, made.strides = sizes
+        return made
+
+    return launch, describe, tuple(_constants(variant).values())
+
+
+def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
+    """Return what one copy of q, k, v and of the result takes: rows and columns."""
+    tiling = variant.tiling
+    return (
+        (ROWS, tiling.block_d),
+        (tiling.block_n, tiling.block_d),
+        (tiling.block_n, tiling.block_v),
+        (ROWS, tiling.block_v // tiling.out_parts),
+    )
+
+
+def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:
+    """Return how a box of one head lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, *box], _NAMES[variant.precision])
+
+
+def _constants(variant: Variant) -> dict[str, Any]:
+    """Return the compile-time arguments by name."""
+    tiling = variant.tiling
+    return {
+        "NUM_WARPGROUPS": tiling.warpgroups,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_D": tiling.block_d,
+        "BLOCK_V": tiling.block_v,
+        "STAGES_K": tiling.stages_k,
+        "STAGES_V": tiling.stages_v,
+        "STAGES_Q": tiling.stages_q,
+        "OUT_PARTS": tiling.out_parts,
+        "LATE": tiling.late,
+        "FIXED": variant.fixed,
+        "HAS_TILES": variant.has_tiles,
+        "HAS_LSE": variant.has_lse,
+        "HAS_ROW_MAX": variant.has_row_max,
+        "HAS_ENTROPY": variant.has_entropy,
+        "HAS_RIGHT": variant.has_right,
+        "HAS_UNALIGNED_RIGHT": variant.has_unaligned_right,
+        "HAS_LEFT": variant.has_left,
+        "IS_RAGGED": variant.is_ragged,
+        "MAY_HIDE": variant.may_hide,
+        "HAS_SOFTCAP": variant.has_softcap,
+        "FAST_TANH": variant.has_fast_tanh,
+        "HAS_SINKS": variant.has_sinks,
+        "HAS_ALIBI": variant.has_alibi,
+        "MASK": int(variant.mask),
+        "MASK_HAS_ROWS": variant.mask_has_rows,
+        "MASK_IS_DENSE": variant.mask_is_dense,
+    }
+
+
+def _place(name: str) -> tuple[int]:
+    """Return where an argument stands, as Triton writes it."""
+    return (kernel.forward.arg_names.index(name),)
+
+
+def _alignments(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
+    """Return what Triton may take for granted: it then reads two numbers of a mask at once."""
+    if not variant.mask_is_aligned:
+        return {}
+    names = ("mask", "mask_stride_b", "mask_stride_h", "mask_stride_m")
+    return {_place(name): [["tt.divisibility", MASK_ALIGNMENT]] for name in names}
+
+
+def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
+    """Return Triton's names of all arguments' types."""
+    short = variant.precision.label
+    types = dict.fromkeys(kernel.forward.arg_names, "i32")
+    for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
+        shape = f"1,1,{box[0]},{box[1]}"
+        types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
+    types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
+    types |= {"tiles": "*i32", "flags": "*i32", "sinks": f"*{variant.sinks_dtype}"}
+    types["slopes"] = f"*{variant.slopes_dtype}"
+    types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
+    return types | dict.fromkeys(constants, "constexpr")

@@ -1,0 +1,528 @@
+"""Exact attention forward for Hopper: one producer and two or three consumer warpgroups.
+
+    s = scale * q k^T;  p = exp(s - m);  out = (sum p v) / sum p;  lse = m + log(sum p)
+
+A persistent block walks a list of tiles of 64 rows a warpgroup. The producer copies keys and
+values into rings of stages; a consumer issues the product of the next scores, then that of the
+weights before them, and computes the softmax behind both. Blocks of keys are visited from the last
+to the first. Scores are in units of log 2.
+
+Two references of the exponentials: the running maximum, always right, and a fixed one: the
+maximum of the first block visited. Weights and their sums have exponents of 8 bits, so that the
+second loses nothing until a later score exceeds it by 2^100; such tiles are noted, and the block
+computes them again with the running maximum once its list is done.
+
+Layouts: q, k, v, out are [B, H, S, D] in any order of strides; row outputs are [B, Hq, Sq].
+"""
+
+# Device code: a tile's shape stands above it, and the names of sizes are those of the papers.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from adaattn import _constants
+from adaattn.backends.hopper._gluon import barrier, shaped_as, tma_store
+from adaattn.backends.hopper.pipeline import (
+    Call,
+    advance,
+    arrive,
+    arrive_late,
+    flag_place,
+    is_wanted,
+    key_blocks,
+    num_tiles_to_do,
+    own_tile,
+    producer,
+    row_of,
+)
+from adaattn.backends.hopper.scores import (
+    LOG2_E,
+    NOTHING,
+    Terms,
+    hide,
+    load_mask,
+    modify,
+    terms_of,
+)
+
+LN_2 = gl.constexpr(_constants.LN_2)
+# Row sums that a fixed reference may leave: beyond, the tile is computed again.
+LEAST_SUM = gl.constexpr(2.0**-60)
+LARGEST_SUM = gl.constexpr(2.0**100)
+ROUNDING = gl.constexpr(2.0**-22)
+WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def store_part(c, w: gl.constexpr, part, tile, first_row, column):
+    """Registers, stmatrix, TMA: rows beyond the last are clipped, and so are padding columns."""
+    tma.store_wait(0)
+    barrier()
+    buffer = c.o.index(w)
+    buffer.store(part.to(buffer.dtype))
+    fence_async_shared()
+    if tile >= 0:
+        batch = (tile >> c.tile_bits) // c.num_heads
+        head = (tile >> c.tile_bits) - batch * c.num_heads
+        tma_store(c.out, [batch, head, first_row, column], shaped_as(buffer, c.out))
+
+
+@gluon.jit
+def finish_tile(
+    c, w: gl.constexpr, tile, slot, accumulator, row_sum, moment, reference, FIXED: gl.constexpr
+):
+    """Divide, store, and note the rows that a fixed reference does not serve."""
+    x = c.terms
+    layout: gl.constexpr = gl.SliceLayout(1, c.out_layout)
+    total = gl.convert_layout(gl.sum(row_sum, 1), layout)
+    reference = gl.convert_layout(reference, layout)
+    first_row = row_of(c, tile) + w * 64
+    head = tile >> c.tile_bits
+    rows = first_row + gl.arange(0, 64, layout=layout)
+    inside = (rows < c.len_q) & (tile >= 0)
+    if FIXED:
+        bad = inside & ((total > LEAST_SUM) & (total < LARGEST_SUM) == False)  # noqa: E712
+        if x.HAS_RIGHT or x.HAS_LEFT:
+            top = rows * 0 + x.len_k - 1
+            bottom = rows * 0
+            if x.HAS_RIGHT:
+                top = gl.minimum(top, rows + x.offset + x.right)
+            if x.HAS_LEFT:
+                bottom = gl.maximum(rows + x.offset - x.left, 0)
+            bad = bad & (top >= bottom)
+        gl.store(flag_place(c) + rows * 0, 1, mask=bad)
+        gl.store(flag_place(c) + 1 + slot + rows * 0, 1, mask=bad)
+    unseen = total == 0.0
+    maximum = reference
+    if x.HAS_SINKS:
+        sink = gl.load(x.sinks + head % c.num_heads).to(gl.float32) * LOG2_E
+        maximum = gl.maximum(reference, sink)
+        maximum = gl.where(unseen | (maximum == NOTHING), 0.0, maximum)
+        down = gl.where(unseen, 1.0, gl.exp2(reference - maximum))
+        extra = gl.exp2(sink - maximum)
+        denominator = total * down + extra
+    else:
+        down = rows * 0 + 1.0
+        denominator = total
+    if c.HAS_LSE or c.HAS_ENTROPY or c.HAS_ROW_MAX:
+        place = head.to(gl.int64) * c.len_q + rows
+        if c.HAS_LSE:
+            lse = (maximum + gl.log2(denominator)) * LN_2
+            gl.store(c.lse + place, gl.where(unseen, NOTHING, lse), mask=inside)
+        if c.HAS_ROW_MAX:
+            gl.store(c.row_max + place, gl.where(unseen, NOTHING, reference * LN_2), mask=inside)
+        if c.HAS_ENTROPY:
+            first = gl.convert_layout(gl.sum(moment, 1), layout)
+            if x.HAS_SINKS:
+                first = (first + total * (reference - maximum)) * down
+                first += gl.where(extra > 0.0, extra * (sink - maximum), 0.0)
+            bits = gl.log2(denominator) - first / denominator
+            # What the reference's rounding makes of a row with one key: 0 bits, not 1e-7.
+            noise = (1.0 + gl.abs(maximum)) * ROUNDING
+            bits = gl.where(unseen | (bits < noise), 0.0, bits)
+            gl.store(c.entropy + place, bits, mask=inside)
+    accumulator = accumulator * gl.expand_dims(gl.where(unseen, 0.0, down / denominator), 1)
+    if c.OUT_PARTS == 1:
+        store_part(c, w, accumulator, tile, first_row, 0)
+    else:
+        half: gl.constexpr = c.BLOCK_V // 2
+        left, right = gl.split(gl.permute(gl.reshape(accumulator, [64, 2, half]), [0, 2, 1]))
+        store_part(c, w, left, tile, first_row, 0)
+        store_part(c, w, right, tile, first_row, half)
+
+
+@gluon.jit
+def score_product(c, q, stage):
+    """Begins q k^T of one block of keys: [64, BLOCK_N]."""
+    zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
+    k = c.k.index(stage).permute([1, 0])
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def sum_in_thread(c, x):
+    """8 partial sums a row, all of one thread's numbers: the shuffles wait for the tile's end."""
+    return gl.sum(gl.reshape(x, [64, c.BLOCK_N // 8, 8]), 1)
+
+
+@gluon.jit
+def moment_of(c, p, t, HIDES: gl.constexpr):
+    """The sum of p t that the entropy needs; hidden scores are -inf, and their p is 0."""
+    if HIDES or c.terms.MASK != 0:
+        t = gl.maximum(t, -16384.0)
+    return sum_in_thread(c, p * t)
+
+
+@gluon.jit
+def key_step(
+    c, s, first_row, block, row_terms, mask, accumulator_scale, row_sum, moment, reference,
+    MASK: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Weights of one more block of keys, and the row's numbers with them."""
+    x = c.terms
+    t = modify(x, s, first_row, block, row_terms, mask, c.BLOCK_N)
+    if MASK:
+        t = hide(x, t, first_row, block, c.BLOCK_N)
+    factor = 1.0 if x.IS_MODIFIED else x.scale
+    base = reference
+    if not FIXED:
+        largest = gl.maximum(reference, gl.max(t, 1) * factor)
+        base = largest
+        if x.MAY_HIDE:
+            base = gl.where(largest == NOTHING, 0.0, largest)
+        shift = reference - base
+        if x.MAY_HIDE:
+            shift = gl.where(reference == NOTHING, 0.0, shift)
+        accumulator_scale = gl.exp2(shift)
+        reference = largest
+        of_sums: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+        scale_sums = gl.expand_dims(gl.convert_layout(accumulator_scale, of_sums), 1)
+        if c.HAS_ENTROPY:
+            shift_sums = gl.expand_dims(gl.convert_layout(shift, of_sums), 1)
+            moment = (moment + shift_sums * row_sum) * scale_sums
+        row_sum = row_sum * scale_sums
+    t = t * factor - gl.expand_dims(base, 1)
+    p = gl.exp2(t)
+    row_sum = row_sum + sum_in_thread(c, p)
+    if c.HAS_ENTROPY:
+        moment = moment + moment_of(c, p, t, MASK)
+    weights = gl.convert_layout(p.to(c.query.dtype), c.weight_layout)
+    return weights, accumulator_scale, row_sum, moment, reference
+
+
+@gluon.jit
+def attend_blocks(
+    c, q, q_place, first_row, last_block, row_terms, begin, end, count,
+    weights, accumulator, row_sum, moment, reference,
+    stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+    MASK: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Visits ``begin`` to ``end`` of a tile's ``count``: scores of one, values of that before."""
+    for i in range(begin, end):
+        mbarrier.wait(c.k_full.index(stage_k), phase_k)
+        s_async = score_product(c, q, stage_k)
+        mbarrier.wait(c.v_full.index(held_v), held_phase)
+        sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
+        mask = load_mask(
+            c.terms, row_terms, first_row, last_block - i, c.BLOCK_N, c.score_layout, False
+        )
+        s = warpgroup_mma_wait(1, deps=[s_async])
+        if not c.LATE:
+            arrive(c, stage_k)
+        if c.STAGES_Q == 1:
+            if i + 1 == count:
+                mbarrier.arrive(c.q_empty.index(q_place))
+        scale = reference
+        weights, scale, row_sum, moment, reference = key_step(
+            c, s, first_row, last_block - i, row_terms, mask, scale, row_sum, moment, reference,
+            MASK, FIXED,
+        )  # fmt: skip
+        if c.LATE:
+            arrive_late(c, stage_k, row_sum)
+        accumulator = warpgroup_mma_wait(0, deps=[sum_async])
+        arrive(c, c.STAGES_K + held_v)
+        held_v = stage_v
+        held_phase = phase_v
+        stage_v, phase_v = advance(stage_v, phase_v, c.STAGES_V)
+        stage_k, phase_k = advance(stage_k, phase_k, c.STAGES_K)
+        if not FIXED:
+            of_out: gl.constexpr = gl.SliceLayout(1, c.out_layout)
+            accumulator = accumulator * gl.expand_dims(gl.convert_layout(scale, of_out), 1)
+    return (
+        weights, accumulator, row_sum, moment, reference,
+        stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+    )  # fmt: skip
+
+
+@gluon.jit
+def skip_blocks(c, count, stage_k, phase_k, stage_v, phase_v):
+    """Frees stages that other warpgroups of the tile need and this one does not."""
+    for _ in range(count):
+        mbarrier.wait(c.k_full.index(stage_k), phase_k)
+        arrive(c, stage_k)
+        mbarrier.wait(c.v_full.index(stage_v), phase_v)
+        arrive(c, c.STAGES_K + stage_v)
+        stage_k, phase_k = advance(stage_k, phase_k, c.STAGES_K)
+        stage_v, phase_v = advance(stage_v, phase_v, c.STAGES_V)
+    return stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def attend_tile(
+    c, w: gl.constexpr, tile, slot, tile_before, slot_before, visits,
+    weights, accumulator, row_sum, moment, reference,
+    stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+    FIXED: gl.constexpr, REPAIR: gl.constexpr,
+):  # fmt: skip
+    """One tile. The last product of the tile before is issued with the first one of this."""
+    x = c.terms
+    # Three warpgroups have 160 registers each: there the tile before ends ahead of the softmax.
+    early: gl.constexpr = c.NUM_WARPGROUPS == 3
+    tile_row = row_of(c, tile)
+    first_row = tile_row + w * 64
+    start, end = key_blocks(c, tile_row, c.BLOCK_M)
+    behind = 0
+    if x.HAS_RIGHT or x.HAS_LEFT:
+        own_start, own_end = key_blocks(c, first_row, 64)
+        own_end = gl.minimum(gl.maximum(own_end, start + 1), end)
+        own_start = gl.minimum(own_start, own_end - 1)
+        stage_k, phase_k, stage_v, phase_v = skip_blocks(
+            c, end - own_end, stage_k, phase_k, stage_v, phase_v
+        )
+        behind = own_start - start
+        start = own_start
+        end = own_end
+    count = end - start
+    q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
+    q = c.q.index(q_place)
+    row_terms = terms_of(x, tile >> c.tile_bits, c.num_heads)
+    mbarrier.wait(c.q_full.index(q_place), (visits // c.STAGES_Q) & 1)
+    mbarrier.wait(c.k_full.index(stage_k), phase_k)
+    s_async = score_product(c, q, stage_k)
+    if tile_before >= 0:
+        mbarrier.wait(c.v_full.index(held_v), held_phase)
+    sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
+    mask = load_mask(
+        x, row_terms, first_row, end - 1, c.BLOCK_N, c.score_layout, x.IS_RAGGED or x.HAS_LEFT
+    )
+    if early:
+        s, accumulator = warpgroup_mma_wait(0, deps=[s_async, sum_async])
+        arrive(c, stage_k)
+        if tile_before >= 0:
+            arrive(c, c.STAGES_K + held_v)
+        finish_tile(
+            c, w, tile_before, slot_before, accumulator, row_sum, moment, reference,
+            FIXED and not REPAIR,
+        )  # fmt: skip
+    else:
+        s = warpgroup_mma_wait(1, deps=[s_async])
+    t = modify(x, s, first_row, end - 1, row_terms, mask, c.BLOCK_N)
+    if x.HAS_RIGHT or x.HAS_LEFT or x.IS_RAGGED:
+        t = hide(x, t, first_row, end - 1, c.BLOCK_N)
+    factor = 1.0 if x.IS_MODIFIED else x.scale
+    largest = gl.max(t, 1) * factor
+    base = largest
+    if x.MAY_HIDE:
+        base = gl.where(largest == NOTHING, 0.0, largest)
+    t = t * factor - gl.expand_dims(base, 1)
+    p = gl.exp2(t)
+    new_sum = sum_in_thread(c, p)
+    new_moment = moment
+    if c.HAS_ENTROPY:
+        new_moment = moment_of(c, p, t, True)
+    if not early:
+        arrive_late(c, stage_k, new_sum)
+        accumulator = warpgroup_mma_wait(0, deps=[sum_async])
+        if tile_before >= 0:
+            arrive(c, c.STAGES_K + held_v)
+        finish_tile(
+            c, w, tile_before, slot_before, accumulator, row_sum, moment, reference,
+            FIXED and not REPAIR,
+        )  # fmt: skip
+    reference = base if FIXED and not REPAIR else largest
+    row_sum = new_sum
+    moment = new_moment
+    weights = gl.convert_layout(p.to(c.query.dtype), c.weight_layout)
+    accumulator = gl.zeros([64, c.BLOCK_V], gl.float32, c.out_layout)
+    held_v = stage_v
+    held_phase = phase_v
+    stage_v, phase_v = advance(stage_v, phase_v, c.STAGES_V)
+    stage_k, phase_k = advance(stage_k, phase_k, c.STAGES_K)
+    if c.STAGES_Q == 1:
+        if count == 1:
+            mbarrier.arrive(c.q_empty.index(q_place))
+    # Blocks at either edge hide keys from some rows; those between them need no mask.
+    masked_end = gl.to_tensor(1)
+    plain_end = count
+    if x.HAS_UNALIGNED_RIGHT:
+        plain = gl.maximum(first_row + x.offset + x.right + 1, 0) // c.BLOCK_N
+        masked_end = gl.minimum(gl.maximum(end - plain, 1), count)
+    if x.HAS_LEFT:
+        last_row = gl.minimum(first_row + 64, c.len_q) - 1
+        hidden = gl.cdiv(gl.maximum(last_row + x.offset - x.left, 0), c.BLOCK_N)
+        plain_end = gl.maximum(count - gl.maximum(hidden - start, 0), masked_end)
+    if REPAIR:
+        masked_end = count
+    if x.HAS_UNALIGNED_RIGHT or REPAIR:
+        (
+            weights, accumulator, row_sum, moment, reference,
+            stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+        ) = attend_blocks(
+            c, q, q_place, first_row, end - 1, row_terms, 1, masked_end, count,
+            weights, accumulator, row_sum, moment, reference,
+            stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+            x.HAS_RIGHT or x.HAS_LEFT, FIXED and not REPAIR,
+        )  # fmt: skip
+    if not REPAIR:
+        (
+            weights, accumulator, row_sum, moment, reference,
+            stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+        ) = attend_blocks(
+            c, q, q_place, first_row, end - 1, row_terms, masked_end, plain_end, count,
+            weights, accumulator, row_sum, moment, reference,
+            stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+            False, FIXED,
+        )  # fmt: skip
+        if x.HAS_LEFT:
+            (
+                weights, accumulator, row_sum, moment, reference,
+                stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+            ) = attend_blocks(
+                c, q, q_place, first_row, end - 1, row_terms, plain_end, count, count,
+                weights, accumulator, row_sum, moment, reference,
+                stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+                True, FIXED,
+            )  # fmt: skip
+    if c.STAGES_Q == 2:
+        mbarrier.arrive(c.q_empty.index(q_place))
+    if x.HAS_LEFT:
+        stage_k, phase_k, stage_v, phase_v = skip_blocks(
+            c, behind, stage_k, phase_k, stage_v, phase_v
+        )
+    return (
+        tile, slot, visits + 1, weights, accumulator, row_sum, moment, reference,
+        stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+    )  # fmt: skip
+
+
+@gluon.jit
+def attend_tiles(
+    c, w: gl.constexpr, visits, stage_k, phase_k, stage_v, phase_v,
+    FIXED: gl.constexpr, REPAIR: gl.constexpr,
+):  # fmt: skip
+    """All tiles of this block's list, or those that the first pass noted."""
+    zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
+    weights = gl.convert_layout(zeros.to(c.query.dtype), c.weight_layout)
+    row_sum = sum_in_thread(c, zeros)
+    moment = sum_in_thread(c, zeros)
+    reference = gl.zeros([64], gl.float32, gl.SliceLayout(1, c.score_layout))
+    accumulator = gl.zeros([64, c.BLOCK_V], gl.float32, c.out_layout)
+    held_v = 0
+    held_phase = 0
+    tile_before = -1
+    slot_before = 0
+    count = num_tiles_to_do(c, REPAIR)
+    next_tile = own_tile(c, 0)
+    for slot in range(count):
+        tile = next_tile
+        next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
+        if is_wanted(c, slot, REPAIR):
+            (
+                tile_before, slot_before, visits, weights, accumulator, row_sum, moment, reference,
+                stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
+            ) = attend_tile(
+                c, w, tile, slot, tile_before, slot_before, visits,
+                weights, accumulator, row_sum, moment, reference,
+                stage_k, phase_k, stage_v, phase_v, held_v, held_phase, FIXED, REPAIR,
+            )  # fmt: skip
+    if tile_before >= 0:
+        mbarrier.wait(c.v_full.index(held_v), held_phase)
+        sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
+        accumulator = warpgroup_mma_wait(0, deps=[sum_async])
+        arrive(c, c.STAGES_K + held_v)
+        finish_tile(
+            c, w, tile_before, slot_before, accumulator, row_sum, moment, reference,
+            FIXED and not REPAIR,
+        )  # fmt: skip
+    return visits, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
+    """One consumer warpgroup: both passes."""
+    zero = gl.to_tensor(0)
+    visits, stage_k, phase_k, stage_v, phase_v = attend_tiles(
+        c, w, zero, zero, zero, zero, zero, FIXED, False
+    )
+    if FIXED:
+        # What is stored again must come behind what was stored before.
+        gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.arrive(c.done)
+        mbarrier.wait(c.done, 0)
+        attend_tiles(c, w, visits, stage_k, phase_k, stage_v, phase_v, FIXED, True)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward(
+    query, key, value, out, lse, row_max, entropy, tiles, flags, mask, sinks, slopes, scale, cap,
+    len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
+    offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
+    NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
+    OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr, HAS_TILES: gl.constexpr,
+    HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr, HAS_ENTROPY: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_UNALIGNED_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FAST_TANH: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
+):  # fmt: skip
+    """Stages, barriers and flags made ready, then one producer beside the consumers."""
+    dtype: gl.constexpr = query.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_V], dtype)
+    part: gl.constexpr = BLOCK_V // OUT_PARTS
+    o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, part], dtype)
+    places: gl.constexpr = STAGES_Q * NUM_WARPGROUPS
+    single: gl.constexpr = mbarrier.MBarrierLayout()
+    q = gl.allocate_shared_memory(dtype, [places, 64, BLOCK_D], q_layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, BLOCK_D], k_layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, BLOCK_V], v_layout)
+    o = gl.allocate_shared_memory(dtype, [NUM_WARPGROUPS, 64, part], o_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [places, 1], single)
+    q_empty = gl.allocate_shared_memory(gl.int64, [places, 1], single)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], single)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], single)
+    done = gl.allocate_shared_memory(gl.int64, [1], single)
+    for i in gl.static_range(places):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+    mbarrier.init(done, count=NUM_WARPGROUPS)
+    fence_async_shared()
+    x = Terms(
+        scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
+        mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
+    )  # fmt: skip
+    c = Call(
+        query, key, value, out, lse, row_max, entropy, tiles, flags, x, len_q, num_tiles,
+        tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, q_full,
+        q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V,
+        STAGES_Q, OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+    )  # fmt: skip
+    if FIXED:
+        lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        for start in range(0, tiles_per_block + 1, 128):
+            inside = start + lanes < tiles_per_block + 1
+            gl.store(flag_place(c) + start + lanes, lanes * 0, mask=inside)
+    barrier()
+    if NUM_WARPGROUPS == 2:
+        gl.warp_specialize(
+            [(producer, (c, FIXED)), (consumer, (c, 0, FIXED)), (consumer, (c, 1, FIXED))],
+            [4, 4],
+            [240, 240],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (producer, (c, FIXED)),
+                (consumer, (c, 0, FIXED)),
+                (consumer, (c, 1, FIXED)),
+                (consumer, (c, 2, FIXED)),
+            ],
+            [4, 4, 4],
+            [160, 160, 160],
+        )

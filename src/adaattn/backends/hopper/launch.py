@@ -1,0 +1,318 @@
+"""How a problem is cut into tiles: a frozen choice from sizes alone, and the order of the tiles."""
+
+import heapq
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
+
+__all__ = [
+    "MASK_ALIGNMENT",
+    "ROWS",
+    "Tiling",
+    "Variant",
+    "choose",
+    "edges",
+    "heads_together",
+    "key_blocks",
+    "schedule",
+    "tile_bits",
+    "tiles_per_head",
+]
+
+ROWS: Final = 64
+"""Rows of one warpgroup: what one wgmma instruction takes."""
+
+MASK_ALIGNMENT: Final = 16
+"""Bytes of a mask's address, and numbers of its strides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """The shape of a tile and of the pipeline that feeds it.
+
+    Args:
+        warpgroups: consumers, 64 query rows each; 2 have 240 registers a thread, 3 have 160.
+        block_n: keys of a block.
+        block_d: columns of q and k, a power of two.
+        block_v: columns of v, likewise.
+        stages_k: blocks of keys on their way.
+        stages_v: the same for values.
+        stages_q: tiles of queries on their way.
+        out_parts: in how many parts a tile's result passes through shared memory.
+        late: a stage of keys is freed behind the softmax, which keeps the wait for the product
+            of the values behind it too.
+    """
+
+    warpgroups: int
+    block_n: int
+    block_d: int
+    block_v: int
+    stages_k: int
+    stages_v: int
+    stages_q: int = 1
+    out_parts: int = 1
+    late: bool = True
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return ROWS * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of queries, stages and results; a block has 227 KiB, barriers included."""
+        rows = self.stages_q * self.block_m * self.block_d
+        keys = self.stages_k * self.block_n * self.block_d
+        values = self.stages_v * self.block_n * self.block_v
+        result = self.block_m * self.block_v // self.out_parts
+        return 2 * (rows + keys + values + result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """All that a compiled kernel depends on.
+
+    Args:
+        tiling: shapes.
+        precision: bf16 or fp16.
+        fixed: a fixed reference with a second pass, instead of the running maximum.
+        has_tiles: tiles come from a list, not in the static order.
+        has_lse: the log-sum-exp is stored.
+        has_row_max: the row maximum is.
+        has_entropy: the row entropy is.
+        has_right: rows do not see all later keys: causal order, a window.
+        has_unaligned_right: their last key is not that of a block for the last row of a tile.
+        has_left: rows do not see all earlier keys.
+        is_ragged: the last block of keys is not full.
+        may_hide: a row may see nothing of the first block visited.
+        has_softcap: as in the problem.
+        has_sinks: likewise.
+        has_alibi: likewise.
+        mask: kind of the mask.
+        mask_dtype: Triton's name of its numbers' type.
+        mask_has_rows: it differs from row to row.
+        mask_is_dense: its columns are adjacent.
+        mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
+        sinks_dtype: Triton's name of the type of sinks.
+        slopes_dtype: the same of slopes.
+    """
+
+    tiling: Tiling
+    precision: Precision = Precision.BF16
+    fixed: bool = False
+    has_tiles: bool = False
+    has_lse: bool = False
+    has_row_max: bool = False
+    has_entropy: bool = False
+    has_right: bool = False
+    has_unaligned_right: bool = False
+    has_left: bool = False
+    is_ragged: bool = False
+    may_hide: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
+    mask: MaskKind = MaskKind.NONE
+    mask_dtype: str = "i8"
+    mask_has_rows: bool = False
+    mask_is_dense: bool = True
+    mask_is_aligned: bool = True
+    sinks_dtype: str = "fp32"
+    slopes_dtype: str = "fp32"
+
+    @property
+    def has_fast_tanh(self) -> bool:
+        """Whether the softcap's tanh may be one instruction: it has 11 bits, more than bf16's 8."""
+        return self.has_softcap and self.precision is Precision.BF16
+
+
+def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Variant:
+    """Return the kernel for a problem.
+
+    Args:
+        problem: what to compute; sizes, precision and features are read.
+        has_tiles: whether tiles come from a list; None: where their costs differ.
+    """
+    modified = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.softcap > 0
+    right, left = edges(problem)
+    fixed = _is_fixed(problem)
+    tiling = _tiling(problem, modified=modified, fixed=fixed)
+    unaligned = right >= 0 and (problem.offset + right) % tiling.block_n != 0
+    hides_late = right >= 0 and (unaligned or problem.offset + right < 0)
+    return Variant(
+        tiling=tiling,
+        precision=problem.precision,
+        fixed=fixed,
+        has_tiles=right >= 0 or left >= 0 if has_tiles is None else has_tiles,
+        has_lse=bool(problem.aux & Aux.LSE),
+        has_row_max=bool(problem.aux & Aux.ROW_MAX),
+        has_entropy=bool(problem.aux & Aux.ENTROPY),
+        has_right=right >= 0,
+        has_unaligned_right=unaligned,
+        has_left=left >= 0,
+        is_ragged=problem.len_k % tiling.block_n != 0,
+        may_hide=hides_late or left >= 0 or problem.mask is not MaskKind.NONE,
+        has_softcap=problem.softcap > 0,
+        has_sinks=problem.has_sinks,
+        has_alibi=problem.has_alibi,
+        mask=problem.mask,
+        mask_dtype=_mask_dtype(problem),
+        mask_has_rows=problem.mask_shape[2:3] not in ((), (1,)),
+    )
+
+
+def edges(problem: AttentionProblem) -> tuple[int, int]:
+    """Return how many later and earlier keys a row sees beside its own; -1 is all."""
+    left, right = problem.window
+    return (0 if problem.is_causal else right), left
+
+
+def _is_fixed(problem: AttentionProblem) -> bool:
+    """Return whether the first block's maximum may stay the reference of a row.
+
+    Not in fp16, whose weights have 5 bits of exponent; not where a mask of the caller may hide
+    a row's first block, nor for the row maximum, which only a running one knows.
+    """
+    return (
+        problem.precision is Precision.BF16
+        and problem.mask is MaskKind.NONE
+        and not problem.aux & Aux.ROW_MAX
+    )
+
+
+def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling:
+    """Return the shapes for head sizes and what is done to the scores.
+
+    H200, torch 2.11, Triton 3.6, November 2026, 16K tokens, hidden 2048; speed over cuDNN of the
+    choice and of what was dropped for it.
+
+    - D 64, full: three warpgroups 1.24 at 2K, two 1.02 at 16K in the first probe; but where
+      tiles of 192 rows leave more rows empty than tiles of 128 do, two 1.14 for 1.07 at 512.
+    - D 64, causal: two warpgroups with blocks of 64 keys 1.08 and 1.09 for 0.80 and 0.88 at 512
+      and 1K, with blocks of 128 keys 1.10 for 1.06 at 2K and 1.17 for 1.15 at 4K.
+    - D 128, causal: blocks of 64 keys 1.04 and 1.16 for 0.92 and 1.07 at 512 and 1K, but 1.17
+      for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
+    - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
+      8K keys.
+    """
+    block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
+    widest = max(block_d, block_v)
+    masked = problem.mask is not MaskKind.NONE
+    sees_all = edges(problem) == (-1, -1)
+    short = not sees_all and problem.len_k <= 1024
+    if widest > 128:
+        return Tiling(
+            warpgroups=2, block_n=64, block_d=block_d, block_v=block_v, stages_k=2, stages_v=2,
+            out_parts=2 if block_v == 256 else 1, late=fixed,
+        )  # fmt: skip
+    if short and not modified:
+        return Tiling(
+            warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
+            stages_k=4, stages_v=4, stages_q=2, late=fixed,
+        )  # fmt: skip
+    if widest == 128:
+        return Tiling(
+            warpgroups=2, block_n=64 if masked else 128, block_d=block_d, block_v=block_v,
+            stages_k=2, stages_v=3 if fixed else 2, late=fixed,
+        )  # fmt: skip
+    # Three have no registers left for the entropy's sums: they would spill in the loop.
+    three = not (modified or problem.aux & Aux.ENTROPY) and (
+        _rows(problem, 192) <= 1.06 * _rows(problem, 128)
+    )
+    if not sees_all and problem.window[0] < 0:
+        three = three and problem.len_k > 4096
+    return Tiling(
+        warpgroups=3 if three else 2, block_n=128, block_d=block_d, block_v=block_v,
+        stages_k=3, stages_v=3, stages_q=2, late=problem.len_k < 8192,
+    )  # fmt: skip
+
+
+def _rows(problem: AttentionProblem, block_m: int) -> int:
+    """Return the rows that tiles of a height compute."""
+    return -(-problem.len_q // block_m) * block_m
+
+
+def _columns(head_dim: int) -> int:
+    """Return the columns of a tile: the next power of two, which TMA fills with zeros."""
+    return max(1 << (head_dim - 1).bit_length(), 32)
+
+
+def _mask_dtype(problem: AttentionProblem) -> str:
+    """Return Triton's name of the mask's type, booleans as bytes."""
+    if problem.mask is not MaskKind.ADDITIVE:
+        return "i8"
+    return "fp32" if problem.mask_is_wide else problem.precision.label
+
+
+def tiles_per_head(len_q: int, tiling: Tiling) -> int:
+    """Return the tiles of one head's query rows."""
+    return -(-len_q // tiling.block_m)
+
+
+def tile_bits(num_tiles: int) -> int:
+    """Return the bits that tell the tiles of a head apart: the kernel then needs no division."""
+    return max(num_tiles - 1, 0).bit_length()
+
+
+def key_blocks(
+    problem: AttentionProblem, first_row: int, num_rows: int, block_n: int
+) -> tuple[int, int]:
+    """Return the blocks of keys that some rows see: the first, and behind the last; one at least.
+
+    The kernel computes the same.
+    """
+    right, left = edges(problem)
+    start, end = 0, problem.len_k
+    if right >= 0:
+        last_row = min(first_row + num_rows, problem.len_q) - 1
+        end = min(end, max(last_row + problem.offset + right + 1, 0))
+    if left >= 0:
+        start = max(first_row + problem.offset - left, 0) // block_n
+    return start, max(-(-end // block_n), start + 1)
+
+
+def heads_together(problem: AttentionProblem) -> int:
+    """Return how many query heads are worked on at a time: their keys and values fill half the L2.
+
+    H200: 32 MB of 60.
+    """
+    size = problem.len_k * (problem.head_dim + problem.value_dim) * problem.precision.bits // 8
+    return max(32_000_000 // max(size, 1), 1) * problem.group_size
+
+
+@lru_cache(maxsize=64)
+def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> tuple[
+    tuple[int, ...], ...
+]:  # fmt: skip
+    """Return each block's tiles: the most expensive first, each to the block that has least.
+
+    A tile's number holds its head above `tile_bits`.
+
+    A static order from the longest to the shortest left causal D 128 at 0.79 of cuDNN, this one
+    at 1.39 (H200, 16K tokens, November 2026). Heads go in groups whose keys and values stay in the
+    L2 cache.
+
+    Args:
+        costs: blocks of keys of each tile of a head.
+        num_heads: of all sequences.
+        heads_together: heads of a group.
+        num_blocks: persistent blocks.
+    """
+    order = sorted(range(len(costs)), key=lambda tile: -costs[tile])
+    bits = tile_bits(len(costs))
+    loads = [(0, block) for block in range(num_blocks)]
+    lists: list[list[int]] = [[] for _ in range(num_blocks)]
+    for first in range(0, num_heads, heads_together):
+        heads = range(first, min(first + heads_together, num_heads))
+        for tile in order:
+            for head in heads:
+                load, block = loads[0]
+                lists[block].append(head << bits | tile)
+                heapq.heapreplace(loads, (load + costs[tile] + _TILE_COST, block))
+    return tuple(tuple(tiles) for tiles in lists)
+
+
+_TILE_COST: Final = 2
+"""What a tile costs beside its blocks of keys, in blocks."""

@@ -1,0 +1,318 @@
+"""What all warps of the Hopper kernel share: its arguments, stages and tiles; and the producer.
+
+A stage of keys or values is filled by TMA, which tells of it through an mbarrier, and freed through
+one of the hardware's named barriers: a consumer arrives there without a wait and without electing
+a thread, the producer takes the stage by a sync.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
+from adaattn.backends.hopper.scores import Terms
+
+# Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
+FIRST_BARRIER = gl.constexpr(5)
+
+
+@gluon.constexpr_function
+def barrier_asm(operation, num_warpgroups):
+    """A consumer frees a stage by arriving, without a wait; the producer takes it by a sync."""
+    threads = 128 * (num_warpgroups + 1)
+    return f"bar.{operation} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.constexpr_function
+def late_arrive_asm(num_warpgroups):
+    """An arrive whose number depends on four row sums.
+
+    ptxas then cannot hoist it, nor the wait for the product behind it, over the softmax.
+    """
+    threads = 128 * (num_warpgroups + 1)
+    return (
+        "{.reg .pred p; .reg .u32 t; .reg .f32 x, y; add.f32 x, $8, $9; add.f32 y, $10, $11;"
+        " add.f32 x, x, y; setp.eq.f32 p, x, 0fFF800000; selp.u32 t, 1, 0, p; add.u32 t, t, $4;"
+        f" bar.arrive t, {threads};"
+        " mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;}"
+    )
+
+
+LATE_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,r,r,r,r,f,f,f,f")
+
+
+@gluon.constexpr_function
+def mma_layout(num_columns):
+    """Accumulators of one warpgroup: 64 rows."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, num_columns, 16]
+    )
+
+
+@aggregate
+class Call:
+    """What every function reads: tensors, sizes, stages with their barriers, choices."""
+
+    query: tma.tensor_descriptor
+    key: tma.tensor_descriptor
+    value: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    lse: gl.tensor
+    row_max: gl.tensor
+    entropy: gl.tensor
+    tiles: gl.tensor
+    flags: gl.tensor
+    terms: Terms
+    len_q: gl.tensor
+    num_tiles: gl.tensor
+    tiles_per_head: gl.tensor
+    tile_bits: gl.tensor
+    tiles_per_block: gl.tensor
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+    NUM_WARPGROUPS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_V: gl.constexpr
+    STAGES_K: gl.constexpr
+    STAGES_V: gl.constexpr
+    STAGES_Q: gl.constexpr
+    OUT_PARTS: gl.constexpr
+    LATE: gl.constexpr
+    HAS_TILES: gl.constexpr
+    HAS_LSE: gl.constexpr
+    HAS_ROW_MAX: gl.constexpr
+    HAS_ENTROPY: gl.constexpr
+    score_layout: gl.constexpr
+    out_layout: gl.constexpr
+    weight_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, query, key, value, out, lse, row_max, entropy, tiles, flags, terms, len_q,
+        num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o,
+        q_full, q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K,
+        STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+    ):  # fmt: skip
+        self.query = query
+        self.key = key
+        self.value = value
+        self.out = out
+        self.lse = lse
+        self.row_max = row_max
+        self.entropy = entropy
+        self.tiles = tiles
+        self.flags = flags
+        self.terms = terms
+        self.len_q = len_q
+        self.num_tiles = num_tiles
+        self.tiles_per_head = tiles_per_head
+        self.tile_bits = tile_bits
+        self.tiles_per_block = tiles_per_block
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.q = q
+        self.k = k
+        self.v = v
+        self.o = o
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_full = k_full
+        self.v_full = v_full
+        self.done = done
+        self.NUM_WARPGROUPS = gl.constexpr(NUM_WARPGROUPS)
+        self.BLOCK_M = gl.constexpr(64 * NUM_WARPGROUPS)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.BLOCK_V = gl.constexpr(BLOCK_V)
+        self.STAGES_K = gl.constexpr(STAGES_K)
+        self.STAGES_V = gl.constexpr(STAGES_V)
+        self.STAGES_Q = gl.constexpr(STAGES_Q)
+        self.OUT_PARTS = gl.constexpr(OUT_PARTS)
+        self.LATE = gl.constexpr(LATE)
+        self.HAS_TILES = gl.constexpr(HAS_TILES)
+        self.HAS_LSE = gl.constexpr(HAS_LSE)
+        self.HAS_ROW_MAX = gl.constexpr(HAS_ROW_MAX)
+        self.HAS_ENTROPY = gl.constexpr(HAS_ENTROPY)
+        self.score_layout = gl.constexpr(mma_layout(BLOCK_N))
+        self.out_layout = gl.constexpr(mma_layout(BLOCK_V))
+        self.weight_layout = gl.constexpr(
+            gl.DotOperandLayout(operand_index=0, parent=mma_layout(BLOCK_V), k_width=2)
+        )
+
+
+@gluon.jit
+def advance(stage, phase, NUM_STAGES: gl.constexpr):
+    """The next stage of a ring, and the phase of its barrier."""
+    stage += 1
+    if stage == NUM_STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def arrive(c, stage):
+    """Frees a stage, without a wait."""
+    asm: gl.constexpr = barrier_asm("arrive", c.NUM_WARPGROUPS)
+    gl.inline_asm_elementwise(
+        asm, "=r,r", [FIRST_BARRIER + stage], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_late(c, stage, row_sum):
+    """Frees a stage once the row sums are there."""
+    asm: gl.constexpr = late_arrive_asm(c.NUM_WARPGROUPS)
+    gl.inline_asm_elementwise(
+        asm,
+        LATE_CONSTRAINTS,
+        [FIRST_BARRIER + stage, row_sum],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def take(c, stage):
+    """Waits until all consumers have freed a stage."""
+    asm: gl.constexpr = barrier_asm("sync", c.NUM_WARPGROUPS)
+    gl.inline_asm_elementwise(
+        asm, "=r,r", [FIRST_BARRIER + stage], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def num_own_tiles(c):
+    """How many tiles this block has: of its list, or of the static order."""
+    if c.HAS_TILES:
+        count = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1))
+    else:
+        last = c.tiles_per_block - 1
+        count = last + (static_tile(last) < c.num_tiles).to(gl.int32)
+    return count
+
+
+@gluon.jit
+def static_tile(slot):
+    """Forwards and backwards in turn, so that a list of falling costs is shared out evenly."""
+    blocks = gl.num_programs(0)
+    block = gl.program_id(0)
+    return slot * blocks + gl.where(slot % 2 == 0, block, blocks - 1 - block)
+
+
+@gluon.jit
+def own_tile(c, slot):
+    """A tile of this block, by its place in the block's list or in the static order."""
+    if c.HAS_TILES:
+        tile = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1) + 1 + slot)
+    else:
+        number = static_tile(slot)
+        head = number // c.tiles_per_head
+        tile = (head << c.tile_bits) | (number - head * c.tiles_per_head)
+    return tile
+
+
+@gluon.jit
+def row_of(c, tile):
+    """A tile's number: its head above ``tile_bits``, its place among the head's rows below."""
+    return (tile & ((1 << c.tile_bits) - 1)) * c.BLOCK_M
+
+
+@gluon.jit
+def flag_place(c):
+    """Where this block notes that tiles are to be computed again: any, then each."""
+    return c.flags + gl.program_id(0) * (c.tiles_per_block + 1)
+
+
+@gluon.jit
+def num_tiles_to_do(c, REPAIR: gl.constexpr):
+    """All tiles of the list; for the second pass none where the first noted nothing."""
+    count = num_own_tiles(c)
+    if REPAIR:
+        count = gl.where(gl.load(flag_place(c)) != 0, count, 0)
+    return count
+
+
+@gluon.jit
+def is_wanted(c, slot, REPAIR: gl.constexpr):
+    """Whether a tile is computed in this pass."""
+    wanted = True
+    if REPAIR:
+        wanted = gl.load(flag_place(c) + 1 + slot) != 0
+    return wanted
+
+
+@gluon.jit
+def key_blocks(c, first_row, num_rows: gl.constexpr):
+    """The blocks of keys that some rows see: the first, and behind the last. One at least."""
+    x = c.terms
+    end = x.len_k
+    if x.HAS_RIGHT:
+        last_row = gl.minimum(first_row + num_rows, c.len_q) - 1
+        end = gl.minimum(end, gl.maximum(last_row + x.offset + x.right + 1, 0))
+    start = gl.to_tensor(0)
+    if x.HAS_LEFT:
+        start = gl.maximum(first_row + x.offset - x.left, 0) // c.BLOCK_N
+    return start, gl.maximum(gl.cdiv(end, c.BLOCK_N), start + 1)
+
+
+@gluon.jit
+def copy(source, full, buffer, batch, head, row):
+    """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
+    mbarrier.expect(full, source.block_type.nbytes)
+    tma_load(source, [batch, head, row, 0], full, shaped_as(buffer, source))
+
+
+@gluon.jit
+def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
+    """Copies what each tile of this pass needs, in the order in which consumers take it."""
+    count = num_tiles_to_do(c, REPAIR)
+    next_tile = own_tile(c, 0)
+    for slot in range(count):
+        tile = next_tile
+        next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
+        if is_wanted(c, slot, REPAIR):
+            first_row = row_of(c, tile)
+            batch = (tile >> c.tile_bits) // c.num_heads
+            head = (tile >> c.tile_bits) - batch * c.num_heads
+            start, end = key_blocks(c, first_row, c.BLOCK_M)
+            key_head = head // c.group_size
+            for i in range(end - start):
+                row = (end - 1 - i) * c.BLOCK_N
+                if fills >= c.STAGES_K:
+                    take(c, stage_k)
+                copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), batch, key_head, row)
+                if i == 0:
+                    for w in gl.static_range(c.NUM_WARPGROUPS):
+                        place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
+                        mbarrier.wait(c.q_empty.index(place), ((visits // c.STAGES_Q) & 1) ^ 1)
+                        full = c.q_full.index(place)
+                        copy(c.query, full, c.q.index(place), batch, head, first_row + w * 64)
+                if fills >= c.STAGES_V:
+                    take(c, c.STAGES_K + stage_v)
+                copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), batch, key_head, row)
+                stage_k = (stage_k + 1) % c.STAGES_K
+                stage_v = (stage_v + 1) % c.STAGES_V
+                fills += 1
+            visits += 1
+    return visits, fills, stage_k, stage_v
+
+
+@gluon.jit
+def producer(c, FIXED: gl.constexpr):
+    """The producer's warps: both passes."""
+    zero = gl.to_tensor(0)
+    visits, fills, stage_k, stage_v = produce(c, False, zero, zero, zero, zero)
+    if FIXED:
+        mbarrier.wait(c.done, 0)
+        produce(c, True, visits, fills, stage_k, stage_v)

@@ -1,0 +1,196 @@
+"""What happens to a tile of scores on the device: scale, softcap, ALiBi, masks, positions.
+
+    t = scale * s;  t = cap * tanh(t / cap);  t = t - slope * |p - j| + mask;  hidden: -inf
+
+In units of log 2, on tiles [64, BLOCK_N] in the layout of the product that made them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from adaattn import _constants
+from adaattn.backends.hopper._gluon import aggregate
+
+NOTHING = gl.constexpr(-float("inf"))
+LOG2_E = gl.constexpr(_constants.LOG2_E)
+NO_MASK = gl.constexpr(0)
+BOOLEAN = gl.constexpr(1)
+ADDITIVE = gl.constexpr(2)
+# One unit in the last place; the exact division takes eight instructions.
+# A relative error of 2^-11, where eager PyTorch rounds scores to 8 bits: for bf16 alone.
+TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
+RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@aggregate
+class Terms:
+    """What the scores depend on beside q and k."""
+
+    scale: gl.tensor
+    cap: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    offset: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    sinks: gl.tensor
+    slopes: gl.tensor
+    slopes_stride: gl.tensor
+    mask: gl.tensor
+    mask_stride_b: gl.tensor
+    mask_stride_h: gl.tensor
+    mask_stride_m: gl.tensor
+    mask_stride_n: gl.tensor
+    HAS_RIGHT: gl.constexpr
+    HAS_UNALIGNED_RIGHT: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    IS_RAGGED: gl.constexpr
+    MAY_HIDE: gl.constexpr
+    IS_MODIFIED: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    FAST_TANH: gl.constexpr
+    HAS_SINKS: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    MASK: gl.constexpr
+    MASK_HAS_ROWS: gl.constexpr
+    MASK_IS_DENSE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
+        mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
+    ):  # fmt: skip
+        self.scale = scale
+        self.cap = cap
+        self.len_q = len_q
+        self.len_k = len_k
+        self.offset = offset
+        self.left = left
+        self.right = right
+        self.sinks = sinks
+        self.slopes = slopes
+        self.slopes_stride = slopes_stride
+        self.mask = mask
+        self.mask_stride_b = mask_stride_b
+        self.mask_stride_h = mask_stride_h
+        self.mask_stride_m = mask_stride_m
+        self.mask_stride_n = mask_stride_n
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_UNALIGNED_RIGHT = gl.constexpr(HAS_UNALIGNED_RIGHT)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
+        self.MAY_HIDE = gl.constexpr(MAY_HIDE)
+        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI or MASK)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.FAST_TANH = gl.constexpr(FAST_TANH)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        self.MASK = gl.constexpr(MASK)
+        self.MASK_HAS_ROWS = gl.constexpr(MASK_HAS_ROWS)
+        self.MASK_IS_DENSE = gl.constexpr(MASK_IS_DENSE)
+
+
+@gluon.jit
+def terms_of(x, head, num_heads):
+    """What a tile's head needs: its slope, and where its mask begins."""
+    batch = head // num_heads
+    head = head % num_heads
+    slope = x.scale
+    if x.HAS_ALIBI:
+        slope = gl.load(x.slopes + batch * x.slopes_stride + head).to(gl.float32) * LOG2_E
+    mask = x.mask
+    if x.MASK != NO_MASK:
+        mask += batch.to(gl.int64) * x.mask_stride_b + head.to(gl.int64) * x.mask_stride_h
+    return slope, mask
+
+
+@gluon.jit
+def load_mask(
+    x, row_terms, first_row, block, BLOCK_N: gl.constexpr, layout: gl.constexpr, EDGE: gl.constexpr
+):
+    """The mask's tile, early, so that its latency passes behind the products; else nothing."""
+    found = block
+    if x.MASK != NO_MASK:
+        start = block * BLOCK_N
+        cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+        inside = cols < x.len_k - start
+        places = cols
+        base = row_terms[1] + start
+        if not x.MASK_IS_DENSE:
+            places = cols.to(gl.int64) * x.mask_stride_n
+            base = row_terms[1] + start.to(gl.int64) * x.mask_stride_n
+        if x.MASK_HAS_ROWS:
+            rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+            rows = gl.minimum(rows, x.len_q - 1).to(gl.int64) * x.mask_stride_m
+            # [64, BLOCK_N]
+            pointers = gl.expand_dims(base + rows, 1) + gl.expand_dims(places, 0)
+            if EDGE:
+                inside = gl.expand_dims(inside, 0) & (gl.expand_dims(rows, 1) >= 0)
+                found = gl.load(pointers, mask=inside, other=0)
+            else:
+                found = gl.load(pointers)
+        elif EDGE:
+            found = gl.load(base + places, mask=inside, other=0)
+        else:
+            found = gl.load(base + places)
+    return found
+
+
+@gluon.jit
+def modify(x, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
+    """Scores in units of log 2 after softcap, ALiBi and mask; as they are if there is none."""
+    layout: gl.constexpr = s.type.layout
+    if x.HAS_SOFTCAP:
+        if x.FAST_TANH:
+            # One special function for two: they are what limits this kernel.
+            s = x.cap * gl.inline_asm_elementwise(
+                TANH, "=f,f", [s * x.scale], dtype=gl.float32, is_pure=True, pack=1
+            )
+        else:
+            # tanh(y) = 1 - 2 / (1 + exp(2 y)); x.scale is 2 log2(e) scale / cap here.
+            growth = gl.exp2(s * x.scale) + 1.0
+            inverse = gl.inline_asm_elementwise(
+                RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
+            )
+            s = x.cap - 2.0 * x.cap * inverse
+    elif x.IS_MODIFIED:
+        s = s * x.scale
+    if x.HAS_ALIBI:
+        rows = first_row + x.offset + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+        distance = (gl.expand_dims(cols, 0) - gl.expand_dims(rows, 1)).to(gl.float32)
+        s = s - row_terms[0] * gl.abs(distance)
+    if x.MASK == BOOLEAN:
+        s = gl.where(seen_by(x, mask) != 0, s, NOTHING)
+    if x.MASK == ADDITIVE:
+        s = s + seen_by(x, mask).to(gl.float32) * LOG2_E
+    return s
+
+
+@gluon.jit
+def seen_by(x, mask):
+    """The loaded mask as [64, BLOCK_N], or [1, BLOCK_N] where it has no rows."""
+    if not x.MASK_HAS_ROWS:
+        mask = gl.expand_dims(mask, 0)
+    return mask
+
+
+@gluon.jit
+def hide(x, t, first_row, block, BLOCK_N: gl.constexpr):
+    """-inf for keys that a row's position does not see, or beyond the last."""
+    layout: gl.constexpr = t.type.layout
+    rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+    last = rows * 0 + x.len_k - 1
+    if x.HAS_RIGHT:
+        if x.IS_RAGGED or x.HAS_LEFT:
+            last = gl.minimum(last, rows + (x.offset + x.right))
+        else:
+            last = rows + (x.offset + x.right)
+    t = gl.where(gl.expand_dims(cols, 0) <= gl.expand_dims(last, 1), t, NOTHING)
+    if x.HAS_LEFT:
+        first = rows + (x.offset - x.left)
+        t = gl.where(gl.expand_dims(cols, 0) >= gl.expand_dims(first, 1), t, NOTHING)
+    return t
