@@ -7,8 +7,11 @@ It needs Triton and strides of 16 bytes. No gradients yet.
 import importlib.util
 from typing import Final
 
+import torch
+
 from adaattn.backends.hopper.forward import attend, output_function
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.operators import operator
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -79,14 +82,18 @@ CAPABILITIES = (
         # Behind what PyTorch's users would run: measured times bring it forward.
         order=lambda problem: 45,
         compiles=True,
+        compiles_once=True,
     ),
 )
+
+
+_in_graphs: Final = operator("hopper", attend)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention by one launch."""
     del group
-    return attend(tensors, problem)
+    return (_in_graphs if torch.compiler.is_compiling() else attend)(tensors, problem)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
