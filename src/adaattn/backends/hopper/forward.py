@@ -41,6 +41,9 @@ _ALIGNMENT: Final = 16
 _MOST_LISTED: Final = 100_000
 """Tiles up to which a list is made, on the host in half a microsecond each."""
 
+_MOST_KEPT: Final = 4096
+"""Layouts of a problem, and lists in all. Lists stay: a CUDA graph may have recorded where."""
+
 _Strides = tuple[int, ...]
 _Layout = tuple[Any, ...]
 
@@ -105,6 +108,8 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         if prepared is None:
             prepared = _prepare(problem, query, key, value, mask, sinks, slopes)
             if prepared.is_lasting:
+                if len(known) >= _MOST_KEPT:
+                    known.clear()
                 known[layout] = prepared
         return prepared.run(query, key, value, mask, sinks, slopes)
 
@@ -336,9 +341,11 @@ def _tiles(
         start, end = key_blocks(problem, first, tiling.block_m, tiling.block_n)
         costs.append(end - start)
     facts = (tuple(costs), heads, heads_together(problem), min(num_blocks, per_head * heads))
-    if torch.cuda.is_current_stream_capturing() and (facts, device) not in _LISTED:
-        return None, False
     if (facts, device) not in _LISTED:
+        if len(_LISTED) >= _MOST_KEPT:
+            return None, True
+        if torch.cuda.is_current_stream_capturing():
+            return None, False
         lists = schedule(*facts)
         width = max(map(len, lists))
         rows = [(len(row), *row, *(0,) * (width - len(row))) for row in lists]

@@ -1,0 +1,183 @@
+"""What a call hands to the Hopper kernel, with the kernel replaced: no GPU, no Triton."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends import hopper
+from adaattn.backends.hopper import forward
+from adaattn.backends.hopper.launch import Variant
+from adaattn.backends.interface import Result, Tensors
+from adaattn.errors import ExecutorError
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
+from adaattn.testing import make_problem, make_tensors
+
+GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
+NUM_POINTERS = 8
+FIRST_SCALAR = 1 + 4 + NUM_POINTERS
+
+
+class Launches:
+    """Stands for compiled kernels: keeps what they are launched with."""
+
+    def __init__(self) -> None:
+        self.variants: list[Variant] = []
+        self.arguments: list[tuple[Any, ...]] = []
+
+    def __call__(self, variant: Variant, device: torch.device, num_blocks: int) -> Any:
+        self.variants.append(variant)
+        return (lambda *given: self.arguments.append(given)), (lambda tensor, sizes: sizes), ()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(forward, "_compiled", found)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    forward._bound.cache_clear()
+    forward._LISTED.clear()
+    return found
+
+
+def _problem(**values: Any) -> AttentionProblem:
+    return make_problem(**({"precision": Precision.BF16, "head_dim": 64, "len_q": 300} | values))
+
+
+def _run(problem: AttentionProblem, tensors: Tensors) -> Result:
+    return hopper.run(tensors, problem, GROUP)
+
+
+def test_row_outputs_are_made_where_they_are_asked_for(launches: Launches) -> None:
+    problem = _problem(aux=Aux.LSE | Aux.ENTROPY, value_dim=32)
+    result = _run(problem, make_tensors(problem))
+    assert result.output.shape == (1, 2, 300, 32)
+    assert result.output.dtype is torch.bfloat16
+    assert result.lse is not None
+    assert result.lse.shape == (1, 2, 300)
+    assert result.lse.dtype is torch.float32
+    assert result.entropy is not None
+    assert result.row_max is None
+    assert launches.variants[0].has_lse
+    assert not launches.variants[0].has_row_max
+
+
+def test_the_result_lies_in_memory_as_the_query_does(launches: Launches) -> None:
+    problem = _problem(value_dim=32)
+    tensors = make_tensors(problem)
+    turned = tensors.query.transpose(1, 2).contiguous().transpose(1, 2)
+    output = _run(problem, replace(tensors, query=turned)).output
+    assert output.transpose(1, 2).is_contiguous()
+    assert _run(problem, tensors).output.is_contiguous()
+
+
+def test_strides_of_single_elements_are_made_what_tma_takes(launches: Launches) -> None:
+    problem = _problem(num_heads=1, len_q=1, len_k=64)
+    tensors = make_tensors(problem)
+    odd = tensors.query.as_strided(tensors.query.shape, (3, 5, 7, 1))
+    _run(problem, replace(tensors, query=odd))
+    for _, strides in launches.arguments[0][1:5]:
+        assert strides[3] == 1
+        assert all(step > 0 and step % 8 == 0 for step in strides[:3])
+
+
+def test_an_address_that_tma_cannot_read_is_copied(launches: Launches) -> None:
+    problem = _problem()
+    tensors = make_tensors(problem)
+    wide = torch.zeros(tensors.query.numel() + 8, dtype=torch.bfloat16)
+    odd = wide[1 : 1 + tensors.query.numel()].view_as(tensors.query)
+    assert odd.data_ptr() % 16
+    assert forward._readable(odd).data_ptr() % 16 == 0
+    assert forward._readable(tensors.query) is tensors.query
+
+
+def test_a_second_call_of_a_layout_prepares_nothing(launches: Launches) -> None:
+    problem = _problem(is_causal=True)
+    call = hopper.direct(problem, GROUP)
+    assert call is not None
+    tensors = make_tensors(problem)
+    for _ in range(3):
+        call(tensors.query, tensors.key, tensors.value, None)
+    longer = make_tensors(replace(problem, len_k=301))
+    call(longer.query, longer.key, longer.value, None)
+    assert len(launches.variants) == 2
+    assert len(launches.arguments) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2, 3, 300, 300), (3 * 300 * 300, 300 * 300, 300, 1)),
+        ((1, 1, 1, 300), (0, 0, 0, 1)),
+        ((2, 1, 1, 300), (300, 0, 0, 1)),
+        ((300, 300), (0, 0, 300, 1)),
+        ((2, 1, 300, 1), (300, 0, 1, 0)),
+    ],
+)
+def test_masks_are_read_where_they_lie(
+    launches: Launches, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    full = (1,) * (4 - len(shape)) + shape
+    problem = _problem(batch=2, num_heads=3, mask=MaskKind.BOOLEAN, mask_shape=full)
+    tensors = make_tensors(replace(problem, mask=MaskKind.NONE, mask_shape=()))
+    mask = torch.ones(shape, dtype=torch.bool)
+    call = hopper.direct(problem, GROUP)
+    assert call is not None
+    call(tensors.query, tensors.key, tensors.value, mask)
+    assert launches.arguments[0][-4:] == strides
+    assert launches.arguments[0][1 + 4 + 5] == mask.data_ptr()
+    assert launches.variants[0].mask_has_rows is (full[2] > 1)
+    assert launches.variants[0].mask_is_dense is (full[3] > 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_aligned"),
+    [
+        (torch.ones(1, 1, 32, 32), True),
+        (torch.ones(1, 1, 32, 40)[..., :32], False),
+        (torch.ones(1, 1, 1, 33), True),
+        (torch.ones(64)[1:33].view(1, 1, 1, 32), False),
+        (torch.ones(1, 1, 32, 32).mT, False),
+    ],
+)
+def test_two_numbers_of_a_mask_are_read_at_once_only_where_rows_are_aligned(
+    mask: torch.Tensor, is_aligned: bool
+) -> None:
+    assert forward._is_aligned(mask) is is_aligned
+
+
+def test_a_list_of_tiles_is_made_once_and_never_while_a_graph_is_captured(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = _problem(is_causal=True)
+    tensors = make_tensors(problem)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    _run(problem, tensors)
+    assert not launches.variants[-1].has_tiles
+    assert not forward._LISTED
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _run(problem, tensors)
+    assert launches.variants[-1].has_tiles
+    assert len(forward._LISTED) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    _run(problem, tensors)
+    assert len(launches.variants) == 2
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+def test_a_softcap_comes_in_the_units_of_its_tanh(launches: Launches, precision: Precision) -> None:
+    problem = _problem(softcap=20.0, scale=0.5, precision=precision)
+    _run(problem, make_tensors(problem))
+    scale, cap = launches.arguments[0][FIRST_SCALAR : FIRST_SCALAR + 2]
+    log2_e = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    exponent = 1.0 if precision is Precision.BF16 else 2 * log2_e
+    assert scale == pytest.approx(0.5 / 20 * exponent)
+    assert cap == pytest.approx(20 * log2_e)
+
+
+def test_what_cannot_be_compiled_is_an_error_that_auto_steps_down_from() -> None:
+    """Here there is no CUDA device at all; without Triton, or with a broken one, it is the same."""
+    variant = forward.choose(_problem())
+    with pytest.raises(ExecutorError, match="the Hopper kernel cannot be compiled here"):
+        forward._compiled.__wrapped__(variant, torch.device("cpu"), 1)
