@@ -58,6 +58,7 @@ def machine_code(variant: Variant) -> MachineCode:
         variant: from `adaattn.backends.hopper.launch.choose`.
     """
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     from adaattn.backends.hopper.compiled import compile_variant
 
@@ -70,7 +71,7 @@ def machine_code(variant: Variant) -> MachineCode:
         sass = _output(tools / "cuobjdump", "-sass", binary)
         usage = _output(tools / "cuobjdump", "-res-usage", binary)
         target = ("--gpu-name", "sm_90a", "-o", Path(folder, "again.cubin"))
-        report = _output(tools / "ptxas", "-v", *target, source)
+        report = _output(Path(get_ptxas(90).path), "-v", *target, source)
     instructions = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(sass)]
     return MachineCode(
         sass=sass,
@@ -85,7 +86,9 @@ def machine_code(variant: Variant) -> MachineCode:
 def _output(program: Path, *arguments: object) -> str:
     """Return what a program of the toolchain prints, both ways."""
     command = [str(program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{program.name} failed: {done.stderr[-2000:]}")
     return done.stdout + done.stderr
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -14,7 +15,10 @@ from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
 from adaattn.spec import Precision
 
-__all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
+__all__ = ["FAILURES", "boxes", "compile_variant", "launcher", "shared_layout"]
+
+# What a compilation raises where a release of Triton, its assembler or the device does not fit.
+FAILURES = (TritonError, RuntimeError, AttributeError, TypeError, ValueError, OSError)
 
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
@@ -36,18 +40,16 @@ def compile_variant(variant: Variant) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def launcher(
-    variant: Variant, num_blocks: int
-) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
+def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
     """Return the launch on the current device, what describes tensors, and the constants.
 
-    The launch takes the stream, then the arguments of the kernel in order.
+    The launch takes the number of blocks, the stream, then the arguments of the kernel in order.
     """
     built = compile_variant(variant)
     built._init_handles()
     function, metadata, run = built.function, built.packed_metadata, built.run
 
-    def launch(stream: int, *arguments: Any) -> None:
+    def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
         run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     def describe(tensor: torch.Tensor, sizes: tuple[Any, Any]) -> Any:

@@ -111,6 +111,9 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
                 if len(known) >= _MOST_KEPT:
                     known.clear()
                 known[layout] = prepared
+        if query.is_cuda and query.device.index != torch.cuda.current_device():
+            with torch.cuda.device(query.device):
+                return prepared.run(query, key, value, mask, sinks, slopes)
         return prepared.run(query, key, value, mask, sinks, slopes)
 
     return call
@@ -138,7 +141,8 @@ class _Prepared:
     """A launch for one layout.
 
     Args:
-        launch: the compiled kernel's launch, grid and all.
+        launch: the compiled kernel's launch.
+        num_blocks: persistent blocks.
         descriptor: makes TMA's description of a tensor with given shape and strides.
         shapes: of q, k, v and the result, with their strides.
         out_strides: strides of the result.
@@ -152,6 +156,7 @@ class _Prepared:
     """
 
     launch: Callable[..., None]
+    num_blocks: int
     descriptor: Callable[..., Any]
     shapes: tuple[tuple[_Strides, _Strides], ...]
     out_strides: _Strides
@@ -186,6 +191,7 @@ class _Prepared:
             mask = _numbers(mask)
         describe = self.descriptor
         self.launch(
+            self.num_blocks,
             stream_of(query),
             *map(describe, (query, key, value, out), self.shapes),
             _address(lse),
@@ -247,9 +253,10 @@ def _prepare(
     out_shape = (*query.shape[:3], value.shape[3])
     out_strides = _strides_like(query, out_shape)
     described = [(tuple(x.shape), x.stride()) for x in (query, key, value)]
-    launch, descriptor, constants = _compiled(variant, query.device, num_blocks)
+    launch, descriptor, constants = _compiled(variant, query.device)
     return _Prepared(
         launch=launch,
+        num_blocks=num_blocks,
         descriptor=descriptor,
         shapes=tuple(
             (shape, _tma_strides(shape, strides))
@@ -358,17 +365,23 @@ _LISTED: Final[dict[Any, torch.Tensor]] = {}
 
 @lru_cache(maxsize=256)
 def _compiled(
-    variant: Variant, device: torch.device, num_blocks: int
+    variant: Variant, device: torch.device
 ) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
     """Return a kernel's launch on a device, what describes tensors for it, and its constants."""
     # Triton is imported when a kernel first runs: importing the package does not need it.
     try:
         from adaattn.backends.hopper import compiled
-
+    except (ImportError, AttributeError) as error:
+        raise _uncompiled(error) from error
+    try:
         with torch.cuda.device(device):
-            return compiled.launcher(variant, num_blocks)
-    except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-        first = str(error).strip().splitlines()[:1]
-        raise ExecutorError(
-            f"the Hopper kernel cannot be compiled here: {type(error).__name__} {first}"
-        ) from error
+            return compiled.launcher(variant)
+    except compiled.FAILURES as error:
+        raise _uncompiled(error) from error
+
+
+def _uncompiled(error: Exception) -> ExecutorError:
+    """Return what to raise where a kernel cannot be compiled, with the first line of the reason."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    kind = type(error).__name__
+    return ExecutorError(f"the Hopper kernel cannot be compiled here: {kind} {first}")

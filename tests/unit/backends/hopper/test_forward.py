@@ -16,7 +16,9 @@ from adaattn.testing import make_problem, make_tensors
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 NUM_POINTERS = 8
-FIRST_SCALAR = 1 + 4 + NUM_POINTERS
+# Behind the number of blocks, the stream and the descriptors.
+FIRST_POINTER = 2 + 4
+FIRST_SCALAR = FIRST_POINTER + NUM_POINTERS
 
 
 class Launches:
@@ -26,7 +28,7 @@ class Launches:
         self.variants: list[Variant] = []
         self.arguments: list[tuple[Any, ...]] = []
 
-    def __call__(self, variant: Variant, device: torch.device, num_blocks: int) -> Any:
+    def __call__(self, variant: Variant, device: torch.device) -> Any:
         self.variants.append(variant)
         return (lambda *given: self.arguments.append(given)), (lambda tensor, sizes: sizes), ()
 
@@ -77,7 +79,7 @@ def test_strides_of_single_elements_are_made_what_tma_takes(launches: Launches) 
     tensors = make_tensors(problem)
     odd = tensors.query.as_strided(tensors.query.shape, (3, 5, 7, 1))
     _run(problem, replace(tensors, query=odd))
-    for _, strides in launches.arguments[0][1:5]:
+    for _, strides in launches.arguments[0][2:FIRST_POINTER]:
         assert strides[3] == 1
         assert all(step > 0 and step % 8 == 0 for step in strides[:3])
 
@@ -126,7 +128,7 @@ def test_masks_are_read_where_they_lie(
     assert call is not None
     call(tensors.query, tensors.key, tensors.value, mask)
     assert launches.arguments[0][-4:] == strides
-    assert launches.arguments[0][1 + 4 + 5] == mask.data_ptr()
+    assert launches.arguments[0][FIRST_POINTER + 5] == mask.data_ptr()
     assert launches.variants[0].mask_has_rows is (full[2] > 1)
     assert launches.variants[0].mask_is_dense is (full[3] > 1)
 
@@ -180,4 +182,4 @@ def test_what_cannot_be_compiled_is_an_error_that_auto_steps_down_from() -> None
     """Here there is no CUDA device at all; without Triton, or with a broken one, it is the same."""
     variant = forward.choose(_problem())
     with pytest.raises(ExecutorError, match="the Hopper kernel cannot be compiled here"):
-        forward._compiled.__wrapped__(variant, torch.device("cpu"), 1)
+        forward._compiled.__wrapped__(variant, torch.device("cpu"))
