@@ -205,6 +205,8 @@ class Arguments:
     @cached_property
     def _given_align(self) -> int:
         """What strides of q, k and v are known to be multiples of, in elements."""
+        if not self._problem.dense_columns:
+            return 1  # what is read then is a copy
         return max(self._problem.stride_bytes * 8 // self._problem.precision.bits, 1)
 
     @cached_property

@@ -11,6 +11,7 @@ import torch
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
+from adaattn.backends.common import layout_facts
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.triton import direct
 from adaattn.backends.triton.arguments import Arguments
@@ -231,6 +232,18 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps() -> None:
     assert not torch.equal(kept, second != 0)
     rows = kept.float().reshape(-1, 64)
     assert not torch.equal(rows[0], rows[1])
+
+
+def test_strides_of_tensors_that_are_copied_first_say_nothing_of_the_copy() -> None:
+    """Columns two apart made rows of 200 elements, the copy's have 100: no multiple of 8."""
+    problem = make_problem(len_q=40, head_dim=100, precision=Precision.FP16)
+    tensors = make_tensors(problem, layout=Layout.STRIDED)
+    facts = layout_facts(tensors.query, tensors.key, tensors.value)
+    result = run(tensors, replace(problem, **facts))
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem, compute_dtype=torch.float16)
+    assert facts == {"dense_columns": False, "stride_bytes": 16}
+    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
 
 
 def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
