@@ -30,6 +30,7 @@ __all__ = [
     "capability_named",
     "direct",
     "exact_in_bounded_memory",
+    "is_ready",
     "load",
     "register",
     "samplers",
@@ -41,6 +42,7 @@ _BY_NAME: Final[dict[str, Capability]] = {}
 _EXECUTORS: Final[dict[str, Executor]] = {}
 _DIRECT: Final[dict[str, _Bind]] = {}
 _SAMPLERS: Final[dict[str, Sampler]] = {}
+_READY: Final[dict[str, Callable[[AttentionProblem], bool]]] = {}
 
 
 def register(
@@ -48,6 +50,7 @@ def register(
     run: Executor,
     bind: _Bind | None = None,
     sample: Sampler | None = None,
+    ready: Callable[[AttentionProblem], bool] | None = None,
 ) -> Callable[[], None]:
     """Add an executor under the names of its capabilities; return what takes it out again.
 
@@ -58,6 +61,7 @@ def register(
         run: runs a group of heads.
         bind: returns the shortest function for a problem, or None; see `Direct`.
         sample: estimates its errors, where it approximates; see `Sampler`.
+        ready: says whether what it compiles for a problem is there already.
 
     Raises:
         ArgumentError: a name is taken, or an approximation brings no parameters or estimates.
@@ -76,11 +80,13 @@ def register(
             _DIRECT[item.name] = bind
         if sample is not None:
             _SAMPLERS[item.name] = sample
+        if ready is not None:
+            _READY[item.name] = ready
     capabilities_asked_for.cache_clear()
 
     def remove() -> None:
         for item in items:
-            for known in (_BY_NAME, _EXECUTORS, _DIRECT, _SAMPLERS):
+            for known in (_BY_NAME, _EXECUTORS, _DIRECT, _SAMPLERS, _READY):
                 known.pop(item.name, None)
         capabilities_asked_for.cache_clear()
 
@@ -144,6 +150,13 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     return _DIRECT[group.capability](problem, group)
 
 
+def is_ready(problem: AttentionProblem, group: HeadGroup) -> bool:
+    """Return whether what an executor compiles for a problem is there already."""
+    known = _READY.get(group.capability)
+    own = group.scheme.inputs is problem.precision and not group.heads
+    return known is not None and own and known(problem)
+
+
 def samplers(
     allowed: Iterable[Capability], methods: Collection[Method]
 ) -> dict[Sampler, list[Capability]]:
@@ -178,4 +191,5 @@ for _module in (sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sp
         _module.run,
         getattr(_module, "direct", None),
         getattr(_module, "sample", None),
+        getattr(_module, "is_ready", None),
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._events import AttentionEvent, emit, listeners, wants_timing
-from adaattn.backends import Result, Tensors, direct, load, num_taken
+from adaattn.backends import Result, Tensors, direct, is_ready, load, num_taken
 from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
@@ -109,7 +109,10 @@ class Exact:
         self.follow(decision)
 
     def follow(self, decision: Decision) -> None:
-        """Run a decision from now on."""
+        """Run a decision from now on; what need not be compiled any more is run at once."""
+        later = decision.later
+        if later is not None and is_ready(self._alike.problem, later.groups[0]):
+            decision = replace(decision, plan=later, later=None)
         self._decision = decision
         self._left = decision.calls_before if decision.later is not None else -1
         self._event = replace(
@@ -119,9 +122,12 @@ class Exact:
         self._aux = AuxOutput(decision=decision, _errors=self._no_errors)
         self._direct: Bound | None = None
         self._short: Bound | None = None
+        self._meanwhile: Bound | None = None
         self._takes = 0
-        if self._is_short and self._left < 0:
+        if self._is_short:
             self._direct, self._takes = _direct(self._alike, decision)
+        if self._left > 0 and self._direct is not None:
+            self._meanwhile, self._direct = self._shortest(), None
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
@@ -130,7 +136,10 @@ class Exact:
         return self._waiting if self._direct is None else self._shortest()
 
     def _waiting(self, *given: Any) -> Any:
-        """Return the general way's result, until a later decision can be run directly."""
+        """Return the result of what waits, until a later decision can be run directly."""
+        if self._left > 0 and self._meanwhile is not None:
+            self._left -= 1
+            return self._meanwhile(*given)
         if self._direct is None:
             return self._general(*given)
         if self._short is None:

@@ -102,8 +102,8 @@ class Capability:
             lowest that can serve is the incumbent.
         waits: it reads the device on the host while it runs.
         compiles: its first call of a kind compiles a kernel.
-        compiles_once: what it compiles serves all lengths and is kept on disk, so that measuring
-            it everywhere costs little.
+        compile_ms: what compiling takes, if what it compiled serves all lengths and is kept on
+            disk; 0 where it does not compile, or where only a measurement of each problem tells.
         chunk_rows: how many query rows it takes at once for a problem and a memory budget; 0 is
             all.
         row_bytes: what each of these rows allocates.
@@ -147,7 +147,7 @@ class Capability:
     order: Callable[[AttentionProblem], int] = _usual_order
     waits: bool = False
     compiles: bool = False
-    compiles_once: bool = False
+    compile_ms: float = 0.0
     chunk_rows: Callable[[AttentionProblem, int | None], int] = _all_rows
     row_bytes: Callable[[AttentionProblem], int] = _no_bytes
     methods: Callable[[AttentionProblem, Policy], tuple[HeadMethod, ...]] | None = None

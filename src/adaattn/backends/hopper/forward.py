@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.launch import (
     MASK_ALIGNMENT,
     Variant,
@@ -235,7 +236,7 @@ def _prepare(
         mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
     num_blocks = probe(query.device).num_processors
-    variant = choose(problem)
+    variant = known_by = choose(problem)
     tiles, lasting = _tiles(problem, variant, num_blocks, query.device)
     variant = replace(
         variant,
@@ -254,6 +255,7 @@ def _prepare(
     out_strides = _strides_like(query, out_shape)
     described = [(tuple(x.shape), x.stride()) for x in (query, key, value)]
     launch, descriptor, constants = _compiled(variant, query.device)
+    note(("hopper", known_by))
     return _Prepared(
         launch=launch,
         num_blocks=num_blocks,

@@ -67,6 +67,15 @@ class Arguments:
         left, right = problem.window
         self._window = left, 0 if problem.is_causal else right
 
+    @property
+    def known_by(self) -> tuple[object, ...]:
+        """What says, before there are tensors, which kernels a problem takes."""
+        problem = self._problem
+        splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
+        features = (*self._features, problem.mask, problem.mask_shape[-2:-1] == (1,))
+        aux = int(problem.aux & (Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY))
+        return ("triton", problem.precision, *self._shape, *features, aux, splits, self._tile)
+
     def programs(self, batch: int, heads: int, len_q: int, sequences: int) -> tuple[int, int]:
         """Return the programs without splits, and the tiles of rows of a head."""
         rows, dilation = self._tile.rows, self._problem.dilation

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.common import output_like, with_dense_columns
+from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import operator
@@ -14,7 +15,7 @@ from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.spec import AttentionProblem, HeadGroup
 
-__all__ = ["direct", "run"]
+__all__ = ["direct", "is_ready", "run"]
 
 _KEPT: Final = 256
 _NO_MASK: Final = MaskLayout()
@@ -53,6 +54,11 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
     return _Launcher(problem)
+
+
+def is_ready(problem: AttentionProblem) -> bool:
+    """Return whether this machine has compiled the kernels of a problem."""
+    return is_noted(Arguments(problem).known_by)
 
 
 _in_graphs: Final = operator("triton", _run)
@@ -142,7 +148,8 @@ class _Launcher:
             *(output.stride(), seen, slope_stride, sequences, key.get_device()),
         )
         prepared = self._prepared
-        if prepared is None or prepared.layout != layout:
+        is_new = prepared is None or prepared.layout != layout
+        if prepared is None or is_new:
             prepared = self._prepared = self._prepare(*layout)
         inverses = None
         if prepared.halve:
@@ -151,11 +158,14 @@ class _Launcher:
         rest = (mask, sinks, slopes, starts_q, starts_k, seed, inverses)
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
-            return output
-        parts = query.new_empty(prepared.parts, dtype=torch.float32)
-        sums, maxima, products = query.new_empty((3, *prepared.parts[:-1]), dtype=torch.float32)
-        prepared.forward(query, key, value, parts, sums, maxima, products, *rest)
-        prepared.combine(output, *statistics, parts, sums, maxima, products, sinks)
+        else:
+            parts = query.new_empty(prepared.parts, dtype=torch.float32)
+            shape = (3, *prepared.parts[:-1])
+            sums, maxima, products = query.new_empty(shape, dtype=torch.float32)
+            prepared.forward(query, key, value, parts, sums, maxima, products, *rest)
+            prepared.combine(output, *statistics, parts, sums, maxima, products, sinks)
+        if is_new and query.is_cuda:
+            note(self._arguments.known_by)
         return output
 
     def _prepare(self, *layout: Any) -> _Prepared:
