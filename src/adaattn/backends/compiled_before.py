@@ -16,7 +16,7 @@ import torch
 from adaattn import __version__
 from adaattn._settings import cache_folder
 
-__all__ = ["is_noted", "note"]
+__all__ = ["is_noted", "note", "num_noted"]
 
 _LOGGER = logging.getLogger("adaattn")
 _NOTED: Final[set[str]] = set()
@@ -47,6 +47,11 @@ def is_noted(kernel: object) -> bool:
     if name not in _NOTED and (_folder() / name).exists():
         _NOTED.add(name)
     return name in _NOTED
+
+
+def num_noted() -> int:
+    """Return how many kernels this process knows to be compiled: it grows when one is."""
+    return len(_NOTED)
 
 
 def _folder() -> Path:

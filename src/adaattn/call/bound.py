@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._events import AttentionEvent, emit, listeners, wants_timing
-from adaattn.backends import Result, Tensors, direct, is_ready, load, num_taken
+from adaattn.backends import Result, Tensors, direct, load, num_taken
 from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
@@ -24,6 +24,7 @@ from adaattn.call.key import Tensor
 from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
 from adaattn.call.run import now_ms, run_decision, tell
+from adaattn.call.waiting import Wait
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, Decision, Policy
 
@@ -110,11 +111,10 @@ class Exact:
 
     def follow(self, decision: Decision) -> None:
         """Run a decision from now on; what need not be compiled any more is run at once."""
-        later = decision.later
-        if later is not None and is_ready(self._alike.problem, later.groups[0]):
-            decision = replace(decision, plan=later, later=None)
+        self._wait = Wait.of(self._alike.problem, decision)
+        if self._wait is None and decision.later is not None:
+            decision = replace(decision, plan=decision.later, later=None)
         self._decision = decision
-        self._left = decision.calls_before if decision.later is not None else -1
         self._event = replace(
             self._event, decision=decision, workspace_bytes=decision.workspace_bytes
         )
@@ -126,7 +126,7 @@ class Exact:
         self._takes = 0
         if self._is_short:
             self._direct, self._takes = _direct(self._alike, decision)
-        if self._left > 0 and self._direct is not None:
+        if self._wait is not None and self._direct is not None:
             self._meanwhile, self._direct = self._shortest(), None
 
     def bound(self) -> Bound:
@@ -137,9 +137,10 @@ class Exact:
 
     def _waiting(self, *given: Any) -> Any:
         """Return the result of what waits, until a later decision can be run directly."""
-        if self._left > 0 and self._meanwhile is not None:
-            self._left -= 1
-            return self._meanwhile(*given)
+        if self._wait is not None and self._meanwhile is not None:
+            if not self._wait.is_over():
+                return self._meanwhile(*given)
+            self._follow_later()
         if self._direct is None:
             return self._general(*given)
         if self._short is None:
@@ -188,16 +189,19 @@ class Exact:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""
-        if self._left == 0:
-            later = self._decision.later
-            assert later is not None
-            self.follow(replace(self._decision, plan=later, later=None))
-        self._left -= self._left >= 0
+        if self._wait is not None and self._wait.is_over():
+            self._follow_later()
         outcome = run_decision(call, self._decision, self._policy, self._backend)
         if outcome.fallbacks:
             assert outcome.decision is not None
             self._decision = outcome.decision  # what had no room once is not tried at each call
         return outcome
+
+    def _follow_later(self) -> None:
+        """Run from now on what was waited for."""
+        later = self._decision.later
+        assert later is not None
+        self.follow(replace(self._decision, plan=later, later=None))
 
     def _event_of(self, tag: str, len_k: int) -> AttentionEvent:
         """Return the event of a tag: the same each time, so that repetitions tell themselves."""

@@ -14,6 +14,7 @@ from adaattn import hardware
 from adaattn.backends import compiled_before, register
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.registry import is_ready
+from adaattn.call import waiting
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Measured, TimingTable
 from adaattn.testing import attention, make_problem
 from adaattn.tuning_cell import cell_of
@@ -23,6 +24,7 @@ from adaattn.tuning_cell import cell_of
 def new_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Path:
     """Forget what this process noted; notes go to a folder of the test."""
     monkeypatch.setattr(compiled_before, "_NOTED", set())
+    monkeypatch.setattr(waiting, "_LOST", {})
     return cache
 
 
@@ -97,8 +99,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
     hardware.clear_cache()
 
 
-def call(events: list[Any]) -> str:
-    x = torch.randn(1, 2, 12, 16)
+def call(events: list[Any], longer: int = 0) -> str:
+    x = torch.randn(1, 2, 12 + longer, 16)
     adaattn.scaled_dot_product_attention(x, x, x)
     return str(events[-1].decision.plan.groups[0].capability)
 
@@ -106,10 +108,27 @@ def call(events: list[Any]) -> str:
 def test_calls_wait_until_they_have_lost_what_compiling_takes(
     compiling: Compiling, events: list[Any]
 ) -> None:
-    """Each call loses 2 ms: the sixth pays for 10 ms of compiling."""
+    """Each call loses 2 ms: five of them pay for 10 ms of compiling."""
     ran = [call(events) for _ in range(8)]
     assert ran == 5 * ["sdpa.flash"] + 3 * ["compiling"]
     assert compiling.runs == 3
+
+
+def test_calls_of_several_kinds_that_wait_for_one_executor_pay_together(
+    compiling: Compiling, events: list[Any]
+) -> None:
+    """As calls of other lengths do: each is bound apart, and one kernel serves them all."""
+    ran = [call(events, longer=number) for number in range(7)]
+    assert ran == 5 * ["sdpa.flash"] + ["compiling"] + ["sdpa.flash"]
+
+
+def test_who_waits_goes_on_when_another_has_compiled_it(
+    compiling: Compiling, events: list[Any]
+) -> None:
+    assert call(events) == "sdpa.flash"
+    compiling.ready = True
+    compiled_before.note("something")
+    assert call(events) == "compiling"
 
 
 def test_what_is_compiled_already_runs_at_once(compiling: Compiling, events: list[Any]) -> None:
