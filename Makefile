@@ -82,6 +82,12 @@ $(READY)/lint $(READY)/docs: $(READY)/%: pyproject.toml $(READY)/base
 	$(PIP) --group $*
 	touch $@
 
+# The kernels are compiled with the oldest Triton that is supported too; it needs no GPU for that.
+OLDEST_TRITON := $(if $(filter Linux,$(shell uname -s)),build/triton-3.6.0)
+$(READY)/test: $(OLDEST_TRITON)
+build/triton-%: | $(READY)/base
+	$(RUN) pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
+
 $(READY)/type $(READY)/test: $(READY)/%: pyproject.toml $(READY)/torch
 	$(PIP) --group $*
 	touch $@

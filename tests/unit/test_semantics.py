@@ -93,6 +93,10 @@ SEMANTICS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
     "default door": {"sdpa_default": "sdpa.flash"},
 }
+ALIGNED: dict[str, Any] = {"head_dim": 64, "value_dim": 64, "dense_columns": True}
+ALIGNED |= {"stride_bytes": 16}
+"""What kernels that copy by TMA take, on a GPU."""
+
 SIDES = itertools.product((1, 3, 63, 100), repeat=2)
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"{len_q} by {len_k}": {"len_q": len_q, "len_k": len_k} for len_q, len_k in SIDES},
@@ -217,6 +221,10 @@ def all_cases() -> list[Case]:
     for (name, options), precision in itertools.product(WIDE_MASKS.items(), HALVES):
         wide = {"mask": MaskKind.ADDITIVE, "mask_is_wide": True}
         cases += make_cases(name, wide | options, precision)
+    for (name, options), precision in itertools.product(SEMANTICS.items(), HALVES):
+        if "cuda" in DEVICES:
+            aligned = options | ALIGNED | ({"value_dim": 72} if "value_dim" in options else {})
+            cases += make_cases(f"{name}, aligned", aligned, precision)[: len(DEVICES)]
     return cases
 
 

@@ -1,14 +1,21 @@
-"""Machine code of our kernels, without a GPU: what Triton and its assembler made of a variant."""
+"""Machine code of our kernels for sm_90a, without a GPU: what Triton and its assembler made."""
 
 import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-from adaattn.backends.hopper.launch import Tiling, Variant
+from adaattn.backends.hopper.launch import choose
+from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
+from adaattn.backends.triton.compiled import Launch
+from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
-__all__ = ["Loop", "MachineCode", "machine_code"]
+__all__ = ["Loop", "MachineCode", "hopper_code", "triton_code"]
+
+_TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
+_ALIGNED_BYTES: Final = 16
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _TARGET = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
@@ -38,7 +45,10 @@ class MachineCode:
         sass: the disassembled instructions.
         registers: of a thread at entry; warpgroups exchange them later.
         products: wgmma instructions (``HGMMA``).
+        small_products: those of a warp (``HMMA``).
+        copies: to shared memory, asynchronous (``LDGSTS``, ``UTMALDG``).
         spills: accesses to local memory.
+        shared_bytes: of a block.
         warnings: what the assembler reported, such as products that it serialised.
         loops: the loops over blocks of keys, of each warpgroup.
     """
@@ -46,24 +56,96 @@ class MachineCode:
     sass: str
     registers: int
     products: int
+    small_products: int
+    copies: int
     spills: int
+    shared_bytes: int
     warnings: tuple[str, ...]
     loops: tuple[Loop, ...]
 
 
-def machine_code(variant: Variant) -> MachineCode:
-    """Return the machine code of a variant of the Hopper forward kernel; needs Triton alone.
+def hopper_code(problem: AttentionProblem) -> MachineCode:
+    """Return the machine code of the Hopper kernel for a problem; needs Triton alone."""
+    from adaattn.backends.hopper.compiled import compile_variant
+
+    variant = choose(problem)
+    tiling = variant.tiling
+    products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
+    return _examined(compile_variant(variant), products)
+
+
+def triton_code(problem: AttentionProblem) -> MachineCode:
+    """Return the machine code of the portable forward kernel for a problem, on the same GPU.
 
     Args:
-        variant: from `adaattn.backends.hopper.launch.choose`.
+        problem: what is computed. Its mask, if it has one, has adjacent and aligned columns.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from adaattn.backends.triton.forward import forward
+
+    pointers, launch = _portable(problem)
+    sources = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned = {}
+    arguments = (*pointers, *launch.numbers, *launch.constants)
+    for place, (name, argument) in enumerate(zip(forward.arg_names, arguments, strict=True)):
+        if place < len(pointers) and argument is not None:
+            sources[name] = argument
+            aligned[place,] = [["tt.divisibility", _ALIGNED_BYTES]]
+        elif len(pointers) <= place < len(pointers) + len(launch.numbers):
+            sources[name] = "fp32" if isinstance(argument, float) else "i32"
+        else:
+            sources[name] = "constexpr"
+            constants[place,] = argument
+    source = ASTSource(forward, sources, constants, aligned)
+    target = GPUTarget("cuda", 90, 32)
+    return _examined(triton.compile(source, target=target, options=dict(launch.options)))
+
+
+def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch]:
+    """Return the types of the portable kernel's pointers for a problem, and its launch."""
+    arguments = Arguments(problem)
+    kind = "fp16" if arguments.is_halved else _TYPES[problem.precision]
+    is_split = problem.len_q == 1
+    result = "fp32" if is_split else _TYPES[problem.precision]
+    rows = ["*fp32" if is_split or flag in problem.aux else None for flag in STATISTICS]
+    if is_split and Aux.ENTROPY not in problem.aux:
+        rows[2] = None
+    mask, seen = None, MaskLayout()
+    if problem.mask is not MaskKind.NONE:
+        boolean = problem.mask is MaskKind.BOOLEAN
+        mask = "*u8" if boolean else f"*{_TYPES[problem.precision]}"
+        row = problem.len_k if problem.mask_shape[-2] > 1 else 0
+        seen = MaskLayout(1 if boolean else 2, (0, 0, row, 1))
+    starts = "*i32" if problem.num_sequences else None
+    pointers = (
+        *(f"*{_TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
+        "*fp32" if problem.has_sinks else None,
+        "*fp32" if problem.has_alibi else None,
+        *(starts, starts),
+        "*i64" if problem.dropout_p else None,
+        "*fp32" if arguments.is_halved else None,
+    )
+    sizes = (problem.num_heads, problem.len_q, problem.len_k)
+    grid = (1, 2 if is_split else 1, 1)
+    strides = (*[1024] * 12, *seen.strides, 0)
+    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen)
+
+
+def _examined(built: Any, products_of_block: int = 0) -> MachineCode:
+    """Return what a compiled kernel is made of.
+
+    Args:
+        built: Triton's compiled kernel.
+        products_of_block: wgmma instructions of a loop that is looked at; 0 looks at none.
     """
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    from adaattn.backends.hopper.compiled import compile_variant
-
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    built = compile_variant(variant)
     with tempfile.TemporaryDirectory() as folder:
         binary, source = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         binary.write_bytes(built.asm["cubin"])
@@ -77,9 +159,12 @@ def machine_code(variant: Variant) -> MachineCode:
         sass=sass,
         registers=max(int(number) for number in re.findall(r"REG:(\d+)", usage)),
         products=sum("HGMMA" in text for _, text in instructions),
+        small_products=sum("HMMA" in text for _, text in instructions),
+        copies=sum("LDGSTS" in text or "UTMALDG" in text for _, text in instructions),
         spills=sum(bool(_LOCAL.search(text)) for _, text in instructions),
+        shared_bytes=int(built.metadata.shared),
         warnings=tuple(line for line in report.splitlines() if re.search(r"C75\d\d|warning", line)),
-        loops=_loops(instructions, variant.tiling),
+        loops=_loops(instructions, products_of_block),
     )
 
 
@@ -92,16 +177,15 @@ def _output(program: Path, *arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def _loops(instructions: list[tuple[int, str]], tiling: Tiling) -> tuple[Loop, ...]:
+def _loops(instructions: list[tuple[int, str]], products: int) -> tuple[Loop, ...]:
     """Return the loops over blocks of keys: those that hold the products of one block.
 
     Other backward branches lead out of waits that stand behind the code that waits.
     """
-    products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
     found: dict[int, Loop] = {}
     for place, text in instructions:
         target = _TARGET.search(text)
-        if target is None or int(target[1], 16) >= place:
+        if not products or target is None or int(target[1], 16) >= place:
             continue
         first = int(target[1], 16)
         body = [text for at, text in instructions if first <= at <= place]

@@ -1,0 +1,152 @@
+"""What the assembler makes of our kernels: compiled for sm_90a in a process without a GPU.
+
+A kernel that spills in its loop, or whose products the assembler serialises, is right and slow; no
+other test sees it. `make test` compiles with the Triton of the environment and with the oldest
+that is supported, which it unpacks into ``build/``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are compiled by Triton, on Linux")
+
+ROOT = Path(__file__).resolve().parents[3]
+OLDEST = ROOT / "build" / "triton-3.6.0"
+
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+import triton
+from adaattn.backends.hopper.launch import choose
+from adaattn.spec import Aux, MaskKind, Precision
+from adaattn.testing import machine_code, make_problem
+
+values = eval(sys.argv[2])
+layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
+usual = {"precision": Precision.BF16, "len_q": 4096} | layout
+problem = make_problem(**(usual | values))
+found = asdict(getattr(machine_code, sys.argv[1] + "_code")(problem))
+del found["sass"]
+found["warpgroups"] = choose(problem).tiling.warpgroups if sys.argv[1] == "hopper" else 0
+found["triton"] = triton.__version__
+print(json.dumps(found))
+"""
+
+HOPPER = [
+    "dict(head_dim=64)",
+    "dict(head_dim=128)",
+    "dict(head_dim=128, is_causal=True)",
+    "dict(head_dim=64, is_causal=True, len_q=512)",
+    "dict(head_dim=128, is_causal=True, precision=Precision.FP16, aux=Aux.LSE)",
+    "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
+]
+# A few numbers of a tile wait in local memory where the second pass, with its own reference, or
+# row sums take their registers: outside of the loops over keys, some dozen accesses a tile.
+HOPPER_WITH_FEW_SPILLS = [
+    "dict(head_dim=256, is_causal=True)",
+    "dict(head_dim=128, is_causal=True, softcap=30.0, has_alibi=True, has_sinks=True)",
+    "dict(head_dim=64, is_causal=True, window=(1000, -1), aux=Aux.ENTROPY | Aux.LSE)",
+]
+MOST_SPILLS = 160
+
+PORTABLE = [
+    "dict(head_dim=64)",
+    "dict(head_dim=128, is_causal=True)",
+    "dict(head_dim=64, is_causal=True, window=(1000, -1), has_alibi=True, has_sinks=True)",
+    "dict(head_dim=128, is_causal=True, softcap=30.0, aux=Aux.LSE | Aux.ENTROPY)",
+    "dict(head_dim=64, is_causal=True, lengths_q=(1000, 3096))",
+    "dict(head_dim=64, precision=Precision.FP32, len_q=2048)",
+    "dict(head_dim=128, precision=Precision.FP32, is_causal=True, len_q=2048)",
+]
+# Keys of 256 columns and a bias beside 128 take more registers than there are.
+PORTABLE_WITH_SPILLS = ["dict(head_dim=256)", "dict(head_dim=128, mask=MaskKind.ADDITIVE)"]
+DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
+
+SHARED_BYTES = 227 * 1024
+"""Of a multiprocessor, for one block."""
+
+
+def compiled(
+    executor: str, values: str, folder: Path, triton: Path | None = None
+) -> dict[str, Any]:
+    """Return what a kernel is made of, compiled in another process."""
+    first = [] if triton is None else [str(triton)]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, executor, values],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            "PATH": os.defpath,
+            "PYTHONPATH": os.pathsep.join([*first, *(path for path in sys.path if path)]),
+            "TRITON_CACHE_DIR": str(folder),
+            "HOME": str(folder),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert triton is None or found["triton"] == triton.name.removeprefix("triton-")
+    return found
+
+
+def check_hopper(found: dict[str, Any], most_spills: int) -> None:
+    """Hold what every Hopper kernel must be."""
+    assert found["products"] > 0
+    assert found["warnings"] == []
+    assert found["loops"]
+    assert [loop for loop in found["loops"] if loop["spills"]] == []
+    # What all warpgroups may hold at entry: 65536 registers over 128 threads of each.
+    assert found["registers"] == {2: 168, 3: 128}[found["warpgroups"]]
+    assert found["spills"] <= most_spills
+    assert found["shared_bytes"] <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("values", [*HOPPER, *HOPPER_WITH_FEW_SPILLS])
+def test_products_are_wgmma_that_overlap_and_their_loops_do_not_spill(
+    values: str, tmp_path: Path
+) -> None:
+    few = MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0
+    check_hopper(compiled("hopper", values, tmp_path), few)
+
+
+@pytest.mark.parametrize("values", [*PORTABLE, *PORTABLE_WITH_SPILLS])
+def test_portable_kernels_copy_ahead_and_multiply_by_wgmma(values: str, tmp_path: Path) -> None:
+    found = compiled("triton", values, tmp_path)
+    assert found["products"] > 0
+    assert found["small_products"] == 0
+    assert found["copies"] > 0
+    assert found["shared_bytes"] <= SHARED_BYTES
+    assert found["spills"] == 0 or values in PORTABLE_WITH_SPILLS
+
+
+def test_decoding_takes_the_products_of_a_warp(tmp_path: Path) -> None:
+    found = compiled("triton", DECODE, tmp_path)
+    assert found["small_products"] > 0
+    assert found["copies"] > 0
+    assert found["spills"] == 0
+
+
+@pytest.mark.skipif(not OLDEST.exists(), reason="make test unpacks Triton 3.6.0")
+@pytest.mark.parametrize(
+    ("executor", "values"),
+    [
+        ("hopper", HOPPER[0]),
+        ("hopper", HOPPER[2]),
+        ("triton", PORTABLE[1]),
+        ("triton", PORTABLE[6]),
+    ],
+)
+def test_the_oldest_triton_makes_the_same_of_them(
+    executor: str, values: str, tmp_path: Path
+) -> None:
+    found = compiled(executor, values, tmp_path, OLDEST)
+    if executor == "hopper":
+        check_hopper(found, 0)
+    assert found["products"] > 0
+    assert found["spills"] == 0
