@@ -362,7 +362,7 @@ def _measured(run: _Run, device: torch.device) -> Measured:
     compile_ms = run.first_ms - later_ms
     compiled = device.type == "cuda" and compile_ms > max(_COMPILED_MS, later_ms)
     # What is kept on disk may have been there: the price is that of who has not.
-    known_ms = capability_named(run.name).compile_ms
+    known_ms = next((it.compile_ms for it in capabilities() if it.name == run.name), 0.0)
     return Measured(
         device_ms=_rounded(max(device_ms, 1e-6)),
         host_ms=_rounded(max(host_ms, 1e-6)),

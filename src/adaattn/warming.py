@@ -14,7 +14,7 @@ from adaattn.hardware import probe
 from adaattn.hardware.probe import resolve
 from adaattn.planning import simplify
 from adaattn.policies import PRESETS
-from adaattn.spec import AttentionProblem, Plan
+from adaattn.spec import AttentionProblem, HeadGroup, Plan
 from adaattn.tuning_cell import step_of
 from adaattn.tuning_inputs import random_call
 
@@ -97,10 +97,16 @@ def _run_once(
             group = plan.groups[0]
             if progress is not None:
                 progress(group.label, number, len(problems))
-            grad = torch.set_grad_enabled(problem.requires_grad)
-            with torch.inference_mode(False), grad, without_autocast(device.type):
-                step_of(random_call(problem, device), group)()
+            _run_plan(problem, group, device)
             done.append(plan)
     if progress is not None:
         progress("", len(problems), len(problems))
     return tuple(dict.fromkeys(done))
+
+
+def _run_plan(problem: AttentionProblem, group: HeadGroup, device: torch.device) -> None:
+    """Run one way of computing a problem, its gradients too where they are wanted."""
+    grad = problem.requires_grad
+    # In one statement: set_grad_enabled acts when it is made, and inference_mode saves that state.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), without_autocast(device.type):
+        step_of(random_call(problem, device), group)()

@@ -73,6 +73,15 @@ def test_gradients_are_run_where_a_problem_wants_them() -> None:
     assert plan.is_exact
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_modes_of_the_caller_are_left_as_they_were(grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        adaattn.warmup([make_problem(len_q=12)], device="cpu")
+        adaattn.warmup([make_problem(len_q=12, requires_grad=True)], device="cpu")
+        assert torch.is_grad_enabled() is grad
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize(("what", "args"), [(3, ()), ([make_problem()], (1,))])
 def test_what_is_neither_problems_nor_a_model_is_refused(what: Any, args: tuple[Any, ...]) -> None:
     with pytest.raises(ArgumentTypeError, match="expected problems alone, or a model or function"):
