@@ -18,6 +18,7 @@ from adaattn.backends.triton.primitives import (
     LOG2_E,
     WEIGHT_SCALE,
     add_bias,
+    bounds,
     exp2_sum,
     find_sequence,
     halves,
@@ -174,10 +175,8 @@ def forward(
         tile = num_tiles - 1 - tile  # the longest rows first
     if IS_PACKED:
         sequence, tile = find_sequence(starts_q_ptr, tile, num_sequences, BLOCK_M // PACK)
-        start_q = tl.load(starts_q_ptr + sequence)
-        start_k = tl.load(starts_k_ptr + sequence)
-        len_q = tl.load(starts_q_ptr + sequence + 1) - start_q
-        len_k = tl.load(starts_k_ptr + sequence + 1) - start_k
+        start_q, len_q = bounds(starts_q_ptr + sequence, total_q)
+        start_k, len_k = bounds(starts_k_ptr + sequence, total_k)
     offset = 0
     if TO_END:
         offset = len_k - len_q
@@ -193,7 +192,7 @@ def forward(
         start_q += first_row
         start_k += residue
 
-    if tile * BLOCK_M >= len_q * PACK:
+    if (tile < 0) | (tile * BLOCK_M >= len_q * PACK):
         return
     first_slot = tile * BLOCK_M
     slots = first_slot + tl.arange(0, BLOCK_M)

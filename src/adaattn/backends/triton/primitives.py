@@ -12,6 +12,7 @@ __all__ = [
     "LOG2_E",
     "WEIGHT_SCALE",
     "add_bias",
+    "bounds",
     "exp2_sum",
     "find_sequence",
     "halves",
@@ -32,6 +33,17 @@ WEIGHT_SCALE = tl.constexpr(16384.0)
 """Weights are at most 1: so scaled, their low halves keep their bits."""
 _LEAST = tl.constexpr(-1e4)
 _NOTHING = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def bounds(starts_ptr, total):
+    """Return the start and length of a packed sequence, inside of the tensor whatever they say.
+
+    Nobody has checked starts that are on a GPU; those that decrease are empty sequences.
+    """
+    start = tl.minimum(tl.maximum(tl.load(starts_ptr), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(starts_ptr + 1), start), total)
+    return start, end - start
 
 
 @triton.jit

@@ -201,6 +201,26 @@ def test_a_function_of_repeated_calls_follows_lengths_and_layouts() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "starts",
+    [(0, 500, 90), (0, 90, 40, 90), (-50, 90), (0, 40, 2000), (70, 20, 90), (90, 90, 0)],
+    ids=str,
+)
+def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[int, ...]) -> None:
+    """A GPU's are not read on the host. What is out of bounds would be a fault there."""
+    problem = make_problem(lengths_q=(40, 50), head_dim=16, is_causal=True)
+    problem = replace(problem, num_sequences=len(starts) - 1)
+    guarded = torch.full((3, 1, 2, 290, 16), 1e30)
+    inside = guarded[:, :, :, 100:190]
+    inside.normal_()
+    bounds = torch.tensor(starts, dtype=torch.int32)
+    tensors = Tensors.of(*inside, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    before = guarded.clone()
+    output = run(tensors, problem).output
+    assert output.nan_to_num(0.0).abs().max() < 100  # rows of no sequence are not written
+    assert torch.equal(guarded, before)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e15])
 def test_fp32_keeps_its_accuracy_at_any_magnitude(size: float) -> None:
     """Keys and values are scaled before they are taken apart: fp16 holds neither extreme."""
