@@ -1,5 +1,6 @@
 """Kernels compiled before they are needed: for problems, or for what a model asks for."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from adaattn._events import AttentionEvent, record_events
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import without_autocast
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError, ExecutorError, expected_got
 from adaattn.hardware import probe
 from adaattn.hardware.probe import resolve
 from adaattn.planning import simplify
@@ -19,6 +20,8 @@ from adaattn.tuning_cell import step_of
 from adaattn.tuning_inputs import random_call
 
 __all__ = ["warmup"]
+
+_LOGGER = logging.getLogger("adaattn")
 
 
 def warmup(
@@ -32,7 +35,8 @@ def warmup(
 
     A first call of a kind compiles for seconds where an executor compiles; later calls, and other
     processes on this machine, find it on disk. Call it before serving, or before a clock runs.
-    A plan that waits until calls have paid for compiling it (FlexAttention) runs as well.
+    A plan that fails is logged, and the others go on. FlexAttention is compiled too, but its calls
+    still wait until they have paid for it: what it compiles is for one problem, and not found again.
 
     Args:
         what: problems; or a model, or any function, which is called once and whose attention calls
@@ -97,7 +101,11 @@ def _run_once(
             group = plan.groups[0]
             if progress is not None:
                 progress(group.label, number, len(problems))
-            _run_plan(problem, group, device)
+            try:
+                _run_plan(problem, group, device)
+            except (ExecutorError, torch.OutOfMemoryError) as error:
+                _LOGGER.warning("%s is not warm: %s", group.label, error)
+                continue
             done.append(plan)
     if progress is not None:
         progress("", len(problems), len(problems))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import adaattn
+from adaattn import warming
 from adaattn.backends import register
 from adaattn.backends.interface import Result, Tensors
-from adaattn.errors import ArgumentTypeError
+from adaattn.errors import ArgumentTypeError, ExecutorError
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup
 from adaattn.testing import attention, make_problem
 
@@ -64,6 +65,23 @@ def test_a_model_is_called_once_and_its_calls_are_warmed(
     assert len(calls) == 1
     assert [problem.len_q for problem in first_in_line] == [12, 12]  # the model's, and once more
     assert done == [0, 1]
+
+
+def test_a_plan_that_fails_is_logged_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*given: Any) -> None:
+        raise ExecutorError("no compiler")
+
+    real = warming._run_plan
+    problems = [make_problem(len_q=12), make_problem(len_q=13)]
+    monkeypatch.setattr(
+        warming, "_run_plan", lambda *it: fails() if it[0].len_q == 12 else real(*it)
+    )
+    with caplog.at_level("WARNING", logger="adaattn"):
+        plans = adaattn.warmup(problems, device="cpu")
+    assert len(plans) == 1
+    assert "is not warm: no compiler" in caplog.text
 
 
 def test_gradients_are_run_where_a_problem_wants_them() -> None:

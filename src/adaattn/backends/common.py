@@ -235,7 +235,9 @@ def layout_facts(*tensors: torch.Tensor) -> dict[str, Any]:
 def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
     """Return an empty output whose dimensions lie in the order of the query's."""
     if columns == query.shape[3]:
-        return torch.empty_like(query)
+        made = torch.empty_like(query)
+        if made.stride(3) == 1:
+            return made
     batch, heads, rows, _ = query.shape
     if query.stride(1) < query.stride(2):
         return query.new_empty((batch, rows, heads, columns)).transpose(1, 2)

@@ -15,6 +15,7 @@ import torch
 
 from adaattn import __version__
 from adaattn._settings import cache_folder
+from adaattn.hardware import probe
 
 __all__ = ["is_noted", "note", "num_noted"]
 
@@ -61,7 +62,12 @@ def _folder() -> Path:
 
 def _name(kernel: object) -> str:
     """Return the name of a kernel's note."""
-    return hashlib.sha256(f"{kernel!r} {_versions()}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{kernel!r} {_card()} {_versions()}".encode()).hexdigest()[:24]
+
+
+def _card() -> str:
+    """Return what kernels are compiled for: the generation of the current device."""
+    return str(probe().compute_capability)
 
 
 @lru_cache(maxsize=1)

@@ -189,12 +189,13 @@ class Exact:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision; the one after it, once enough calls paid for it."""
-        if self._wait is not None and self._wait.is_over():
+        if self._wait is not None and self._meanwhile is None and self._wait.is_over():
             self._follow_later()
         outcome = run_decision(call, self._decision, self._policy, self._backend)
         if outcome.fallbacks:
             assert outcome.decision is not None
-            self._decision = outcome.decision  # what had no room once is not tried at each call
+            # What had no room once is not tried at each call; what is waited for is waited for.
+            self._decision = replace(outcome.decision, later=self._decision.later)
         return outcome
 
     def _follow_later(self) -> None:

@@ -102,7 +102,7 @@ class Capability:
             lowest that can serve is the incumbent.
         waits: it reads the device on the host while it runs.
         compiles: its first call of a kind compiles a kernel.
-        compile_ms: what compiling takes, if what it compiled serves all lengths and is kept on
+        compile_ms: what compiling takes, if what it compiled serves many lengths and is kept on
             disk; 0 where it does not compile, or where only a measurement of each problem tells.
         chunk_rows: how many query rows it takes at once for a problem and a memory budget; 0 is
             all.

@@ -11,10 +11,11 @@ import torch
 
 import adaattn
 from adaattn import hardware
-from adaattn.backends import compiled_before, register
+from adaattn.backends import compiled_before, register, registry
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.registry import is_ready
 from adaattn.call import waiting
+from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Measured, TimingTable
 from adaattn.testing import attention, make_problem
 from adaattn.tuning_cell import cell_of
@@ -135,6 +136,22 @@ def test_what_is_compiled_already_runs_at_once(compiling: Compiling, events: lis
     compiling.ready = True
     assert [call(events) for _ in range(2)] == ["compiling", "compiling"]
     assert events[0].decision.later is None
+
+
+def test_an_executor_that_fails_while_others_wait_does_not_end_the_wait(
+    compiling: Compiling, events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan that calls stepped down to had forgotten what they waited for."""
+
+    def fails(*given: Any) -> Result:
+        raise ExecutorError("not today")
+
+    monkeypatch.setitem(registry._EXECUTORS, "sdpa.flash", fails)
+    monkeypatch.delitem(registry._DIRECT, "sdpa.flash", raising=False)
+    ran = [call(events) for _ in range(8)]
+    assert "sdpa.flash" not in ran
+    assert ran[0] != "compiling"
+    assert ran[-1] == "compiling"
 
 
 def test_a_group_in_another_format_is_not_taken_for_what_is_compiled(compiling: Compiling) -> None:

@@ -4,16 +4,13 @@ Keys and values pass through TMA and products through wgmma; see `adaattn.backen
 It needs Triton and strides of 16 bytes. No gradients yet.
 """
 
-import importlib.util
 from typing import Final
-
-import torch
 
 from adaattn.backends.compiled_before import is_noted
 from adaattn.backends.hopper.forward import attend, output_function
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.operators import operator
+from adaattn.backends.own_kernels import why_no_triton
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
 
 __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
@@ -21,11 +18,6 @@ __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
 _LEAST_COLUMNS: Final = 32
 _COLUMN_STEP: Final = 8
 _STRIDE_BYTES: Final = 16
-
-
-def _unavailable() -> str:
-    """Return why the kernel cannot be compiled here, or ""."""
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def _narrow(problem: AttentionProblem) -> str:
@@ -80,7 +72,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.65,
-        unavailable=_unavailable(),
+        unavailable=why_no_triton(),
         # Behind what PyTorch's users would run: measured times bring it forward.
         order=lambda problem: 45,
         compiles=True,
@@ -89,13 +81,10 @@ CAPABILITIES = (
 )
 
 
-_in_graphs: Final = operator("hopper", attend)
-
-
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention by one launch."""
     del group
-    return (_in_graphs if torch.compiler.is_compiling() else attend)(tensors, problem)
+    return attend(tensors, problem)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
-from triton.errors import TritonError
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -15,10 +14,9 @@ from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
 from adaattn.spec import Precision
 
-__all__ = ["FAILURES", "boxes", "compile_variant", "launcher", "shared_layout"]
+__all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 # What a compilation raises where a release of Triton, its assembler or the device does not fit.
-FAILURES = (TritonError, RuntimeError, AttributeError, TypeError, ValueError, OSError)
 
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.launch import (
     MASK_ALIGNMENT,
@@ -26,7 +27,7 @@ from adaattn.backends.hopper.launch import (
 )
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.masks import stream_of, with_rank
-from adaattn.errors import ExecutorError
+from adaattn.backends.own_kernels import check_untransformed, compiling
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux
 
@@ -101,7 +102,9 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         sinks: torch.Tensor | None,
         slopes: torch.Tensor | None,
     ) -> Result:
+        check_untransformed(query, key, value)
         query, key, value = map(_readable, (query, key, value))
+        sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
         extras = [None if x is None else _layout(x) for x in (mask, sinks, slopes)]
         at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
         layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)
@@ -133,8 +136,10 @@ def _is_aligned(mask: torch.Tensor) -> bool:
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that TMA can read: a copy if its address is no multiple of 16 bytes."""
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+    """Return a tensor that TMA can read: a copy if it is expanded, or not aligned to 16 bytes."""
+    if 0 in tensor.stride() or tensor.data_ptr() % _ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -184,12 +189,8 @@ class _Prepared:
             for flag in (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
         ) if self.aux else (None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
-        if sinks is not None:
-            sinks = _numbers(sinks)
-        if slopes is not None:
-            slopes = _numbers(slopes)
         if mask is not None:
-            mask = _numbers(mask)
+            mask = mask if mask.dtype in _DTYPES else mask.float()
         describe = self.descriptor
         self.launch(
             self.num_blocks,
@@ -215,7 +216,7 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of numbers that the kernel reads, with adjacent columns."""
-    return tensor if tensor.dtype in _DTYPES else tensor.float()
+    return with_dense_columns(tensor if tensor.dtype in _DTYPES else tensor.float())
 
 
 def _prepare(
@@ -243,9 +244,9 @@ def _prepare(
         has_tiles=tiles is not None,
         mask_is_dense=mask is None or mask.stride(-1) == 1 < mask.shape[-1],
         mask_is_aligned=mask is None or _is_aligned(mask),
-        mask_dtype="i8" if mask is None else _DTYPES[_numbers(mask).dtype],
-        sinks_dtype="fp32" if sinks is None else _DTYPES[_numbers(sinks).dtype],
-        slopes_dtype="fp32" if slopes is None else _DTYPES[_numbers(slopes).dtype],
+        mask_dtype="i8" if mask is None else _DTYPES.get(mask.dtype, "fp32"),
+        sinks_dtype="fp32" if sinks is None else _DTYPES[sinks.dtype],
+        slopes_dtype="fp32" if slopes is None else _DTYPES[slopes.dtype],
     )
     per_head = tiles_per_head(problem.len_q, variant.tiling)
     num_tiles = per_head * problem.batch * problem.num_heads
@@ -370,20 +371,8 @@ def _compiled(
     variant: Variant, device: torch.device
 ) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
     """Return a kernel's launch on a device, what describes tensors for it, and its constants."""
-    # Triton is imported when a kernel first runs: importing the package does not need it.
-    try:
+    with compiling("the Hopper kernel"), torch.cuda.device(device):
+        # Triton is imported when a kernel first runs: importing the package does not need it.
         from adaattn.backends.hopper import compiled
-    except (ImportError, AttributeError) as error:
-        raise _uncompiled(error) from error
-    try:
-        with torch.cuda.device(device):
-            return compiled.launcher(variant)
-    except compiled.FAILURES as error:
-        raise _uncompiled(error) from error
 
-
-def _uncompiled(error: Exception) -> ExecutorError:
-    """Return what to raise where a kernel cannot be compiled, with the first line of the reason."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    kind = type(error).__name__
-    return ExecutorError(f"the Hopper kernel cannot be compiled here: {kind} {first}")
+        return compiled.launcher(variant)

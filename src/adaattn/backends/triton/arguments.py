@@ -118,7 +118,7 @@ class Arguments:
             seen: the mask.
         """
         problem, tile = self._problem, self._tile
-        rows = max(strides[5], strides[8], seen.strides[2]) * problem.dilation
+        rows = max(strides[5], strides[8], *seen.strides[2:]) * problem.dilation
         is_wide = rows * max(tile.keys, tile.rows) >= _INT32
         is_split = grid[1] > 1
         return Launch(
@@ -154,29 +154,16 @@ class Arguments:
 
     def halve(
         self, strides: tuple[int, ...], batch: int, heads: int, rows: int, columns: int
-    ) -> tuple[Launch, Launch]:
-        """Return the launches that find the largest numbers of a matrix, and take it apart."""
-        blocks = self.halved_blocks(rows)
-        grid = (batch * heads, blocks, 1)
-        numbers = (*strides[:3], heads, rows)
-        constants = (columns, padded(columns), HALVED_ROWS, self._given_align)
-        most = 1 << (blocks - 1).bit_length()
-        find, take_apart = (
-            Launch(
-                module="halving",
-                name=name,
-                grid=grid,
-                numbers=numbers,
-                constants=more,
-                options=(("num_warps", 4),),
-            )
-            for name, more in (("largest_of_blocks", constants), ("halve", (*constants, most)))
+    ) -> Launch:
+        """Return the launch of what takes a matrix apart."""
+        return Launch(
+            module="halving",
+            name="halve",
+            grid=(batch * heads * -(-rows // HALVED_ROWS), 1, 1),
+            numbers=(*strides[:3], heads, rows),
+            constants=(columns, padded(columns), HALVED_ROWS, self._given_align),
+            options=(("num_warps", 4),),
         )
-        return find, take_apart
-
-    def halved_blocks(self, rows: int) -> int:
-        """Return the programs over rows that are taken apart."""
-        return -(-rows // HALVED_ROWS)
 
     def halved_strides(self, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the strides of the halves of keys and of values."""

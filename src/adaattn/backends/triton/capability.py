@@ -1,9 +1,19 @@
 """What the portable Triton kernels can do."""
 
-import importlib.util
 from typing import Final
 
-from adaattn.spec import Capability, Feature, KVKind, Precision
+from adaattn.backends.own_kernels import why_no_triton
+from adaattn.backends.triton.launch import is_halved
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Feature,
+    HardwareFacts,
+    HeadGroup,
+    KVKind,
+    Overhead,
+    Precision,
+)
 
 __all__ = ["CAPABILITIES"]
 
@@ -19,9 +29,16 @@ _NOT: Final = (
 )
 
 
-def _unavailable() -> str:
-    """Return why Triton cannot run here, or ""."""
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+def _overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return what taking fp32 keys and values apart takes: read once, written in their size."""
+    del group, hardware, density
+    if not is_halved(problem):
+        return Overhead()
+    numbers = problem.batch * problem.num_kv_heads * problem.len_k
+    size = 4.0 * numbers * (problem.head_dim + problem.value_dim + 2)
+    return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=2)
 
 
 CAPABILITIES = (
@@ -37,10 +54,11 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.5,
-        unavailable=_unavailable(),
+        unavailable=why_no_triton(),
         # Behind FlexAttention: a user of PyTorch has it without this package.
         order=lambda problem: 45,
         compiles=True,
+        overhead=_overhead,
         compile_ms=1500.0,  # 1 to 2 s (Triton 3.6, 2026-11)
     ),
 )

@@ -10,7 +10,12 @@ __all__ = ["combine"]
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-@triton.jit(do_not_specialize=("num_splits", "num_heads", "len_q", "num_rows"))
+@triton.jit(
+    do_not_specialize=(
+        *("stride_ob", "stride_oh", "stride_om"),
+        *("num_splits", "num_heads", "len_q", "num_rows"),
+    )
+)
 def combine(
     output_ptr,
     lse_ptr,

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
 
 __all__ = ["Launch"]
@@ -17,7 +18,7 @@ __all__ = ["Launch"]
 _ALIGNED_BYTES: Final = 16
 _INT32: Final = 2**31
 _COMPILED: Final[dict[tuple[Any, ...], Any]] = {}
-"""Kernels by signature, as Triton keeps them too; None under its interpreter."""
+"""Kernels by signature, as Triton keeps them too; None under its interpreter, or why not."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,23 +79,21 @@ class Launch:
         dtypes = (None if item is None else item.dtype for item in tensors)
         key = (tensors[0].device, self.name, self.options, self.constants, *dtypes)
         known = _COMPILED.get(key)
-        if known is None:
-            known = _COMPILED[key] = self._by_triton(tensors)
-        else:
+        if isinstance(known, ExecutorError):
+            raise known
+        if known is not None:
             known[self.grid](*tensors, *self.numbers, *self.constants)
+            return known
+        try:
+            known = _COMPILED[key] = self._by_triton(tensors)
+        except ExecutorError as error:
+            _COMPILED[key] = error.with_traceback(None)  # it would fail for seconds again
+            raise
         return known
 
     def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """Launch it by Triton's own way, and return what it compiled."""
-        from triton.errors import TritonError
-
-        module = importlib.import_module(f"adaattn.backends.triton.{self.module}")
-        function = getattr(module, self.name)[self.grid]
-        try:
+        with compiling("the Triton kernel"):
+            module = importlib.import_module(f"adaattn.backends.triton.{self.module}")
+            function = getattr(module, self.name)[self.grid]
             return function(*tensors, *self.numbers, *self.constants, **dict(self.options))
-        except torch.OutOfMemoryError:
-            raise
-        except (TritonError, RuntimeError) as error:
-            lines = str(error).strip().splitlines()
-            reason = f"{type(error).__name__}: {''.join(lines[:1])}"
-            raise ExecutorError(f"Triton cannot compile the kernel for it: {reason}") from error

@@ -11,6 +11,7 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import operator
+from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.spec import AttentionProblem, HeadGroup
@@ -77,18 +78,16 @@ class _Prepared:
     Args:
         layout: what they follow from.
         forward: the kernel.
-        halve: for keys, then values: what finds their largest numbers and takes them apart.
+        halve: what takes keys, and values, apart.
         combine: adds up the splits of the keys; None where they are not split.
         parts: [splits, B, Hq, Sq, Dv] of what is added up.
-        blocks: programs over the rows of keys, where they are taken apart.
     """
 
     layout: tuple[Any, ...]
     forward: Launch
-    halve: tuple[tuple[Launch, Launch], ...] = ()
+    halve: tuple[Launch, ...] = ()
     combine: Launch | None = None
     parts: tuple[int, ...] = ()
-    blocks: int = 0
 
 
 class _Launcher:
@@ -98,6 +97,7 @@ class _Launcher:
         self._problem = problem
         self._arguments = Arguments(problem)
         self._prepared: _Prepared | None = None
+        self._is_noted = False
 
     def __call__(
         self,
@@ -127,6 +127,7 @@ class _Launcher:
                 entropy, as the problem asks for them.
         """
         problem = self._problem
+        check_untransformed(query, key, value)
         if not problem.dense_columns:
             query, key, value = map(with_dense_columns, (query, key, value))
         output = output_like(query, problem.value_dim)
@@ -146,16 +147,16 @@ class _Launcher:
         layout = (
             *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
             *(output.stride(), seen, slope_stride, sequences, key.get_device()),
+            *(None if it is None else it.dtype for it in (sinks, slopes)),
         )
         prepared = self._prepared
-        is_new = prepared is None or prepared.layout != layout
-        if prepared is None or is_new:
+        if prepared is None or prepared.layout != layout:
             prepared = self._prepared = self._prepare(*layout)
-        inverses = None
+        lifts = None
         if prepared.halve:
-            key, value, inverses = _halved(prepared, key, value)
+            key, value, lifts = _halved(prepared, key, value)
         seed = torch.randint(2**62, (1,), device=query.device) if problem.dropout_p else None
-        rest = (mask, sinks, slopes, starts_q, starts_k, seed, inverses)
+        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts)
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
@@ -164,7 +165,8 @@ class _Launcher:
             sums, maxima, products = query.new_empty(shape, dtype=torch.float32)
             prepared.forward(query, key, value, parts, sums, maxima, products, *rest)
             prepared.combine(output, *statistics, parts, sums, maxima, products, sinks)
-        if is_new and query.is_cuda:
+        if query.is_cuda and not self._is_noted:
+            self._is_noted = True
             note(self._arguments.known_by)
         return output
 
@@ -172,15 +174,13 @@ class _Launcher:
         """Return the launches for tensors of a layout."""
         arguments = self._arguments
         query_shape, query_strides, key_shape, key_strides, value_strides, *rest = layout
-        output_strides, seen, slope_stride, sequences, device = rest
+        output_strides, seen, slope_stride, sequences, device, *_ = rest
         batch, heads, len_q, _ = query_shape
         _, kv_heads, len_k, _ = key_shape
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)
         splits, split_keys = arguments.splits(programs, len_k, device)
-        halve: tuple[tuple[Launch, Launch], ...] = ()
-        blocks = 0
+        halve: tuple[Launch, ...] = ()
         if arguments.is_halved:
-            blocks = arguments.halved_blocks(len_k)
             halve = tuple(
                 arguments.halve(strides, batch, kv_heads, len_k, columns)
                 for strides, columns in (
@@ -205,27 +205,21 @@ class _Launcher:
             halve=halve,
             combine=combine,
             parts=(splits, batch, heads, len_q, self._problem.value_dim),
-            blocks=blocks,
         )
 
 
 def _halved(
     prepared: _Prepared, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return keys and values as sums of two fp16 numbers, and what undoes their scales.
+    """Return keys and values as sums of two fp16 numbers, and the powers of two that undo scales.
 
     Returns:
-        Both as fp16 [2, B, Hkv, Sk, D], high halves first, and fp32 [2, B, Hkv].
+        Both as fp16 [2, B, Hkv, Sk, D], high halves first, and fp32 [2, B, Hkv, Sk].
     """
-    batch, heads = key.shape[:2]
-    inverses = key.new_empty((2, batch, heads))
+    lifts = key.new_empty((2, *key.shape[:3]))
     made = []
-    for matrix, inverse, (find, take_apart) in zip(
-        (key, value), inverses, prepared.halve, strict=True
-    ):
-        largest = key.new_empty((batch, heads, prepared.blocks))
+    for matrix, lift, take_apart in zip((key, value), lifts, prepared.halve, strict=True):
         both = matrix.new_empty((2, *matrix.shape), dtype=torch.float16)
-        find(matrix, largest)
-        take_apart(matrix, both, inverse, largest)
+        take_apart(matrix, both, lift)
         made.append(both)
-    return made[0], made[1], inverses
+    return made[0], made[1], lifts

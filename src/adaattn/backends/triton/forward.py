@@ -72,7 +72,7 @@ def forward(
     starts_q_ptr,
     starts_k_ptr,
     seed_ptr,
-    inverses_ptr,
+    lifts_ptr,
     scale,
     softcap,
     dropout_p,
@@ -144,7 +144,8 @@ def forward(
         entropy_ptr: fp32 likewise, bits; where IS_SPLIT sums of weight times exponent.
         mask_ptr: bytes where MASK is 1, numbers to add where it is 2.
         key_ptr: where IS_HALVED fp16 [2, B, Hkv, Sk, D], high halves and low ones; values likewise.
-        inverses_ptr: where IS_HALVED fp32 [2, B, Hkv], what products with these are multiplied by.
+        lifts_ptr: where IS_HALVED fp32 [2, B, Hkv, Sk]: by which power of two each key, and each
+            value, is to be multiplied.
         scale: factor of q k^T before the cap; the rest of the way to units of log 2 is in softcap.
         num_tiles: tiles of rows of a head, all classes of a dilation together.
         split_keys: keys of a split, a multiple of BLOCK_N.
@@ -210,10 +211,11 @@ def forward(
     inside = is_row[:, None] & (columns < D)[None, :]
     query = tl.load(query_base + starts[:, None] + columns[None, :], mask=inside, other=0.0)
     if IS_HALVED:
-        query_scale, query_inverse = power_of_two(tl.max(tl.max(tl.abs(query), 1), 0))
-        query, query_low = halves(query * query_scale)
-        head_of_all = batch * (num_heads // GROUP) + key_head
-        scale *= query_inverse * tl.load(inverses_ptr + head_of_all)
+        query_scale, query_lift = power_of_two(tl.max(tl.abs(query), 1))
+        query, query_low = halves(query * query_scale[:, None])
+        row_scale = (scale * tl.exp2(query_lift))[:, None]
+        head_of_all = (batch * (num_heads // GROUP) + key_head).to(tl.int64)
+        lifts_base = lifts_ptr + head_of_all * total_k
     key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
     value_base = (
         value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
@@ -224,24 +226,29 @@ def forward(
         key_base += times(start_k, stride_kn, KEY_ALIGN)
         value_base += times(start_k, stride_vn, KEY_ALIGN)
     if IS_HALVED:
-        # The low halves lie behind all of the high ones.
-        key_plane = times(tl.num_programs(0) * 0 + total_k, stride_kn, KEY_ALIGN) * halved_heads
-        value_plane = times(tl.num_programs(0) * 0 + total_k, stride_vn, KEY_ALIGN) * halved_heads
+        # The low halves, and the values' lifts, lie behind all of the high ones, and the keys'.
+        rows_of_all = total_k.to(tl.int64) * halved_heads
+        key_plane = rows_of_all * (stride_kn // KEY_ALIGN * KEY_ALIGN)
+        value_plane = rows_of_all * (stride_vn // KEY_ALIGN * KEY_ALIGN)
+        if IS_PACKED or IS_DILATED:
+            lifts_base += start_k
     within = tl.arange(0, BLOCK_N)
+    if WIDE:
+        within_wide = within.to(tl.int64)
+        key_step = key_step.to(tl.int64)
+        value_step = value_step.to(tl.int64)
+    else:
+        within_wide = within
     if IS_DILATED:
         key_step *= dilation
         value_step *= dilation
-    if WIDE:
-        within_wide = within.to(tl.int64)
-    else:
-        within_wide = within
     row_of_all = (batch.to(tl.int64) * num_heads + heads) * total_q + q_rows
     if MASK != 0:
         mask_base = mask_ptr + times(batch, stride_mb, MASK_ALIGN)
         mask_base += times(head_slot * PACK, stride_mh, MASK_ALIGN)
         mask_step = MASK_STEP
         if MASK_STEP == 2 or (MASK_STEP == 1 and IS_DILATED):
-            mask_step = stride_mn * dilation
+            mask_step = stride_mn.to(tl.int64) * dilation
         if MASK_STEP != 0 and (IS_PACKED or IS_DILATED):
             mask_base += start_k.to(tl.int64) * stride_mn
         mask_columns = (within * mask_step)[None, :]
@@ -249,6 +256,8 @@ def forward(
             mask_row = stride_mm // MASK_ALIGN * MASK_ALIGN
             first_q_row = start_q + first_slot // PACK * dilation
             mask_base += times(first_q_row, stride_mm, MASK_ALIGN)
+            if WIDE:
+                mask_row = mask_row.to(tl.int64)
             row_starts = (q_rows - first_q_row) * mask_row
             if PACK > 1:
                 row_starts += times(heads - head_slot * PACK, stride_mh, MASK_ALIGN)
@@ -282,6 +291,7 @@ def forward(
     running_max = tl.full([BLOCK_M], _NOTHING, tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     running_product = tl.zeros([BLOCK_M], tl.float32)
+    running_lift = tl.full([BLOCK_M], _NOTHING, tl.float32)
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # First the blocks that all rows see whole, then those at the edges.
     for AT_EDGE in tl.static_range(2):
@@ -301,7 +311,13 @@ def forward(
                 )
                 scores = tl.dot(query_low, tl.trans(key_block))
                 scores = tl.dot(query, tl.trans(key_low), scores)
-                scores = tl.dot(query, tl.trans(key_block), scores) * scale
+                key_lifts = tl.load(
+                    lifts_base + (start + within).to(tl.int64) * dilation,
+                    mask=start + within < high,
+                    other=0.0,
+                )
+                scores = tl.dot(query, tl.trans(key_block), scores) * row_scale
+                scores = scores * tl.exp2(key_lifts)[None, :]
             else:
                 scores = tl.dot(query, tl.trans(key_block), input_precision=DOT) * scale
             if HAS_SOFTCAP:
@@ -336,6 +352,20 @@ def forward(
                 moved = tl.where(running_sum > 0.0, running_max - reference, 0.0)
                 running_product = decay * (running_product + running_sum * moved) + product
             running_sum = running_sum * decay + total
+            if IS_HALVED:
+                # What is added up is weights times lifted values: its largest term is its unit.
+                value_lifts = tl.load(
+                    lifts_base + rows_of_all + keys.to(tl.int64) * dilation,
+                    mask=keys < high,
+                    other=0.0,
+                )
+                exponents = scores - reference[:, None]
+                moved_lift = running_lift + (running_max - reference)
+                new_lift = tl.maximum(moved_lift, tl.max(exponents + value_lifts[None, :], 1))
+                unit = tl.where(new_lift == _NOTHING, 0.0, new_lift)
+                decay = tl.exp2(moved_lift - unit)
+                weights = tl.exp2(exponents + (value_lifts[None, :] - unit[:, None]))
+                running_lift = new_lift
             running_max = new_max
             accumulator = accumulator * decay[:, None]
             if HAS_DROPOUT:
@@ -365,8 +395,8 @@ def forward(
                 )
 
     if IS_HALVED:
-        value_inverse = tl.load(inverses_ptr + halved_heads + head_of_all)
-        accumulator = accumulator * (value_inverse / WEIGHT_SCALE)
+        unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
+        accumulator = accumulator * (tl.exp2(unit) / WEIGHT_SCALE)[:, None]
     out_columns = tl.arange(0, BLOCK_DV)
     out_inside = is_row[:, None] & (out_columns < DV)[None, :]
     if IS_SPLIT:

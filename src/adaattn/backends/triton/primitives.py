@@ -173,14 +173,14 @@ def load_entries(base_ptr, start, step, offsets, within, high, MASKED: tl.conste
 
 @triton.jit
 def power_of_two(largest):
-    """Return (scale, 1 / scale): the power of two that brings a magnitude to 2^14 or above.
+    """Return (scale, -log2(scale)): the power of two that brings magnitudes to 2^14 or above.
 
     fp16 holds numbers below 2^16, and all bits of those from 2^-14 on.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     shift = tl.minimum(tl.maximum(127 + 14 - exponent, -126), 126)
     scale = ((127 + shift) << 23).to(tl.float32, bitcast=True)
-    return scale, ((127 - shift) << 23).to(tl.float32, bitcast=True)
+    return scale, -shift.to(tl.float32)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def seen(
 ):
     """Return which keys are seen from which positions: boolean [BLOCK_M, BLOCK_N]."""
     ahead = keys[None, :] - positions[:, None]
-    visible = (keys < high)[None, :] & (ahead == ahead)
+    visible = (keys < high)[None, :] & (ahead == ahead)  # in the shape of both
     if HAS_LEFT:
         visible = visible & (ahead >= -left)
     if HAS_RIGHT:

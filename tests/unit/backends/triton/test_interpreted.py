@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.common import layout_facts
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.triton import direct
-from adaattn.backends.triton.arguments import Arguments
+from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.errors import ExecutorError
 from adaattn.spec import (
     Align,
     AttentionProblem,
@@ -26,6 +28,7 @@ from adaattn.spec import (
 )
 from adaattn.testing import (
     Layout,
+    assert_matches,
     assert_results_match,
     attention,
     cast_tensors,
@@ -233,6 +236,93 @@ def test_fp32_keeps_its_accuracy_at_any_magnitude(size: float) -> None:
     exact = attention(cast_tensors(tensors, torch.float64), problem)
     eager = attention(tensors, problem)
     assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+OUTLIERS: dict[str, dict[str, Any]] = {
+    "keys that a mask hides": {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 200)},
+    "the last key, in causal order": {"is_causal": True, "len_q": 200},
+    "another sequence": {"lengths_q": (150, 50)},
+}
+
+
+@pytest.mark.parametrize("size", [1e9, 1e30])
+@pytest.mark.parametrize("name", OUTLIERS)
+def test_fp32_is_as_right_beside_numbers_that_are_hidden_and_huge(name: str, size: float) -> None:
+    """A cache's slots beyond its end may hold anything; one scale for all lost the others' bits."""
+    values = {"len_q": 140, "len_k": 200, "precision": Precision.FP32} | OUTLIERS[name]
+    lengths = {"lengths_q": values.pop("lengths_q")} if "lengths_q" in values else {}
+    if lengths:
+        values = {"precision": Precision.FP32}
+    problem = make_problem(**lengths, **values)
+    tensors = make_tensors(problem, **lengths)
+    first = 150 if lengths else 199 if problem.is_causal else 120
+    key, value = tensors.key.clone(), tensors.value.clone()
+    key[:, :, first:] *= size
+    value[:, :, first:] *= size
+    if problem.mask is not MaskKind.NONE:
+        hidden = torch.arange(200) < first
+        tensors = replace(tensors, mask=hidden.expand(problem.mask_shape))
+    tensors = replace(tensors, kv=replace(tensors.kv, key=key, value=value))
+    rows = min(first, problem.len_q)
+    result = run(tensors, problem).output[:, :, :rows]
+    exact = attention(cast_tensors(tensors, torch.float64), problem).output[:, :, :rows]
+    eager = attention(tensors, problem).output[:, :, :rows]
+    assert_matches(result, exact, eager, summands=num_summands(problem, result))
+
+
+def test_values_of_very_different_sizes_keep_their_weights() -> None:
+    """A heavy key with small values, and a light one with large: both count."""
+    problem = make_problem(len_q=140, len_k=200, precision=Precision.FP32, scale=1.0)
+    tensors = make_tensors(problem)
+    sizes = torch.logspace(-8, 8, 200)[None, None, :, None]
+    tensors = replace(tensors, kv=replace(tensors.kv, value=tensors.value * sizes))
+    result = run(tensors, problem).output
+    exact = attention(cast_tensors(tensors, torch.float64), problem).output
+    eager = attention(tensors, problem).output
+    assert_matches(result, exact, eager, summands=num_summands(problem, result))
+
+
+def test_sinks_of_another_dtype_are_read_as_such() -> None:
+    problem, tensors = made("sinks", Precision.FP16)
+    run(tensors, problem)
+    assert tensors.sinks is not None
+    other = replace(tensors, sinks=tensors.sinks.double().float())
+    assert other.sinks is not None
+    first = run(other, problem).output
+    torch.testing.assert_close(first, run(tensors, problem).output, rtol=0, atol=1e-2)
+    strided = torch.stack([other.sinks, other.sinks + 9], 1)[:, 0]
+    assert torch.equal(run(replace(other, sinks=strided), problem).output, first)
+
+
+def test_queries_whose_columns_overlap_have_an_output_of_their_own() -> None:
+    """`unfold` makes rows that begin one element apart: no layout for a result."""
+    problem = make_problem(len_q=5, len_k=7, head_dim=16, precision=Precision.FP32)
+    tensors = make_tensors(problem)
+    windows = torch.randn(1, 2, 20).unfold(-1, 16, 1)
+    tensors = replace(tensors, query=windows)
+    output = run(tensors, replace(problem, dense_columns=True)).output
+    exact = attention(cast_tensors(tensors, torch.float64), problem).output
+    assert_matches(output, exact, attention(tensors, problem).output, summands=64)
+
+
+@pytest.mark.parametrize(
+    ("strides", "is_wide"),
+    [((0, 0, 2**23, 1), False), ((0, 0, 2**25, 1), True), ((0, 0, 0, 2**25), True)],
+)
+def test_a_mask_whose_entries_lie_far_apart_is_read_in_64_bits(
+    strides: tuple[int, ...], is_wide: bool
+) -> None:
+    problem = make_problem(len_q=130, precision=Precision.FP16)
+    seen = MaskLayout(2, strides, torch.float16)
+    steps = (*[8] * 12, *strides, 0)
+    launch = Arguments(problem).forward((1, 1, 1), steps, (2, 130, 130), (0, 3, 64, 2), seen)
+    assert launch.constants[-3] is is_wide
+
+
+def test_transforms_and_tangents_are_refused_and_auto_goes_on() -> None:
+    problem, tensors = made("plain", Precision.FP32)
+    with forward_ad.dual_level(), pytest.raises(ExecutorError, match="forward-mode"):
+        run(tensors, problem)
 
 
 def test_dropout_drops_its_share_and_scales_what_it_keeps() -> None:

@@ -1,0 +1,71 @@
+"""What executors with kernels of their own share: what they need, refuse, and call a failure."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import torch
+from torch.autograd import forward_ad
+
+from adaattn.errors import ExecutorError
+
+__all__ = ["check_untransformed", "compiling", "why_no_triton"]
+
+_OLDEST: Final = (3, 6)
+
+
+def why_no_triton() -> str:
+    """Return why kernels cannot be compiled in this installation, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # unpacked beside the installation: somebody knows
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    oldest = ".".join(map(str, _OLDEST))
+    return f"it needs Triton {oldest} or later, found {version}" if found < _OLDEST else ""
+
+
+def check_untransformed(*tensors: torch.Tensor) -> None:
+    """Refuse what a kernel sees no numbers of, or would lose the tangents of.
+
+    Raises:
+        ExecutorError: a tensor belongs to a transform of ``torch.func``, or forward-mode
+            differentiation is under way.
+    """
+    hidden = torch._C._functorch.is_functorch_wrapped_tensor
+    if forward_ad._current_level >= 0 or any(map(hidden, tensors)):
+        raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
+
+
+@contextmanager
+def compiling(kernel: str) -> Iterator[None]:
+    """Turn what fails while a kernel is compiled into one error; the device's own pass.
+
+    Args:
+        kernel: what the message calls it.
+
+    Raises:
+        ExecutorError: it cannot be compiled here.
+    """
+    failed: type[Exception] = ImportError
+    with suppress(ImportError):
+        failed = importlib.import_module("triton.errors").TritonError
+    try:
+        yield
+    except (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError)):
+        raise
+    except (
+        *(failed, RuntimeError, ImportError, AttributeError, TypeError, ValueError, OSError),
+        subprocess.SubprocessError,
+    ) as error:
+        text = str(error).strip()
+        if "Triton Error [CUDA]" in text or "CUDA error" in text:
+            raise
+        reason = f"{type(error).__name__} {text.partition(chr(10))[0]}"
+        raise ExecutorError(f"{kernel} cannot be compiled here: {reason}") from error
