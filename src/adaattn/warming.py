@@ -36,7 +36,7 @@ def warmup(
     A first call of a kind compiles for seconds where an executor compiles; later calls, and other
     processes on this machine, find it on disk. Call it before serving, or before a clock runs.
     A plan that fails is logged, and the others go on. FlexAttention is compiled too, but its calls
-    still wait until they have paid for it: what it compiles is for one problem, and not found again.
+    still wait until they have paid for it: what it compiles is for one problem alone.
 
     Args:
         what: problems; or a model, or any function, which is called once and whose attention calls
