@@ -7,13 +7,18 @@ executor. Shape legend in `adaattn.spec`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from adaattn.backends.keys_values import KeysValues, PackedKeysValues
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
-__all__ = ["Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
+__all__ = ["STATISTICS", "Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
+
+
+STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
+"""The outputs that have one number for each row, in the order of `Result`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

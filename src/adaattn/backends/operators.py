@@ -5,20 +5,18 @@ from the tensors that arrive when the graph runs, whose lengths may be others.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from adaattn._dtypes import precision_of
 from adaattn.backends.common import layout_facts, output_like
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
 __all__ = ["operator"]
 
 _Run = Callable[[Tensors, AttentionProblem], Result]
-
-_STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
 
 
 def operator(name: str, run: _Run) -> _Run:
@@ -73,7 +71,7 @@ def operator(name: str, run: _Run) -> _Run:
         )
         lse, row_max, entropy = (
             item if flag in problem.aux else None
-            for item, flag in zip(statistics, _STATISTICS, strict=True)
+            for item, flag in zip(statistics, STATISTICS, strict=True)
         )
         return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
 
@@ -138,6 +136,6 @@ def _fake(
     del key
     aux, shape = Aux(rest[-1][-1]), query.shape[:-1]
     statistics = [
-        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in _STATISTICS
+        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]
     return [output_like(query, value.shape[-1]), *statistics]

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -18,6 +19,7 @@ __all__ = ["check_untransformed", "compiling", "why_no_triton"]
 _OLDEST: Final = (3, 6)
 
 
+@lru_cache(maxsize=1)
 def why_no_triton() -> str:
     """Return why kernels cannot be compiled in this installation, or ""."""
     if importlib.util.find_spec("triton") is None:

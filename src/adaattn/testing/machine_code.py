@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from adaattn.backends.hopper.launch import choose
-from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
+from adaattn.backends.interface import STATISTICS
+from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 

@@ -16,8 +16,6 @@ from adaattn.spec import Precision
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
-# What a compilation raises where a release of Triton, its assembler or the device does not fit.
-
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")

@@ -25,7 +25,7 @@ from adaattn.backends.hopper.launch import (
     tile_bits,
     tiles_per_head,
 )
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.backends.masks import stream_of, with_rank
 from adaattn.backends.own_kernels import check_untransformed, compiling
 from adaattn.hardware import probe
@@ -158,7 +158,6 @@ class _Prepared:
         tiles: the list of tiles, or None.
         is_lasting: what was prepared may serve later calls.
         aux: row outputs.
-        takes_mask: how a mask is read: None where there is none.
     """
 
     launch: Callable[..., None]
@@ -186,7 +185,7 @@ class _Prepared:
         out = query.new_empty_strided(self.shapes[3][0], self.out_strides)
         lse, row_max, entropy = (
             query.new_empty(self.row_shape, dtype=torch.float32) if self.aux & flag else None
-            for flag in (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
+            for flag in STATISTICS
         ) if self.aux else (None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
         if mask is not None:

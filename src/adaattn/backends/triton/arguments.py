@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
     HALVED_ROWS,
@@ -18,12 +19,9 @@ from adaattn.backends.triton.launch import (
     padded,
 )
 from adaattn.hardware import probe
-from adaattn.spec import Align, AttentionProblem, Aux, Precision
+from adaattn.spec import Align, AttentionProblem, Precision
 
-__all__ = ["STATISTICS", "Arguments", "MaskLayout"]
-
-STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
-"""The outputs beside the result, in the kernels' order."""
+__all__ = ["Arguments", "MaskLayout"]
 
 _INT32: Final = 2**31
 
@@ -73,8 +71,8 @@ class Arguments:
         problem = self._problem
         splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
         features = (*self._features, problem.mask, problem.mask_shape[-2:-1] == (1,))
-        aux = int(problem.aux & (Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY))
-        return ("triton", problem.precision, *self._shape, *features, aux, splits, self._tile)
+        asked = self._asked(False)
+        return ("triton", problem.precision, *self._shape, *features, *asked, splits, self._tile)
 
     def programs(self, batch: int, heads: int, len_q: int, sequences: int) -> tuple[int, int]:
         """Return the programs without splits, and the tiles of rows of a head."""

@@ -8,11 +8,11 @@ import torch
 
 from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.triton.arguments import STATISTICS, Arguments, MaskLayout
+from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.spec import AttentionProblem, HeadGroup
 

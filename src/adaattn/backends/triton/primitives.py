@@ -202,7 +202,7 @@ def seen(
 ):
     """Return which keys are seen from which positions: boolean [BLOCK_M, BLOCK_N]."""
     ahead = keys[None, :] - positions[:, None]
-    visible = (keys < high)[None, :] & (ahead == ahead)  # in the shape of both
+    visible = ahead < (high - positions)[:, None]
     if HAS_LEFT:
         visible = visible & (ahead >= -left)
     if HAS_RIGHT:
@@ -218,19 +218,19 @@ def soft_capped(scores, cap, FAST: tl.constexpr):
     below 0.25 the difference of exponentials would cancel, and a series of five terms is right to
     rounding.
     """
-    x = scores
     if FAST:
         tangent = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "tanh.approx.f32 $0, $1;", "=f,f", [scores], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+        decay = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E))
         large = (1.0 - decay) / (1.0 + decay)
-        square = x * x
+        square = scores * scores
         series = 1.0 + square * (
             -1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
         )
-        tangent = tl.where(tl.abs(x) < 0.25, x * series, tl.where(x < 0, -large, large))
+        tangent = tl.where(scores < 0, -large, large)
+        tangent = tl.where(tl.abs(scores) < 0.25, scores * series, tangent)
     return cap * tangent
 
 
