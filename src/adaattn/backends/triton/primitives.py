@@ -202,7 +202,8 @@ def seen(
 ):
     """Return which keys are seen from which positions: boolean [BLOCK_M, BLOCK_N]."""
     ahead = keys[None, :] - positions[:, None]
-    visible = ahead < (high - positions)[:, None]
+    # In the shape of both: `ahead < high - positions` holds more registers, and spills.
+    visible = (keys < high)[None, :] & (ahead == ahead)
     if HAS_LEFT:
         visible = visible & (ahead >= -left)
     if HAS_RIGHT:
