@@ -1,6 +1,7 @@
 """Modules that adapt, in training: gradients, checkpointing, AMP, compilation, DDP."""
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # after init_process_group, its defaults keep the group
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -240,6 +242,12 @@ def _module() -> AdaptiveRankAttention:
     return AdaptiveRankAttention(64, 1, error_budget=BUDGET)
 
 
+def _gloo_threads() -> list[str]:
+    """Return the names of this process's threads that belong to Gloo."""
+    names = [comm.read_text().strip() for comm in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
 def _train_rank(rank: int, folder: str) -> None:
     """One process of two: a step of DDP on its half of the batch."""
     torch.set_num_threads(1)
@@ -259,7 +267,11 @@ def _train_rank(rank: int, folder: str) -> None:
     torch.save(module.get_statistics()["share_by_method"], f"{folder}/own{rank}.pt")
     whole = module.get_statistics().gather()
     torch.save((whole["calls"], whole["share_by_method"]), f"{folder}/whole{rank}.pt")
+    del wrapped, output
+    gc.collect()
     dist.destroy_process_group()
+    # A thread that drops a tensor while Python shuts down would abort the process.
+    assert not _gloo_threads()
 
 
 def test_data_parallel_ranks_may_differ_in_their_plans_and_agree_on_gradients(
