@@ -59,6 +59,7 @@ def scaled_dot_product_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
     policy: Policy | str | float | None = None,
     plan: Plan | None = None,
     backend: str = "auto",
@@ -98,6 +99,8 @@ def scaled_dot_product_attention(
         max_seqlen_q: longest packed query sequence, or more; None takes what is known without
             waiting for a GPU: the number of tokens.
         max_seqlen_k: the same for key and value.
+        batch_invariant: a sequence's result is the same, bit for bit, whatever else is in the
+            batch or packed beside it; the call is exact then. A `Policy` can ask for it too.
         policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``), a policy file, or
             a number: an error budget; None is the one set by `use_policy`, else ``"quality"``.
         plan: run this and plan nothing; audited as its ``audit_rows`` say.
@@ -143,6 +146,7 @@ def scaled_dot_product_attention(
         dilation,
         max_seqlen_q,
         max_seqlen_k,
+        batch_invariant,
     )
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
@@ -208,5 +212,6 @@ def plan_attention(
     arguments = Arguments(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **semantics
     )
-    call = build_call(query, key, value, arguments)
-    return decided(call, resolve_policy(policy), backend, layer, history)
+    resolved = resolve_policy(policy)
+    call = build_call(query, key, value, arguments.under(resolved))
+    return decided(call, resolved, backend, layer, history)

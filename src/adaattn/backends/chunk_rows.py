@@ -1,6 +1,7 @@
 """How many query rows `chunked` takes at once, and what each allocates."""
 
 import math
+from dataclasses import replace
 from typing import Final
 
 from adaattn.backends.masked import is_plain, sliding_columns
@@ -61,6 +62,7 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
         memory_budget_bytes: the policy's limit; None takes 256 MiB, for calls of SDPA on a GPU
             2 or 4 GiB, exceeded only where 16 rows need more.
     """
+    problem = _own(problem)
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
     if problem.device_type == "cuda" and is_plain(problem):
         available = _GPU_BYTES[is_fused(problem)]
@@ -100,7 +102,7 @@ def _sharing_a_tile(problem: AttentionProblem, rows: int) -> int:
 
 def row_bytes(problem: AttentionProblem) -> int:
     """Return the bytes that a row of a chunk allocates: its scores, or on a GPU its mask alone."""
-    len_k = max(problem.len_k, 1)
+    problem, len_k = _own(problem), max(problem.len_k, 1)
     if problem.device_type == "cuda" and is_plain(problem) and is_fused(problem):
         heads = problem.num_heads if problem.has_alibi else 0
         if problem.mask_shape and (problem.is_positional or problem.has_alibi):
@@ -108,6 +110,13 @@ def row_bytes(problem: AttentionProblem) -> int:
         return (_PAIR_BYTES + _BIAS_BYTES * heads) * len_k
     heads = problem.batch * problem.num_heads
     return _SCORE_COPIES * _score_bytes(problem) * heads * len_k
+
+
+def _own(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem of one sequence, where sequences go one at a time."""
+    if not problem.batch_invariant:
+        return problem
+    return replace(problem, batch=1, mask_shape=problem.mask_shape and (1, *problem.mask_shape[1:]))
 
 
 def _score_bytes(problem: AttentionProblem) -> int:

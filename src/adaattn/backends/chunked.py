@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from adaattn.backends.alone import one_by_one
 from adaattn.backends.chunk_rows import choose_chunk_rows, is_fused, row_bytes
 from adaattn.backends.common import (
     accumulation_dtype,
@@ -32,7 +33,7 @@ from adaattn.backends.common import (
     softmax_rows,
     tile_scores,
 )
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Direct, Result, Tensors, combine
 from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.masked import (
     is_plain,
@@ -99,6 +100,8 @@ _BLOCK: Final = 512
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the one call of SDPA that a problem is; None where it is several, or none."""
+    if problem.batch_invariant:
+        return None
     if not problem.num_sequences:
         return whole_tile(problem, group)
     return whole_packed(problem) if _is_one_call(problem) and not needs_care(problem) else None
@@ -106,6 +109,8 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention computed some query rows at a time, as ``group.launch`` says."""
+    if problem.batch_invariant and problem.batch:
+        return _each_alone(tensors, problem, group.launch.chunk_rows)
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if _is_one_call(problem):
@@ -122,6 +127,21 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         for part, part_problem in sequences(tensors, problem)
     ]
     return _joined_sequences(parts, tensors, problem)
+
+
+def _each_alone(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
+    """Return attention of which no bit depends on what else is in the batch.
+
+    Packed sequences are of many lengths: each has the rows that it would have alone.
+    """
+    packed = problem.num_sequences > 0
+    parts = [
+        _one_sequence(part, own, choose_chunk_rows(own, None) if packed else chunk_rows)
+        for part, own in one_by_one(tensors, problem)
+    ]
+    if packed:
+        return _joined_sequences(parts, tensors, problem)
+    return parts[0] if len(parts) == 1 else combine(parts, torch.cat)
 
 
 def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:

@@ -24,7 +24,7 @@ CAPABILITIES = (
     Capability(
         name="reference",
         backend="reference",
-        features=~Feature(0),
+        features=~Feature.BATCH_INVARIANT,  # batched products choose their kernels by size
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         materialises_scores=True,
         expands_kv=True,

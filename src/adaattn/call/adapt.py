@@ -82,7 +82,7 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
 def is_settled(call: Call, choice: Choice) -> bool:
     """Return whether calls like this one run exactly whatever they hold."""
     policy, problem = choice.policy, call.problem
-    if not any(head_budgets(policy, problem.num_heads, choice.layer)):
+    if problem.batch_invariant or not any(head_budgets(policy, problem.num_heads, choice.layer)):
         return True
     facts = hardware.probe(call.tensors.query.device)
     return not worth_measuring(problem, facts, policy, choice.allowed, forced=choice.is_forced)

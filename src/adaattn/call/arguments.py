@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
-from adaattn.spec import Align
+from adaattn.spec import Align, Policy
 
 __all__ = ["Arguments", "checked_numbers"]
 
@@ -32,6 +32,7 @@ class Arguments:
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -51,6 +52,12 @@ class Arguments:
         """Return the same arguments with other tensors beside q, k and v."""
         return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))  # type: ignore[arg-type]
 
+    def under(self, policy: Policy) -> "Arguments":
+        """Return the same arguments with what a policy asks for beside them."""
+        if policy.batch_invariant and not self.batch_invariant:
+            return replace(self, batch_invariant=True)
+        return self
+
 
 COMPANIONS: Final = ("attn_mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
 """Tensors beside q, k and v."""
@@ -65,6 +72,7 @@ SETTINGS: Final = (
     "dilation",
     "max_seqlen_q",
     "max_seqlen_k",
+    "batch_invariant",
 )
 """Numbers and flags."""
 

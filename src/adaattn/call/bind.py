@@ -88,8 +88,9 @@ def bind(
         raise ArgumentError(
             expected_got("policy, backend and history with a plan", "none of them", got)
         )
-    call = build_call(query, key, value, arguments, requested_flags(return_aux))
     resolved = resolve_policy(policy)
+    arguments = arguments.under(resolved)
+    call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
         made = _given(call, arguments, plan, layer, return_aux)
     else:

@@ -10,7 +10,7 @@ from adaattn.call.choice import Choice
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS
-from adaattn.errors import PlanError, UnsupportedError
+from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
 from adaattn.planning import decide, reasons
 from adaattn.planning.plan import DROPOUT_HIDES
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Method, Policy
@@ -28,8 +28,15 @@ def decide_exactly(
     Raises:
         UnsupportedError: what was asked for cannot serve the call.
         PlanError: nothing can.
+        ArgumentError: a memory budget that would make packed sequences matter to one another.
     """
     allowed = capabilities_asked_for(backend)
+    if problem.batch_invariant and problem.num_sequences and policy.memory_budget_bytes is not None:
+        got = f"{policy.memory_budget_bytes} bytes"
+        hint = "how much fits would depend on the other sequences"
+        raise ArgumentError(
+            expected_got("memory budget of batch-invariant packed sequences", "None", got, hint)
+        )
     if backend != "auto":
         _check_backend(problem, facts, policy, backend, allowed)
     if all(item.method is not Method.EXACT for item in allowed):
@@ -77,7 +84,8 @@ def _decide(
     try:
         return decide(problem, None, facts, policy, allowed, layer=layer)
     except PlanError:
-        if policy.allows_loss and any(item.method is Method.EXACT for item in allowed):
+        may_lose = policy.allows_loss and not problem.batch_invariant
+        if may_lose and any(item.method is Method.EXACT for item in allowed):
             lower = [p for p in policy.precisions if p.bits < problem.precision.bits]
             if any(
                 not reasons(item, replace(problem, precision=p), facts)
@@ -97,7 +105,7 @@ def _check_backend(
 ) -> None:
     """Refuse an explicit backend that cannot serve, with every reason."""
     found: list[str] = []
-    lossy = policy.allows_loss
+    lossy = policy.allows_loss and not problem.batch_invariant
     lower = [p for p in policy.precisions if lossy and p.bits < problem.precision.bits]
     for item in allowed:
         against = list(reasons(item, problem, facts))

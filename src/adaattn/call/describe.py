@@ -119,6 +119,7 @@ def build_call(
         dilation=dilation,
         softcap=softcap,
         dropout_p=dropout_p,
+        batch_invariant=_is_invariant(arguments, dropout_p),
         aux=aux,
         sdpa_default=sdpa_default(tensors, is_causal, scale, dropout_p),
     )
@@ -193,7 +194,7 @@ def _causal_bias(
     """Return (mask, is_causal, align), a causal bias of torch.nn.attention turned into flags."""
     align = _align(arguments.align)
     mask = arguments.attn_mask
-    for name in ("is_causal", "enable_gqa"):
+    for name in ("is_causal", "enable_gqa", "batch_invariant"):
         if isinstance(text := getattr(arguments, name), str):  # "False" would count as true
             raise ArgumentTypeError(expected_got(name, "True or False", repr(text)))
     if mask is None:
@@ -221,6 +222,16 @@ def _causal_bias(
         )
     corner = Align.BOTTOM_RIGHT if variant.name == "LOWER_RIGHT" else Align.TOP_LEFT
     return None, True, corner
+
+
+def _is_invariant(arguments: Arguments, dropout_p: float) -> bool:
+    """Return whether a sequence's result may not depend on the others."""
+    if arguments.batch_invariant and dropout_p > 0:
+        hint = "its random numbers are drawn for the whole batch"
+        raise ArgumentError(
+            expected_got("dropout_p with batch_invariant=True", "0.0", dropout_p, hint)
+        )
+    return bool(arguments.batch_invariant)
 
 
 def _align(align: str | Align) -> Align:

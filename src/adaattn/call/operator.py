@@ -14,7 +14,7 @@ from adaattn.call.key import key_of
 from adaattn.policies import PRESETS, resolve_policy
 from adaattn.spec import Align, Policy
 
-__all__ = ["decided_at_run_time", "policy_token"]
+__all__ = ["asks_for_invariance", "decided_at_run_time", "policy_token"]
 
 _POLICIES: Final[dict[str, Policy]] = dict(PRESETS)
 """Policies of graphs by token: an operator takes no objects."""
@@ -33,8 +33,14 @@ def policy_token(policy: Policy | str | float | None) -> str:
     return token
 
 
+def asks_for_invariance(policy: Policy | str | float | None) -> bool:
+    """Return whether a policy asks for results that do not depend on the batch; read likewise."""
+    return resolve_policy(policy).batch_invariant
+
+
 # What torch.compiler.assume_constant_result sets; that imports all of the compiler.
 policy_token._dynamo_marked_constant = True  # type: ignore[attr-defined]
+asks_for_invariance._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch.library.custom_op("adaattn::attention", mutates_args=())
@@ -83,7 +89,7 @@ def decided_at_run_time(
     if is_causal and mask is not None:
         is_causal, window = False, [window[0], 0]
     grouped = query.shape[1] != key.shape[1]
-    settings = (scale, softcap, 0.0, is_causal, grouped, align, dilation, None, None)
+    settings = (scale, softcap, 0.0, is_causal, grouped, align, dilation, None, None, False)
     choice = (_POLICIES[policy], None, None, "auto", layer, None)
     known_by = key_of(query, key, value, companions, settings, tuple(window), choice)
     known = find(known_by)

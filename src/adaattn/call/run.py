@@ -49,8 +49,8 @@ def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -
             return Outcome(result=result, decision=decision, fallbacks=tuple(failed))
         except (torch.OutOfMemoryError, ExecutorError) as error:
             names = {group.capability for group in decision.plan.groups}
-            if backend != "auto" or names <= excluded:
-                raise
+            if backend != "auto" or names <= excluded or call.problem.batch_invariant:
+                raise  # another executor has other bits, and a smaller batch may have found room
             excluded |= names
             forget_tiles(call.tensors.query.device)
             failed.append(_step_down(sorted(names), error))
@@ -105,6 +105,11 @@ def check_plan(call: Call, plan: Plan) -> None:
                 *found,
                 f"the plan computes in {scheme.label} and allows no error, "
                 f"the input is {problem.precision.label}",
+            )
+        if problem.batch_invariant and scheme.inputs is not problem.precision:
+            found = (
+                *found,
+                "its error is audited on the whole batch, which batch_invariant excludes",
             )
         if found:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)

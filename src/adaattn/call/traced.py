@@ -17,7 +17,7 @@ from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome
 from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.key import Choices
-from adaattn.call.operator import decided_at_run_time, policy_token
+from adaattn.call.operator import asks_for_invariance, decided_at_run_time, policy_token
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import check_plan, run_plan
 from adaattn.errors import UnsupportedError
@@ -43,6 +43,11 @@ def traced(
         choice: a plan is followed, a backend too.
     """
     policy, plan, _, backend, layer, return_aux = choice
+    if arguments.batch_invariant or asks_for_invariance(policy):
+        found = ["a graph's products are its compiler's, which follow the size of the batch"]
+        raise UnsupportedError(
+            "torch.compile with batch_invariant", found, "Call it outside of the compiled function."
+        )
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
         outcome = run_plan(call, plan)

@@ -81,7 +81,9 @@ def decision_for(request: PlanRequest) -> tuple[AttentionProblem, HardwareFacts,
     """
     hardware = facts_of(request.device)
     problem = problem_of(request, hardware.device_type)
-    decision = decide(problem, None, hardware, _policy(request), capabilities())
+    policy = _policy(request)
+    problem = replace(problem, batch_invariant=policy.batch_invariant)
+    decision = decide(problem, None, hardware, policy, capabilities())
     return problem, hardware, decision
 
 

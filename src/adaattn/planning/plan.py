@@ -23,6 +23,7 @@ from adaattn.planning.assignment import (
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, ratio
+from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
 from adaattn.spec import (
@@ -55,6 +56,7 @@ _SAFETY: Final = 4
 """Output errors of a format are taken to stay below this many of its rounding errors."""
 
 _LOSES_NOTHING = "it approximates, and the error budget is 0"
+_MEASURES_THE_BATCH = "its error is measured on the whole batch, which batch_invariant excludes"
 _NOT_EXACT = "it approximates, and no exact one could take over where an audit finds too much"
 
 
@@ -272,11 +274,13 @@ def _best_exact(
     time displaces it. The second is there where the first has to be compiled: until calls
     have lost as much as that costs.
     """
+    if problem.batch_invariant:
+        return first_in_order(candidates)
     usable = [item for item in candidates if item.is_exact and not item.refusal]
     if not usable:
         return ()
     by_name = {item.group.capability: item for item in usable}
-    incumbent = _incumbent(usable, problem)
+    incumbent = incumbent_of(usable, problem)
     if hardware.timings is None:
         return (incumbent,)
     own = incumbent.group.capability
@@ -288,29 +292,12 @@ def _best_exact(
     return (best,) if best is now or not _compile_ms(best) else (best, now)
 
 
-def _incumbent(usable: Sequence[Candidate], problem: AttentionProblem) -> Candidate:
-    """Return what PyTorch would run, else what its user would write.
-
-    Grouped heads that PyTorch would serve by math are written by folding them into rows or by
-    repeating k and v, which fused kernels take.
-    """
-
-    def order(item: Candidate) -> int:
-        return item.capability.order(problem)
-
-    default = next((it for it in usable if it.group.capability == problem.sdpa_default), None)
-    if default is None:
-        return min(usable, key=order)
-    if problem.group_size == 1 or not default.capability.materialises_scores:
-        return default
-    fused = [it for it in usable if it.capability.is_fused and not it.capability.compiles]
-    return min((default, *fused), key=order)
-
-
 def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:
     """Return why an exact candidate was preferred to the other exact ones."""
     if exact is None:
         return ""
+    if problem.batch_invariant:
+        return "the first in a fixed order whose results do not depend on the batch"
     if exact.group.capability == problem.sdpa_default:
         return "what PyTorch would run, and nothing exact was measured faster"
     if exact.measured is None:
@@ -347,6 +334,8 @@ def _exact_decision(
         item if item.is_exact or item.refusal else replace(item, refusal=refusal, why=why)
         for item in candidates
     ]
+    if problem.batch_invariant:
+        judged = behind(judged, exact)
     later = None
     if len(ranked) > 1:
         later = _plan_of(ranked[0], problem, policy)
@@ -373,6 +362,8 @@ def _why_unmeasured(
 ) -> str:
     """Return the sentence for approximations that nobody measured."""
     rows = policy.audit_rows
+    if problem.batch_invariant:
+        return _MEASURES_THE_BATCH
     if not policy.allows_loss:
         return _LOSES_NOTHING
     if rows == 0:

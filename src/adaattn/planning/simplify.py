@@ -15,12 +15,16 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
     single bottom-right row, nor does it of a single key.
 
     Args:
-        problem: any problem; packed lengths are judged by their maxima.
+        problem: any problem; packed lengths are judged by their maxima, or not at all where one
+            sequence may not matter to another.
     """
     len_q = problem.max_len_q if problem.num_sequences else problem.len_q
     len_k = problem.max_len_k if problem.num_sequences else problem.len_k
     left, right = problem.window
     is_causal = problem.is_causal or right == 0
+    if problem.batch_invariant and problem.num_sequences:
+        right = -1 if is_causal else right
+        return replace(problem, is_causal=is_causal, window=(left, right))
     dilation = problem.dilation
     align = problem.align
     if problem.packed_square if problem.num_sequences else len_q == len_k:

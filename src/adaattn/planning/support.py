@@ -75,6 +75,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (Feature.ROW_MAX, lambda p: Aux.ROW_MAX in p.aux, "the row maximum as an output"),
     (Feature.ENTROPY, lambda p: Aux.ENTROPY in p.aux, "the row entropy as an output"),
     (Feature.WEIGHTS, lambda p: Aux.WEIGHTS in p.aux, "the weights as an output"),
+    (
+        Feature.BATCH_INVARIANT,
+        lambda p: p.batch_invariant,
+        "results that do not depend on the rest of the batch",
+    ),
 )
 
 _CAUSAL = Feature.CAUSAL_TOP_LEFT | Feature.CAUSAL_BOTTOM_RIGHT

@@ -131,3 +131,4 @@ class Feature(enum.IntFlag):
     ROW_MAX = enum.auto()
     ENTROPY = enum.auto()
     WEIGHTS = enum.auto()
+    BATCH_INVARIANT = enum.auto()

@@ -47,6 +47,7 @@ class AttentionProblem:
         packed_square: every packed sequence has as many queries as keys.
         requires_grad: a gradient is wanted for q, k or v.
         deterministic: PyTorch was asked for deterministic algorithms.
+        batch_invariant: the numbers of one sequence may not depend on the others, to the last bit.
         aux: outputs wanted beside the result.
         allowed_sdpa: SDPA kernels that an ambient ``sdpa_kernel`` leaves enabled; None is all.
         sdpa_default: the kernel that SDPA itself would use; "" if unknown.
@@ -88,6 +89,7 @@ class AttentionProblem:
     packed_square: bool = False
     requires_grad: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     aux: Aux = Aux.NONE
     allowed_sdpa: tuple[str, ...] | None = None
     sdpa_default: str = ""

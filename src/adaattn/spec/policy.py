@@ -32,6 +32,8 @@ class Policy:
             checked and repaired before it returns, at the price of waiting for the device. A CPU
             always does.
         head_budgets: ``((layer, head, error_budget), ...)`` from calibration; these come first.
+        batch_invariant: a sequence's result is the same, bit for bit, whatever else is in the
+            batch; every error budget must be 0.
         provenance: where a calibrated policy comes from.
 
     Raises:
@@ -48,6 +50,7 @@ class Policy:
     audit_rows: int = 32
     check: str = "sampled"
     head_budgets: tuple[tuple[int, int, float], ...] = ()
+    batch_invariant: bool = False
     provenance: str = ""
 
     def __post_init__(self) -> None:
@@ -65,6 +68,15 @@ class Policy:
         if Method.EXACT not in self.methods:
             raise ArgumentError(
                 expected_got("methods", "a tuple with Method.EXACT in it", self.methods)
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise ArgumentTypeError(
+                expected_got("batch_invariant", "True or False", repr(self.batch_invariant))
+            )
+        if self.batch_invariant and self.allows_loss:
+            hint = "approximations are chosen by numbers that are measured on the whole batch"
+            raise ArgumentError(
+                expected_got("error budgets with batch_invariant=True", "0", "others", hint)
             )
 
     @property

@@ -95,6 +95,11 @@ NEEDS = [
     ({"aux": Aux.ROW_MAX}, Feature.ROW_MAX, "the row maximum as an output"),
     ({"aux": Aux.ENTROPY}, Feature.ENTROPY, "the row entropy as an output"),
     ({"aux": Aux.WEIGHTS}, Feature.WEIGHTS, "the weights as an output"),
+    (
+        {"batch_invariant": True},
+        Feature.BATCH_INVARIANT,
+        "results that do not depend on the rest of the batch",
+    ),
 ]
 
 

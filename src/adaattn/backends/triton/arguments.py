@@ -13,6 +13,7 @@ from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
     HALVED_ROWS,
     choose_tile,
+    invariant_split,
     is_halved,
     num_splits,
     packed_heads,
@@ -47,10 +48,17 @@ class MaskLayout:
         strides = tuple(0 if size == 1 else step for size, step in sizes)
         return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
 
-    def constants(self, pack: int) -> tuple[int, bool, int, int]:
-        """Return what is compiled in: kind, whether rows differ, the step of keys, alignment."""
+    def constants(
+        self, pack: int, aligns: tuple[int, ...] = (16, 8, 1)
+    ) -> tuple[int, bool, int, int]:
+        """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
+
+        Args:
+            pack: heads in a tile.
+            aligns: multiples to look for in strides, the largest first; 1 is the last.
+        """
         batch, heads, rows, keys = self.strides
-        align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        align = next(it for it in aligns if not (batch % it or heads % it or rows % it))
         return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
 
 
@@ -72,7 +80,16 @@ class Arguments:
         splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
         features = (*self._features, problem.mask, problem.mask_shape[-2:-1] == (1,))
         asked = self._asked(False)
-        return ("triton", problem.precision, *self._shape, *features, *asked, splits, self._tile)
+        return (
+            "triton",
+            problem.precision,
+            *self._shape,
+            *features,
+            *asked,
+            splits,
+            problem.batch_invariant,
+            self._tile,
+        )
 
     def programs(self, batch: int, heads: int, len_q: int, sequences: int) -> tuple[int, int]:
         """Return the programs without splits, and the tiles of rows of a head."""
@@ -93,6 +110,9 @@ class Arguments:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
         if problem.num_sequences:
             return 1, keys
+        if problem.batch_invariant:
+            split_keys = invariant_split(problem, keys)
+            return max(-(-keys // split_keys), 1), split_keys
         name = problem.device_type if device < 0 else f"{problem.device_type}:{device}"
         splits = num_splits(programs, tile, keys, probe(name).num_processors)
         split_keys = -(-keys // splits // tile.keys) * tile.keys
@@ -119,13 +139,16 @@ class Arguments:
         rows = max(strides[5], strides[8], *seen.strides[2:]) * problem.dilation
         is_wide = rows * max(tile.keys, tile.rows) >= _INT32
         is_split = grid[1] > 1
+        # Strides over sequences, or over all tokens, make no other kernel where they have no say.
+        blind = problem.batch_invariant and (problem.num_sequences or not seen.strides[2])
+        aligns = (1,) if blind else (16, 8, 1)
         return Launch(
             module="forward",
             name="forward",
             grid=grid,
             numbers=(*self._factors, *strides, *sizes, *self._window, problem.dilation, *counts),
             constants=(
-                *(*self._shape, *seen.constants(self._pack), *self._features, is_split),
+                *(*self._shape, *seen.constants(self._pack, aligns), *self._features, is_split),
                 *(*self._asked(is_split), *self._aligns, is_wide, self.is_halved, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),

@@ -10,6 +10,7 @@ __all__ = [
     "HALVED_ROWS",
     "Tile",
     "choose_tile",
+    "invariant_split",
     "is_halved",
     "num_splits",
     "packed_heads",
@@ -25,6 +26,11 @@ _LEAST_SPLIT: Final = 256
 _PROGRAMS: Final = 2
 """Programs for each multiprocessor that splitting aims at, of a short tile: more of them take 5 to
 10 % longer over 32K keys (H200, 2026-11)."""
+
+_INVARIANT_SPLIT: Final = 512
+_MOST_INVARIANT_SPLITS: Final = 64
+"""Keys of a split at least, and splits at most, where no batch has a say: 8 heads of 8K keys make 128
+programs, about one for each multiprocessor. Not timed on a card yet."""
 
 _MANY_HEADS: Final = 256
 """Key heads of a batch from which on long blocks of keys are as fast or faster (H200, 2026-11)."""
@@ -81,13 +87,14 @@ def padded(columns: int) -> int:
 def packed_heads(problem: AttentionProblem) -> int:
     """Return how many heads of a group stand in one tile: all where rows are few, else 1.
 
-    Packed sequences find their tiles by rows, which takes a power of two.
+    Packed sequences find their tiles by rows, which takes a power of two. Where they may not matter
+    to one another, how few rows there are is nobody's to say.
     """
     group = problem.group_size
     longest = problem.max_len_q if problem.num_sequences else problem.len_q
     if problem.num_sequences and group & (group - 1):
         return 1
-    return group if group <= 64 and longest < 64 else 1
+    return group if group <= 64 and (longest < 64 or _is_blind(problem)) else 1
 
 
 def is_halved(problem: AttentionProblem) -> bool:
@@ -97,7 +104,13 @@ def is_halved(problem: AttentionProblem) -> bool:
     rows the keys are read once or twice anyway, and tf32 takes them as they are.
     """
     rows = packed_heads(problem) * problem.len_q
-    return problem.precision is Precision.FP32 and rows >= _HALVED_FROM
+    many = rows >= _HALVED_FROM or _is_blind(problem)
+    return problem.precision is Precision.FP32 and many
+
+
+def _is_blind(problem: AttentionProblem) -> bool:
+    """Return whether no length of the packed sequences may be looked at: it may be another's."""
+    return problem.batch_invariant and problem.num_sequences > 0
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
@@ -110,11 +123,11 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         return _HALVED_TILES[_size(columns)]
     if problem.precision is Precision.FP32:
         return Tile(rows=min(padded(rows), 64), keys=32, warps=4, stages=2 if columns <= 128 else 1)
-    if rows <= 2 * _SHORT:
-        many = problem.batch * problem.num_kv_heads >= _MANY_HEADS
+    if rows <= 2 * _SHORT and not _is_blind(problem):
+        many = problem.batch * problem.num_kv_heads >= _MANY_HEADS and not problem.batch_invariant
         keys = 128 if many and columns <= 128 else 64
         return Tile(rows=padded(rows), keys=keys, warps=4, stages=3 if columns <= 128 else 2)
-    if rows <= 64 or (columns <= 128 and _is_ragged(problem)):
+    if rows <= 64 or _is_blind(problem) or (columns <= 128 and _is_ragged(problem)):
         return Tile(rows=64, keys=64, warps=4, stages=3 if columns <= 128 else 2)
     return _TILES[_size(columns)]
 
@@ -150,3 +163,23 @@ def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -
         return 1
     most = max(len_k // _LEAST_SPLIT, 1)
     return min(1 << math.floor(math.log2(wanted / num_programs)), 1 << math.floor(math.log2(most)))
+
+
+def invariant_split(problem: AttentionProblem, keys: int) -> int:
+    """Return the keys of a split where sums may not depend on the batch, nor on the device.
+
+    One sequence's sizes say it: the rows of a head, and the keys.
+
+    Args:
+        problem: what to compute.
+        keys: that a tile of rows may see.
+
+    Example:
+        >>> from adaattn.testing import make_problem
+        >>> one = make_problem(len_q=1, batch_invariant=True)
+        >>> [invariant_split(one, keys) for keys in (100, 8192, 131072)]
+        [512, 512, 2048]
+    """
+    if packed_heads(problem) * problem.len_q > 64 or problem.num_sequences:
+        return padded(keys)
+    return max(_INVARIANT_SPLIT, padded(-(-keys // _MOST_INVARIANT_SPLITS)))

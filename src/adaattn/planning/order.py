@@ -1,0 +1,48 @@
+"""Which exact candidate comes first by itself, before any measured time has a say."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from adaattn.planning.candidates import Candidate
+from adaattn.spec import AttentionProblem, Why
+
+__all__ = ["behind", "first_in_order", "incumbent_of"]
+
+
+def incumbent_of(usable: Sequence[Candidate], problem: AttentionProblem) -> Candidate:
+    """Return what PyTorch would run, else what its user would write.
+
+    Grouped heads that PyTorch would serve by math are written by folding them into rows or by
+    repeating k and v, which fused kernels take.
+    """
+
+    def order(item: Candidate) -> int:
+        return item.capability.order(problem)
+
+    default = next((it for it in usable if it.group.capability == problem.sdpa_default), None)
+    if default is None:
+        return min(usable, key=order)
+    if problem.group_size == 1 or not default.capability.materialises_scores:
+        return default
+    fused = [it for it in usable if it.capability.is_fused and not it.capability.compiles]
+    return min((default, *fused), key=order)
+
+
+def first_in_order(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the exact candidate that stands first, fused ones before the others; () for none.
+
+    No size of a batch and no time has a say. Where the first has too little memory nothing takes
+    its place: the same sequence in a smaller batch would have been computed by it.
+    """
+    able = [it for it in candidates if it.is_exact and (not it.refusal or it.why is Why.MEMORY)]
+    first = min(able, key=lambda it: not it.capability.is_fused, default=None)
+    return () if first is None or first.refusal else (first,)
+
+
+def behind(candidates: Sequence[Candidate], first: Candidate) -> list[Candidate]:
+    """Return the candidates, those refused that stand behind the first of a fixed order."""
+    why = f"it stands behind {first.name} in the fixed order that batch_invariant takes"
+    return [
+        it if it.refusal or it is first else replace(it, refusal=why, why=Why.POLICY)
+        for it in candidates
+    ]
