@@ -29,8 +29,8 @@ _PROGRAMS: Final = 2
 
 _INVARIANT_SPLIT: Final = 512
 _MOST_INVARIANT_SPLITS: Final = 64
-"""Keys of a split at least, and splits at most, where no batch has a say: 8 heads of 8K keys make 128
-programs, about one for each multiprocessor. Not timed on a card yet."""
+"""Keys of a split at least, and splits at most, where no batch has a say: 8 heads of 8K keys make
+128 programs, about one for each multiprocessor. Not timed on a card yet."""
 
 _MANY_HEADS: Final = 256
 """Key heads of a batch from which on long blocks of keys are as fast or faster (H200, 2026-11)."""

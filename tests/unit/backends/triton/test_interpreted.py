@@ -111,6 +111,14 @@ CASES: dict[str, dict[str, Any]] = {
     "decode with a bias of heads": GROUPS
     | OF_KEYS
     | {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 8, 1, 1500), "has_alibi": True},
+    "decode, batch-invariant": DECODE | {"batch_invariant": True, "has_sinks": True},
+    "causal, batch-invariant": GROUPS
+    | {"len_q": 130, "is_causal": True, "batch_invariant": True, "batch": 2},
+    "a masked cache, batch-invariant": GROUPS
+    | OF_KEYS
+    | {"mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 1500), "batch_invariant": True},
+    "packed, batch-invariant": GROUPS
+    | {"lengths_q": (9, 0, 170, 1), "is_causal": True, "batch_invariant": True},
     "transposed": {"layout": Layout.TRANSPOSED, "len_q": 40},
     "strided": {"layout": Layout.STRIDED, "len_q": 40},
     "negative scale": {"scale": -0.3, "is_causal": True, "len_q": 40},
