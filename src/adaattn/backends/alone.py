@@ -77,7 +77,7 @@ def _of_batch(
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a fresh one of its shape would lie; itself if it lies so."""
-    flat = tensor.reshape(-1)
+    flat = tensor.contiguous().view(-1)
     if flat.data_ptr() % _ALIGNED_BYTES:
         flat = flat.clone()
     return flat.view(tensor.shape)

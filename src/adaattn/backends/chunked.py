@@ -134,12 +134,21 @@ def _each_alone(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) ->
 
     Packed sequences are of many lengths: each has the rows that it would have alone.
     """
-    packed = problem.num_sequences > 0
-    parts = [
-        _one_sequence(part, own, choose_chunk_rows(own, None) if packed else chunk_rows)
-        for part, own in one_by_one(tensors, problem)
-    ]
-    if packed:
+    parts = []
+    for part, own in one_by_one(tensors, problem):
+        lengths = own.len_q, own.len_k
+        if (
+            part.mask is None
+            and is_plain(own)
+            and is_fused(own)
+            and _is_in_order(part, own, lengths)
+        ):
+            output = fused_attention(part.query, part.key, part.value, None, own, is_causal=True)
+            parts.append(Result(output=output))
+            continue
+        rows = choose_chunk_rows(own, None) if problem.num_sequences else chunk_rows
+        parts.append(_one_sequence(part, own, rows))
+    if problem.num_sequences:
         return _joined_sequences(parts, tensors, problem)
     return parts[0] if len(parts) == 1 else combine(parts, torch.cat)
 
@@ -151,13 +160,12 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
     lengths_q, lengths_k = (
         [stop - start for start, stop in pairwise(bounds)] for bounds in (bounds_q, bounds_k)
     )
-    in_order = problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
     outputs = []
     for q, k, v in zip(
         query.split(lengths_q, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True
     ):
         lengths = q.shape[2], k.shape[2]
-        if tensors.alibi_slopes is None and in_order and lengths[0] == lengths[1] > 0:
+        if _is_in_order(tensors, problem, lengths):
             outputs.append(fused_attention(q, k, v, None, problem, is_causal=True))
             continue
         part = replace(
@@ -166,6 +174,13 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
         part_problem = replace(problem, num_sequences=0, len_q=lengths[0], len_k=lengths[1])
         outputs.append(_one_sequence(part, part_problem, chunk_rows).output)
     return Result(output=outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))
+
+
+def _is_in_order(tensors: Tensors, problem: AttentionProblem, lengths: tuple[int, int]) -> bool:
+    """Return whether SDPA's flag says all that there is to say of so many rows and keys."""
+    if tensors.alibi_slopes is not None or lengths[0] != lengths[1] or not lengths[0]:
+        return False
+    return problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 
 
 def _is_one_call(problem: AttentionProblem) -> bool:
