@@ -171,7 +171,7 @@ class Arguments:
 
     def _asked(self, is_split: bool) -> tuple[bool, bool, bool]:
         """Return which statistics the kernel writes; of the parts, those that add up to them."""
-        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS)
+        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS[:3])
         return (True, True, entropy) if is_split else (lse, row_max, entropy)
 
     @cached_property

@@ -26,6 +26,8 @@ _NOT: Final = (
     | Feature.DETERMINISTIC_BACKWARD
     | Feature.WEIGHTS
     | Feature.EMPTY
+    | Feature.BLOCK_LIST
+    | Feature.DROPPED_MASS
 )
 
 

@@ -41,7 +41,7 @@ def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     shape = query.shape[:3]
     lse, row_max, entropy = statistics = tuple(
         query.new_empty(shape, dtype=torch.float32) if flag in problem.aux else None
-        for flag in STATISTICS
+        for flag in STATISTICS[:3]
     )
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
