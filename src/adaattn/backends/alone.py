@@ -63,6 +63,9 @@ def _of_batch(
             item if item is None or item.shape[0] == 1 else item[row]
             for item in (tensors.mask, tensors.alibi_slopes)
         )
+        blocks = tensors.blocks
+        if blocks is not None and blocks.counts.shape[0] > 1:
+            blocks = replace(blocks, counts=blocks.counts[row], indices=blocks.indices[row])
         yield (
             replace(
                 tensors,
@@ -70,6 +73,7 @@ def _of_batch(
                 kv=KeysValues(key=tensors.key[row], value=tensors.value[row]),
                 mask=mask,
                 alibi_slopes=slopes,
+                blocks=blocks,
             ),
             problem,
         )

@@ -69,7 +69,7 @@ CAPABILITIES = (
     Capability(
         name="chunked",
         backend="chunked",
-        features=~Feature(0),
+        features=~Feature.DROPPED_MASS,
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         skips_hidden=True,
         efficiency=0.5,
@@ -178,7 +178,8 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
 
 def _is_in_order(tensors: Tensors, problem: AttentionProblem, lengths: tuple[int, int]) -> bool:
     """Return whether SDPA's flag says all that there is to say of so many rows and keys."""
-    if tensors.alibi_slopes is not None or lengths[0] != lengths[1] or not lengths[0]:
+    biased = tensors.alibi_slopes is not None or tensors.blocks is not None
+    if biased or lengths[0] != lengths[1] or not lengths[0]:
         return False
     return problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 

@@ -19,8 +19,7 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
-from adaattn.hardware import probe
-from adaattn.spec import Align, AttentionProblem, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, Precision
 
 __all__ = ["Arguments", "MaskLayout"]
 
@@ -53,12 +52,16 @@ class MaskLayout:
     ) -> tuple[int, bool, int, int]:
         """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
 
+        A mask without rows has few entries, and grows with a cache: one kernel serves all of it.
+
         Args:
             pack: heads in a tile.
             aligns: multiples to look for in strides, the largest first; 1 is the last.
         """
         batch, heads, rows, keys = self.strides
-        align = next(it for it in aligns if not (batch % it or heads % it or rows % it))
+        align = 1
+        if rows:
+            align = next(it for it in aligns if not (batch % it or heads % it or rows % it))
         return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
 
 
@@ -78,7 +81,7 @@ class Arguments:
         """What says, before there are tensors, which kernels a problem takes."""
         problem = self._problem
         splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
-        features = (*self._features, problem.mask, problem.mask_shape[-2:-1] == (1,))
+        features = (*self._features, *self._listed, problem.mask, problem.mask_shape[-2:-1] == (1,))
         asked = self._asked(False)
         return (
             "triton",
@@ -101,20 +104,25 @@ class Arguments:
             tiles = -(-longest * self._pack // rows) * dilation
         return tiles * (heads // self._pack) * batch, tiles
 
-    def splits(self, programs: int, len_k: int, device: int) -> tuple[int, int]:
-        """Return over how many programs the keys of a tile are split, and the keys of each."""
+    def splits(self, programs: int, len_k: int, num_processors: int) -> tuple[int, int]:
+        """Return over how many programs the keys of a tile are split, and the keys of each.
+
+        Args:
+            programs: those without splits.
+            len_k: keys.
+            num_processors: of the device.
+        """
         problem, tile = self._problem, self._tile
         keys = -(-len_k // problem.dilation)
         left, right = self._window
         if left >= 0 and right >= 0:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
-        if problem.num_sequences:
+        if problem.num_sequences or problem.has_blocks:
             return 1, keys
         if problem.batch_invariant:
             split_keys = invariant_split(problem, keys)
             return max(-(-keys // split_keys), 1), split_keys
-        name = problem.device_type if device < 0 else f"{problem.device_type}:{device}"
-        splits = num_splits(programs, tile, keys, probe(name).num_processors)
+        splits = num_splits(programs, tile, keys, num_processors)
         split_keys = -(-keys // splits // tile.keys) * tile.keys
         return -(-keys // split_keys), split_keys
 
@@ -124,6 +132,7 @@ class Arguments:
         strides: tuple[int, ...],
         sizes: tuple[int, int, int],
         counts: tuple[int, int, int, int],
+        listed: tuple[int, int, int],
         seen: MaskLayout,
     ) -> Launch:
         """Return the launch of the forward kernel.
@@ -133,22 +142,37 @@ class Arguments:
             strides: of q, k, v, the output, the mask and the slopes.
             sizes: Hq, Sq and Sk.
             counts: packed sequences, tiles of rows, keys of a split, and B * Hkv.
+            listed: strides of the counts of blocks over batch and heads, and the room of a list.
             seen: the mask.
         """
         problem, tile = self._problem, self._tile
         rows = max(strides[5], strides[8], *seen.strides[2:]) * problem.dilation
         is_wide = rows * max(tile.keys, tile.rows) >= _INT32
         is_split = grid[1] > 1
-        # Strides over sequences, or over all tokens, make no other kernel where they have no say.
-        blind = problem.batch_invariant and (problem.num_sequences or not seen.strides[2])
+        # How many tokens there are in all makes no other kernel where it has no say.
+        blind = problem.batch_invariant and problem.num_sequences
         aligns = (1,) if blind else (16, 8, 1)
         return Launch(
             module="forward",
             name="forward",
             grid=grid,
-            numbers=(*self._factors, *strides, *sizes, *self._window, problem.dilation, *counts),
+            numbers=(
+                *self._factors,
+                *strides,
+                *sizes,
+                *self._window,
+                problem.dilation,
+                *counts,
+                *listed,
+            ),
             constants=(
-                *(*self._shape, *seen.constants(self._pack, aligns), *self._features, is_split),
+                *(
+                    *self._shape,
+                    *seen.constants(self._pack, aligns),
+                    *self._features,
+                    *self._listed,
+                    is_split,
+                ),
                 *(*self._asked(is_split), *self._aligns, is_wide, self.is_halved, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
@@ -194,7 +218,7 @@ class Arguments:
 
     def _asked(self, is_split: bool) -> tuple[bool, bool, bool]:
         """Return which statistics the kernel writes; of the parts, those that add up to them."""
-        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS)
+        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS[:3])
         return (True, True, entropy) if is_split else (lse, row_max, entropy)
 
     @cached_property
@@ -218,6 +242,11 @@ class Arguments:
         fast = fast and torch.version.hip is None
         cap, drops = problem.softcap > 0, problem.dropout_p > 0
         return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
+
+    @cached_property
+    def _listed(self) -> tuple[int, int, bool]:
+        """What is compiled in of a list of blocks: their sizes, and whether others are weighed."""
+        return (*self._problem.block_size, Aux.DROPPED_MASS in self._problem.aux)
 
     @cached_property
     def _given_align(self) -> int:

@@ -108,10 +108,10 @@ def test_no_size_of_the_device_changes_a_bit(
     splits, outputs = set(), []
     for processors in (1, 3, 132):
         monkeypatch.setattr(
-            "adaattn.backends.triton.arguments.probe",
+            "adaattn.backends.triton.executor.probe",
             lambda name, count=processors: type("Facts", (), {"num_processors": count}),
         )
-        splits.add(Arguments(problem).splits(2, 1500, -1))
+        splits.add(Arguments(problem).splits(2, 1500, processors))
         run = direct(problem, HeadGroup(capability="triton"))
         outputs.append(run(tensors.query, tensors.key, tensors.value))
     if is_invariant:
@@ -177,7 +177,7 @@ def test_no_batch_has_a_say_in_tiles_and_splits(
     one = replace(one, precision=precision)
     many = replace(one, batch=200)
     assert choose_tile(one) == choose_tile(many)
-    assert Arguments(one).splits(2, 9000, -1) == Arguments(many).splits(400, 9000, -1)
+    assert Arguments(one).splits(2, 9000, 132) == Arguments(many).splits(400, 9000, 132)
 
 
 def test_usual_calls_have_other_tiles_in_large_batches() -> None:
@@ -198,13 +198,15 @@ def test_no_neighbour_has_a_say_in_the_tiles_of_packed_sequences(precision: Prec
     assert usual[0] != usual[1], "else this says nothing"
 
 
-def test_the_stride_of_a_mask_over_sequences_makes_no_other_kernel() -> None:
-    problem = invariant(OF_KEYS | {"len_q": 40, "len_k": 133, "mask_shape": (3, 1, 1, 133)})
-    steps = (*[8] * 12, 133, 0, 0, 1, 0)
-    launches = [
-        Arguments(problem).forward(
-            (1, 1, 1), steps, (2, 40, 133), (0, 1, 512, 2), MaskLayout(1, strides, torch.bool)
+def test_the_number_of_all_tokens_makes_no_other_kernel() -> None:
+    """It is the step from row to row of a mask over packed sequences."""
+    launches = []
+    for tokens in (64, 133):
+        problem = invariant({"mask": MaskKind.BOOLEAN}, lengths_q=(30, tokens - 30))
+        seen = MaskLayout(1, (0, 0, tokens, 1), torch.bool)
+        steps = (*[8] * 12, *seen.strides, 0)
+        sizes, counts = (2, tokens, tokens), (2, 3, tokens, 2)
+        launches.append(
+            Arguments(problem).forward((1, 1, 1), steps, sizes, counts, (0, 0, 0), seen)
         )
-        for strides in ((133, 0, 0, 1), (0, 0, 0, 1))
-    ]
     assert launches[0].constants == launches[1].constants
