@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adaattn
-from adaattn import AdaAttention, AttentionEvent, Policy, patch_sdpa, plan_attention, use_policy
+from adaattn import (
+    AdaAttention,
+    AttentionEvent,
+    BlockList,
+    Policy,
+    patch_sdpa,
+    plan_attention,
+    use_policy,
+)
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities
 from adaattn.errors import (
@@ -155,6 +163,19 @@ def test_usual_calls_do_depend_on_their_neighbours(is_invariant: bool) -> None:
     ]  # fmt: skip
     same = all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
     assert same is is_invariant
+
+
+def test_lists_of_blocks_are_each_sequences_own() -> None:
+    listed = torch.rand(3, 2, 3, 3) < 0.5
+    x = torch.randn(3, 2, 70, 16)
+    asked = {"block_q": 32, "block_k": 32}
+    blocks = BlockList.from_mask(listed, **asked)
+    whole = attend(x, x, x, blocks=blocks, batch_invariant=True)
+    for row in range(3):
+        own = slice(row, row + 1)
+        alone = BlockList.from_mask(listed[own], **asked)
+        got = attend(*[x[own].clone()] * 3, blocks=alone, batch_invariant=True)
+        assert torch.equal(whole[own], got)
 
 
 @pytest.mark.parametrize("aux", ["lse", "row_max", "entropy", "weights"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from adaattn.backends import load
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.triton import direct
@@ -94,6 +95,22 @@ def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
     for row in (0, 2):
         alone = run(*row_of(tensors, problem, row))
         assert_same_bits(whole, alone, (slice(row, row + 1),))
+
+
+@interpreted
+def test_the_room_of_a_list_of_blocks_changes_no_bit() -> None:
+    """Alone a sequence's list is as long as its own needs it; in a batch as the longest one's."""
+    listed = torch.rand(3, 2, 5, 5) < torch.tensor([0.2, 0.5, 0.9])[:, None, None, None]
+    x = torch.randn(3, 2, 140, 16)
+    results = []
+    for rows in (slice(0, 3), slice(0, 1), slice(1, 2)):
+        blocks = BlockList.from_mask(listed[rows], block_q=32, block_k=32)
+        part = Tensors.of(*[x[rows].clone()] * 3, blocks=blocks)
+        problem = invariant({"batch": rows.stop - rows.start, "len_q": 140, "is_causal": True})
+        room = blocks.indices.shape[-1]
+        results.append(run(part, replace(problem, block_size=(32, 32), most_blocks=room)))
+    for row, alone in enumerate(results[1:]):
+        assert_same_bits(results[0], alone, (slice(row, row + 1),))
 
 
 @interpreted
