@@ -126,6 +126,18 @@ def test_a_simplified_problem_has_nothing_left_to_simplify(
         ),
         ({"lengths_q": (3, 5), "window": (5, -1)}, {"window": (-1, -1)}),
         ({"lengths_q": (3, 5), "window": (4, -1)}, {"window": (4, -1)}),
+        # The longest sequence may not matter to the others.
+        ({"lengths_q": (3, 5), "window": (9, 9), "dilation": 2, "batch_invariant": True}, {}),
+        (
+            {"lengths_q": (1, 1), "align": Align.BOTTOM_RIGHT, "dilation": 3}
+            | {"is_causal": True, "batch_invariant": True},
+            {},
+        ),
+        (
+            {"lengths_q": (3, 5), "window": (9, 0), "batch_invariant": True},
+            {"window": (9, -1), "is_causal": True},
+        ),
+        ({"window": (9, 9), "batch_invariant": True}, {"window": (-1, -1)}),
     ],
 )
 def test_what_hides_nothing_is_dropped_and_what_hides_something_stays(
