@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import adaattn
 from adaattn.cli.machines import CARDS, facts_of
 from adaattn.cli.plan import PlanRequest, decision_for
 from adaattn.errors import DeviceError
@@ -54,6 +55,16 @@ def test_a_faster_card_is_predicted_faster() -> None:
         for card in ("t4", "a100", "h200")
     }
     assert times["h200"] < times["a100"] < times["t4"]
+
+
+def test_a_policy_file_that_asks_for_batch_invariance_is_planned_so(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    adaattn.save_policy(adaattn.Policy(batch_invariant=True), path)
+    for device, executor in (("cpu", "chunked"), ("a100", "triton")):
+        request = PlanRequest(shape=SHAPE, dtype="float16", device=device, policy=str(path))
+        problem, _, decision = decision_for(request)
+        assert problem.batch_invariant
+        assert decision.plan.groups[0].capability == executor
 
 
 def test_options_reach_the_problem_and_the_policy() -> None:
