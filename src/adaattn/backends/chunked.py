@@ -3,7 +3,8 @@
 A chunk reads only the keys that its rows can see, so windows and causal order save time as
 well as memory. Where nothing but masks is asked for, a chunk is one SDPA call; softcap,
 sinks and auxiliary outputs take matrix products and an explicit softmax, recomputed in the
-backward pass. Not for speed on a GPU where FlexAttention can serve.
+backward pass. On a CPU what a list of blocks leaves out costs nothing. Not for speed on a GPU
+where FlexAttention can serve.
 
 The gradients of k and v, sums over chunks, add up in fp32. Masks that follow from positions
 alone are kept between calls (`adaattn.backends.tiles`).
@@ -35,7 +36,9 @@ from adaattn.backends.common import (
 )
 from adaattn.backends.interface import Direct, Result, Tensors, combine
 from adaattn.backends.keys_values import KeysValues
+from adaattn.backends.listed import attend_listed, is_gathered
 from adaattn.backends.masked import (
+    is_in_order,
     is_plain,
     packed_tile,
     sdpa_tile,
@@ -50,7 +53,9 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
-    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU if it waits for their bounds.
+    """Return 30, a mask for SDPA; on a GPU 70 for packed sequences if it waits for their bounds.
+
+    A list of blocks is a mask too, and none that skips anything: 70 on a GPU.
 
     On a GPU a short problem in training goes to SDPA before FlashAttention-2: there the host is
     the slower one, and that kernel's views and backward pass cost it 30 to 100 us more. Windows of
@@ -59,6 +64,8 @@ def _order(problem: AttentionProblem) -> int:
     if problem.device_type != "cuda":
         return 30
     if problem.num_sequences and not _is_one_call(problem):
+        return 70
+    if problem.has_blocks:
         return 70
     short = problem.len_q * problem.len_k <= _SHORT_TRAINING
     ungrouped = problem.group_size == 1 or problem.sdpa_default == "sdpa.cudnn"
@@ -111,6 +118,8 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     """Return attention computed some query rows at a time, as ``group.launch`` says."""
     if problem.batch_invariant and problem.batch:
         return _each_alone(tensors, problem, group.launch.chunk_rows)
+    if is_gathered(problem) and is_plain(problem) and not torch.compiler.is_compiling():
+        return Result(output=attend_listed(tensors, problem))
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if _is_one_call(problem):
@@ -141,7 +150,7 @@ def _each_alone(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) ->
             part.mask is None
             and is_plain(own)
             and is_fused(own)
-            and _is_in_order(part, own, lengths)
+            and is_in_order(part, own, lengths)
         ):
             output = fused_attention(part.query, part.key, part.value, None, own, is_causal=True)
             parts.append(Result(output=output))
@@ -165,7 +174,7 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
         query.split(lengths_q, 2), key.split(lengths_k, 2), value.split(lengths_k, 2), strict=True
     ):
         lengths = q.shape[2], k.shape[2]
-        if _is_in_order(tensors, problem, lengths):
+        if is_in_order(tensors, problem, lengths):
             outputs.append(fused_attention(q, k, v, None, problem, is_causal=True))
             continue
         part = replace(
@@ -174,14 +183,6 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
         part_problem = replace(problem, num_sequences=0, len_q=lengths[0], len_k=lengths[1])
         outputs.append(_one_sequence(part, part_problem, chunk_rows).output)
     return Result(output=outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))
-
-
-def _is_in_order(tensors: Tensors, problem: AttentionProblem, lengths: tuple[int, int]) -> bool:
-    """Return whether SDPA's flag says all that there is to say of so many rows and keys."""
-    biased = tensors.alibi_slopes is not None or tensors.blocks is not None
-    if biased or lengths[0] != lengths[1] or not lengths[0]:
-        return False
-    return problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 
 
 def _is_one_call(problem: AttentionProblem) -> bool:

@@ -18,6 +18,7 @@ from adaattn.backends.tiles import identity, kept, made_tile, most_bytes, seen_t
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = [
+    "is_in_order",
     "is_plain",
     "packed_tile",
     "sdpa_tile",
@@ -35,6 +36,14 @@ def is_plain(problem: AttentionProblem) -> bool:
     # In 16 bits what a wider mask says would be lost, and sums of gradients over distances.
     half = problem.precision in (Precision.BF16, Precision.FP16)
     return not (half and (problem.mask_is_wide or problem.alibi_requires_grad))
+
+
+def is_in_order(tensors: Tensors, problem: AttentionProblem, lengths: tuple[int, int]) -> bool:
+    """Return whether SDPA's flag says all that there is to say of so many rows and keys."""
+    biased = tensors.alibi_slopes is not None or tensors.blocks is not None
+    if biased or lengths[0] != lengths[1] or not lengths[0]:
+        return False
+    return problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 
 
 def sdpa_tile(

@@ -61,6 +61,8 @@ PORTABLE = [
     "dict(head_dim=64, is_causal=True, window=(1000, -1), has_alibi=True, has_sinks=True)",
     "dict(head_dim=128, is_causal=True, softcap=30.0, aux=Aux.LSE | Aux.ENTROPY)",
     "dict(head_dim=64, is_causal=True, lengths_q=(1000, 3096))",
+    "dict(head_dim=128, is_causal=True, block_size=(128, 128))",
+    "dict(head_dim=64, block_size=(128, 128), aux=Aux.DROPPED_MASS)",
     "dict(head_dim=64, precision=Precision.FP32, len_q=2048)",
     "dict(head_dim=128, precision=Precision.FP32, is_causal=True, len_q=2048)",
 ]
@@ -130,6 +132,14 @@ def test_decoding_takes_the_products_of_a_warp(tmp_path: Path) -> None:
     assert found["small_products"] > 0
     assert found["copies"] > 0
     assert found["spills"] == 0
+
+
+@pytest.mark.parametrize("mask", ["MaskKind.BOOLEAN", "MaskKind.ADDITIVE"])
+def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_path: Path) -> None:
+    without = compiled("triton", "dict(head_dim=64)", tmp_path)
+    with_mask = compiled("triton", f"dict(head_dim=64, mask={mask})", tmp_path)
+    assert with_mask["copies"] > without["copies"]
+    assert with_mask["spills"] == 0
 
 
 @pytest.mark.skipif(not OLDEST.exists(), reason="make test unpacks Triton 3.6.0")

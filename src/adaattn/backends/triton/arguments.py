@@ -24,6 +24,7 @@ from adaattn.spec import Align, AttentionProblem, Aux, Precision
 __all__ = ["Arguments", "MaskLayout"]
 
 _INT32: Final = 2**31
+_FEW_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,19 @@ class MaskLayout:
         strides = tuple(0 if size == 1 else step for size, step in sizes)
         return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
 
-    def constants(
-        self, pack: int, aligns: tuple[int, ...] = (16, 8, 1)
-    ) -> tuple[int, bool, int, int]:
+    def constants(self, pack: int, rows_of_tile: int) -> tuple[int, bool, int, int]:
         """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
-
-        A mask without rows has few entries, and grows with a cache: one kernel serves all of it.
 
         Args:
             pack: heads in a tile.
-            aligns: multiples to look for in strides, the largest first; 1 is the last.
+            rows_of_tile: rows of a tile, those of all its heads.
         """
         batch, heads, rows, keys = self.strides
-        align = 1
-        if rows:
-            align = next(it for it in aligns if not (batch % it or heads % it or rows % it))
+        align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        # A tile reads few entries: vectors of them gain nothing, and the strides of a mask that
+        # grows with a cache would make a kernel for each alignment.
+        if rows_of_tile <= _FEW_ROWS or (self.kind == 1 and rows == 0):
+            align = 1
         return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
 
 
@@ -149,9 +148,9 @@ class Arguments:
         rows = max(strides[5], strides[8], *seen.strides[2:]) * problem.dilation
         is_wide = rows * max(tile.keys, tile.rows) >= _INT32
         is_split = grid[1] > 1
-        # How many tokens there are in all makes no other kernel where it has no say.
-        blind = problem.batch_invariant and problem.num_sequences
-        aligns = (1,) if blind else (16, 8, 1)
+        # Strides over sequences, or over all tokens, make no other kernel where they have no say.
+        blind = problem.batch_invariant and (problem.num_sequences or not seen.strides[2])
+        rows_read = 0 if blind else tile.rows
         return Launch(
             module="forward",
             name="forward",
@@ -168,7 +167,7 @@ class Arguments:
             constants=(
                 *(
                     *self._shape,
-                    *seen.constants(self._pack, aligns),
+                    *seen.constants(self._pack, rows_read),
                     *self._features,
                     *self._listed,
                     is_split,
