@@ -18,6 +18,7 @@ __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
+_NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 
 
@@ -89,6 +90,9 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "LATE": tiling.late,
         "FIXED": variant.fixed,
         "HAS_TILES": variant.has_tiles,
+        "IS_PACKED": variant.is_packed,
+        "TO_END": variant.to_end,
+        "LIST_RATIO": variant.list_ratio,
         "HAS_LSE": variant.has_lse,
         "HAS_ROW_MAX": variant.has_row_max,
         "HAS_ENTROPY": variant.has_entropy,
@@ -128,7 +132,7 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
         shape = f"1,1,{box[0]},{box[1]}"
         types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
-    types |= {"tiles": "*i32", "flags": "*i32", "sinks": f"*{variant.sinks_dtype}"}
+    types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types["slopes"] = f"*{variant.slopes_dtype}"
     types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
     return types | dict.fromkeys(constants, "constexpr")

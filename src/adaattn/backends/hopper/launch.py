@@ -79,6 +79,9 @@ class Variant:
         precision: bf16 or fp16.
         fixed: a fixed reference with a second pass, instead of the running maximum.
         has_tiles: tiles come from a list, not in the static order.
+        is_packed: sequences are packed; their bounds are on the device.
+        to_end: packed sequences are aligned at their ends.
+        list_ratio: blocks of keys of the kernel in a block of a list; 0 where there are none.
         has_lse: the log-sum-exp is stored.
         has_row_max: the row maximum is.
         has_entropy: the row entropy is.
@@ -103,6 +106,9 @@ class Variant:
     precision: Precision = Precision.BF16
     fixed: bool = False
     has_tiles: bool = False
+    is_packed: bool = False
+    to_end: bool = False
+    list_ratio: int = 0
     has_lse: bool = False
     has_row_max: bool = False
     has_entropy: bool = False
