@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from adaattn.attention.adaptive_rank import AdaptiveRankAttention
     from adaattn.attention.dense import DenseAttention
     from adaattn.attention.statistics import AttentionStatistics
+    from adaattn.backends.block_list import BlockList
     from adaattn.cache import KVCache
     from adaattn.call.history import History
     from adaattn.call.outputs import AuxOutput, AuxRequest
@@ -56,6 +57,7 @@ _EXPORTS: Final = {
     "adaattn.attention.adaptive_rank": ("AdaptiveRankAttention",),
     "adaattn.attention.dense": ("DenseAttention",),
     "adaattn.attention.statistics": ("AttentionStatistics",),
+    "adaattn.backends.block_list": ("BlockList",),
     "adaattn.cache": ("KVCache",),
     "adaattn.functional": ("plan_attention", "scaled_dot_product_attention"),
     "adaattn.integrations.conversion": ("ConversionReport", "convert"),
@@ -105,6 +107,7 @@ __all__ = [
     "AttentionStatistics",
     "AuxOutput",
     "AuxRequest",
+    "BlockList",
     "BlockSparse",
     "Capability",
     "ConversionReport",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments
 from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
@@ -57,6 +58,7 @@ def scaled_dot_product_attention(
     alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     policy: Policy | str | float | None = None,
@@ -95,6 +97,7 @@ def scaled_dot_product_attention(
         cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; on a GPU
             its numbers are neither read nor checked.
         cu_seqlens_k: the same for key and value.
+        blocks: which blocks of keys each block of query rows sees, a `BlockList`; dense tensors.
         max_seqlen_q: longest packed query sequence, or more; None takes what is known without
             waiting for a GPU: the number of tokens.
         max_seqlen_k: the same for key and value.
@@ -132,7 +135,7 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_unknown(unknown, _KEYWORDS)
-    companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k)
+    companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, blocks)
     settings = (
         scale,
         softcap,

@@ -105,6 +105,8 @@ def row_bytes(problem: AttentionProblem) -> int:
         heads = problem.num_heads if problem.has_alibi else 0
         if problem.mask_shape and (problem.is_positional or problem.has_alibi):
             heads = max(heads, math.prod(problem.mask_shape[:2]))
+        if problem.has_blocks:
+            heads = problem.batch * problem.num_heads
         return (_PAIR_BYTES + _BIAS_BYTES * heads) * len_k
     heads = problem.batch * problem.num_heads
     return _SCORE_COPIES * _score_bytes(problem) * heads * len_k

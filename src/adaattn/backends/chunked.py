@@ -68,7 +68,7 @@ CAPABILITIES = (
     Capability(
         name="chunked",
         backend="chunked",
-        features=~Feature(0),
+        features=~Feature.DROPPED_MASS,
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         skips_hidden=True,
         efficiency=0.5,

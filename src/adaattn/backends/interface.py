@@ -11,14 +11,15 @@ from typing import Final
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["STATISTICS", "Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
 
 
-STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY)
-"""The outputs that have one number for each row, in the order of `Result`."""
+STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY, Aux.DROPPED_MASS)
+"""The outputs that have one number for each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Tensors:
         alibi_slopes: [B or 1, Hq] positive slopes; the bias is -slope * abs(p - j).
         cu_seqlens_q: int32 [N + 1], starts of packed query sequences and their end.
         bounds_q: the same numbers on the host; () when not packed, or on a GPU.
+        blocks: which blocks of keys are seen.
     """
 
     query: torch.Tensor
@@ -44,6 +46,7 @@ class Tensors:
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     bounds_q: tuple[int, ...] = ()
+    blocks: BlockList | None = None
 
     @classmethod
     def of(
@@ -60,6 +63,7 @@ class Tensors:
         cu_seqlens_k: torch.Tensor | None = None,
         bounds_q: tuple[int, ...] = (),
         bounds_k: tuple[int, ...] = (),
+        blocks: BlockList | None = None,
     ) -> "Tensors":
         """Return the tensors of a call, keys and values dense or packed as they were given.
 
@@ -75,6 +79,7 @@ class Tensors:
             cu_seqlens_k: int32 [N + 1], starts of packed keys and their end.
             bounds_q: likewise.
             bounds_k: the numbers of ``cu_seqlens_k`` on the host, where they are known.
+            blocks: as in the fields.
         """
         kv = KeysValues(key=key, value=value)
         if cu_seqlens_k is not None:
@@ -88,6 +93,7 @@ class Tensors:
             alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q,
             bounds_q=bounds_q,
+            blocks=blocks,
         )
 
     @property
@@ -123,6 +129,9 @@ class Result:
         entropy: [B, Hq, Sq] entropy in bits of the softmax (before dropout), the sink counted as
             one more outcome; 0 where nothing is seen.
         weights: [B, Hq, Sq, Sk] softmax weights before dropout, zero rows where nothing is seen.
+        dropped_mass: [B, Hq, Sq] the share of the softmax that keys in blocks which are not listed
+            would have, or more: an upper bound. Sinks count among the rest; 0 where nothing is seen
+            with or without the list.
     """
 
     output: torch.Tensor
@@ -130,6 +139,7 @@ class Result:
     row_max: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    dropped_mass: torch.Tensor | None = None
 
 
 def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Result:
@@ -145,6 +155,7 @@ def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.
         row_max=joined("row_max"),
         entropy=joined("entropy"),
         weights=joined("weights"),
+        dropped_mass=joined("dropped_mass"),
     )
 
 
@@ -153,12 +164,14 @@ Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
 Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.
 
-Takes the first `num_taken` of q, k, v, mask, sinks, slopes and both cu_seqlens, as the caller gave
-them; q, k and v in 4-D. Returns the output. The tensors of each call are like those that the
-problem was described from.
+Takes the first `num_taken` of q, k, v, mask, sinks, slopes, both cu_seqlens and blocks, as the
+caller gave them; q, k and v in 4-D. Returns the output. The tensors of each call are like those
+that the problem was described from.
 """
 
 
 def num_taken(problem: AttentionProblem) -> int:
     """Return how many tensors a `Direct` takes: mask and before, or all where others are there."""
+    if problem.has_blocks:
+        return 9
     return 8 if problem.has_sinks or problem.has_alibi or problem.num_sequences else 4

@@ -52,10 +52,11 @@ def sdpa_tile(
     if not cols:
         return _zero_rows(tile)
     query = tile.query
-    if tile.mask is None and tile.alibi_slopes is None:
+    given = tile.mask is not None or tile.blocks is not None
+    if not given and tile.alibi_slopes is None:
         hidden = not hides_nothing(problem, rows, cols)
         mask = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
-    elif tile.mask is None:
+    elif not given:
         mask = _alibi(tile, problem, rows, cols, step)
     else:
         bias, mask = tile_masks(tile, problem, rows, cols)
@@ -73,7 +74,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """
     rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
     is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
-    given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad
+    given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad or problem.has_blocks
     if given or needs_care(problem) or not (is_one and rows and cols and is_plain(problem)):
         return None
     keywords = sdpa_keywords(problem)
@@ -287,6 +288,9 @@ def tile_masks(
     seen: torch.Tensor | None = None
     if not hides_nothing(problem, rows, cols):
         seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
+    if tile.blocks is not None:
+        listed = tile.blocks.seen(rows, cols)
+        seen = listed if seen is None else listed & seen
     if tile.mask is None:
         return bias, seen
     if tile.mask.dtype == torch.bool:

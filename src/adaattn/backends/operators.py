@@ -71,7 +71,7 @@ def operator(name: str, run: _Run) -> _Run:
         )
         lse, row_max, entropy = (
             item if flag in problem.aux else None
-            for item, flag in zip(statistics, STATISTICS, strict=True)
+            for item, flag in zip(statistics, STATISTICS[:3], strict=True)
         )
         return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
 
@@ -136,6 +136,7 @@ def _fake(
     del key
     aux, shape = Aux(rest[-1][-1]), query.shape[:-1]
     statistics = [
-        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
+        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32)
+        for flag in STATISTICS[:3]
     ]
     return [output_like(query, value.shape[-1]), *statistics]

@@ -11,10 +11,13 @@ A row that sees no key has a zero output, a zero gradient and ``lse = -inf``, al
 sinks are given: a sink takes probability, it is not seen.
 """
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind
 
@@ -71,6 +74,7 @@ def attention(
     aux_dtype = torch.float64 if in_dtype is torch.float64 else torch.float32
     scores = _scores(tensors, problem, compute_dtype or aux_dtype)
     visible = visible_keys(tensors, problem) & (scores != _NOTHING)
+    of_all = scores.detach()
 
     # Hidden scores are replaced before exp, so that no infinity meets a zero gradient.
     row_max = _largest(scores.masked_fill(~visible, _NOTHING))
@@ -106,6 +110,13 @@ def attention(
         result["entropy"] = (nats * LOG2_E).to(aux_dtype)
     if aux & Aux.WEIGHTS:
         result["weights"] = weights.to(aux_dtype)
+    if aux & Aux.DROPPED_MASS:
+        everything = replace(tensors, blocks=None)
+        hidden = of_all.masked_fill(~visible_keys(everything, problem), _NOTHING)
+        kept_or_sink = torch.where(visible.any(-1), shift + total.log(), _NOTHING)
+        dropped = hidden.masked_fill(visible, _NOTHING).logsumexp(-1)
+        share = torch.sigmoid(dropped - kept_or_sink)
+        result["dropped_mass"] = share.masked_fill(dropped == _NOTHING, 0.0).to(aux_dtype)
     return Result(output=(kept @ value).to(in_dtype), **result)
 
 
@@ -128,9 +139,23 @@ def visible_keys(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
     if problem.dilation > 1:
         visible = visible & (ahead % problem.dilation == 0)
     visible = visible[None, None]
+    if tensors.blocks is not None:
+        visible = visible & _in_listed_blocks(tensors, tensors.blocks)
     if tensors.mask is not None and tensors.mask.dtype is torch.bool:
         visible = visible & tensors.mask
     return visible
+
+
+def _in_listed_blocks(tensors: Tensors, blocks: BlockList) -> torch.Tensor:
+    """Return whether the block of each key is listed for the block of each row."""
+    rows = torch.arange(tensors.query.shape[2], device=tensors.query.device) // blocks.block_q
+    keys = torch.arange(tensors.key.shape[2], device=tensors.query.device) // blocks.block_k
+    counts = blocks.counts[:, :, rows, None]
+    listed = counts < 0
+    for place in range(blocks.indices.shape[3]):
+        named = blocks.indices[:, :, rows, place, None] == keys
+        listed = listed | (named & (place < counts))
+    return listed
 
 
 def positions(

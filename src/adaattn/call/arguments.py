@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import Align
 
@@ -30,13 +31,14 @@ class Arguments:
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    blocks: BlockList | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
 
     @classmethod
     def of(
         cls,
-        companions: Sequence[torch.Tensor | None],
+        companions: Sequence[torch.Tensor | BlockList | None],
         settings: Sequence[Any],
         window: Sequence[int],
     ) -> "Arguments":
@@ -47,13 +49,20 @@ class Arguments:
             window=window,
         )
 
-    def with_companions(self, companions: Sequence[torch.Tensor | None]) -> "Arguments":
+    def with_companions(self, companions: Sequence[torch.Tensor | BlockList | None]) -> "Arguments":
         """Return the same arguments with other tensors beside q, k and v."""
         return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))  # type: ignore[arg-type]
 
 
-COMPANIONS: Final = ("attn_mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-"""Tensors beside q, k and v."""
+COMPANIONS: Final = (
+    "attn_mask",
+    "sinks",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "blocks",
+)
+"""Tensors beside q, k and v, and the list of blocks."""
 
 SETTINGS: Final = (
     "scale",

@@ -14,6 +14,7 @@ import torch
 
 from adaattn._events import AttentionEvent, emit, listeners, wants_timing
 from adaattn.backends import Result, Tensors, direct, load, num_taken
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
@@ -21,7 +22,7 @@ from adaattn.call.describe import Call, build_call, without_autocast
 from adaattn.call.facts import packed_facts
 from adaattn.call.history import History
 from adaattn.call.key import Tensor
-from adaattn.call.outputs import AuxOutput, AuxRequest, requested_flags
+from adaattn.call.outputs import ROW_OUTPUTS, AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
 from adaattn.call.run import now_ms, run_decision, tell
 from adaattn.call.waiting import Wait
@@ -31,10 +32,10 @@ from adaattn.spec import AttentionProblem, Aux, Decision, Policy
 __all__ = ["Bound", "Exact", "general"]
 
 Bound = Callable[..., Any]
-"""Takes q, k, v, mask, sinks, slopes, both cu_seqlens and the tag; returns the call's result."""
+"""Takes q, k, v, mask, sinks, slopes, both cu_seqlens, blocks and tag; returns the result."""
 
 _KEPT_TAGS: Final = 256
-_ALL_TAKEN: Final = 9
+_ALL_TAKEN: Final = 10
 """What a bound call takes, its tag among it."""
 
 
@@ -169,7 +170,7 @@ class Exact:
             if served is not None:
                 served.calls += 1
             if watched:
-                kind = given[8], given[1].shape[2]
+                kind = given[9], given[1].shape[2]
                 emit(by_tag.get(kind) or self._event_of(*kind))
             return output if dressed is None else dressed(output)
 
@@ -180,11 +181,7 @@ class Exact:
         if not isinstance(output, Result):
             return output, self._aux
         return output.output, replace(
-            self._aux,
-            lse=output.lse,
-            row_max=output.row_max,
-            entropy=output.entropy,
-            weights=output.weights,
+            self._aux, **{name: getattr(output, name) for name in ROW_OUTPUTS}
         )
 
     def _run(self, call: Call) -> Outcome:
@@ -292,6 +289,7 @@ class _Alike:
         slopes: Tensor,
         starts_q: Tensor,
         starts_k: Tensor,
+        blocks: BlockList | None = None,
         tag: str = "",
     ) -> Call | None:
         """Return the call of canonical tensors; None where their packing makes another problem."""
@@ -311,6 +309,7 @@ class _Alike:
             mask_given=mask,
             sinks=sinks,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
+            blocks=blocks,
         )
         if bounds_q:
             facts = packed_facts(tensors, self.max_seqlen_q, self.max_seqlen_k)

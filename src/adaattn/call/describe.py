@@ -12,6 +12,7 @@ import torch
 
 from adaattn._dtypes import precision_of
 from adaattn.backends import Tensors
+from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.canonical import canonical_mask, canonical_tensors, described
 from adaattn.call.facts import SDPA_NAMES, packed_facts, sdpa_default, tensor_facts
@@ -108,6 +109,7 @@ def build_call(
         mask_given=arguments.attn_mask if mask is given_mask else None,
         sinks=sinks,
         alibi_slopes=slopes,
+        blocks=_check_blocks(arguments, query, key, aux),
     )
     problem = AttentionProblem(
         **tensor_facts(tensors),
@@ -257,6 +259,40 @@ def _check_slopes(slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Ten
         )
     _check_companion("alibi_slopes", slopes, query)
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
+
+
+def _check_blocks(
+    arguments: Arguments, query: torch.Tensor, key: torch.Tensor, aux: Aux
+) -> BlockList | None:
+    """Return the list of blocks, whose sizes are the call's."""
+    blocks = arguments.blocks
+    if blocks is None:
+        if Aux.DROPPED_MASS in aux:
+            hint = "without a list of blocks nothing is dropped"
+            raise ArgumentError(expected_got("dropped_mass", "a call with blocks", "none", hint))
+        return None
+    if not isinstance(blocks, BlockList):
+        hint = "BlockList.from_mask makes one of a boolean mask of blocks"
+        raise ArgumentTypeError(
+            expected_got("blocks", "an adaattn.BlockList", type(blocks).__name__, hint)
+        )
+    if arguments.cu_seqlens_q is not None:
+        raise ArgumentError(
+            expected_got("blocks with cu_seqlens_q", "only one of them", "both", "pad the batch")
+        )
+    if blocks.counts.device != query.device:
+        raise DeviceError(expected_got("blocks", f"device {query.device}", blocks.counts.device))
+    batch, heads, len_q, _ = query.shape
+    rows = -(-len_q // blocks.block_q)
+    got = blocks.counts.shape
+    if got[0] not in (1, batch) or got[1] not in (1, heads) or got[2] != rows:
+        expected = f"[1 or {batch}, 1 or {heads}, {rows}] in blocks of {blocks.block_q} rows"
+        raise ShapeError(expected_got("counts of blocks", expected, list(got)))
+    there = -(-key.shape[2] // blocks.block_k)
+    if blocks.least_keys > there:
+        expected = f"below {there}, with {key.shape[2]} keys in blocks of {blocks.block_k}"
+        raise ArgumentError(expected_got("indices of blocks", expected, blocks.least_keys - 1))
+    return blocks
 
 
 def _check_companion(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:

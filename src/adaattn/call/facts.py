@@ -22,7 +22,7 @@ SDPA_NAMES: Final = {
 def tensor_facts(tensors: Tensors) -> dict[str, Any]:
     """Return the fields of the problem that follow from the tensors and the context."""
     query, mask = tensors.query, tensors.mask
-    sinks, slopes = tensors.sinks, tensors.alibi_slopes
+    sinks, slopes, blocks = tensors.sinks, tensors.alibi_slopes, tensors.blocks
 
     def wants_grad(*items: torch.Tensor | None) -> bool:
         wanting = any(item is not None and item.requires_grad for item in items)
@@ -46,6 +46,8 @@ def tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "sinks_require_grad": wants_grad(sinks),
         "has_alibi": slopes is not None,
         "alibi_requires_grad": wants_grad(slopes),
+        "block_size": (0, 0) if blocks is None else (blocks.block_q, blocks.block_k),
+        "most_blocks": 0 if blocks is None else blocks.indices.shape[-1],
         "requires_grad": wants_grad(query, tensors.key, tensors.value, mask, sinks, slopes),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allowed_sdpa": allowed_sdpa_kernels(query.device.type),

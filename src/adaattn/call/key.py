@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
@@ -49,7 +50,7 @@ def key_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    companions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    companions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, BlockList | None],
     settings: tuple[Any, ...],
     window: Sequence[int],
     choice: Choices,
@@ -60,7 +61,7 @@ def key_of(
         query: [..., Hq, Sq, D].
         key: [..., Hkv, Sk, D].
         value: [..., Hkv, Sk, Dv].
-        companions: mask, sinks, slopes, cu_seqlens_q and cu_seqlens_k.
+        companions: mask, sinks, slopes, cu_seqlens_q, cu_seqlens_k and blocks.
         settings: the numbers and flags that say what is to be computed.
         window: left and right.
         choice: how it is to be planned.
@@ -70,7 +71,7 @@ def key_of(
             number, has no key; nor has a nested tensor.
     """
     policy, plan, history, backend, layer, return_aux = choice
-    mask, sinks, slopes, starts_q, starts_k = companions
+    mask, sinks, slopes, starts_q, starts_k, blocks = companions
     shape, key_shape, device = query.shape, key.shape, query.device
     seen: object = None
     keys: tuple[Any, ...]
@@ -82,7 +83,7 @@ def key_of(
         keys = (key_shape, key.stride(), value.shape, value.stride())
         if mask is not None:
             seen = _facts(mask)
-    if sinks is slopes is starts_q is starts_k is None:
+    if blocks is None and sinks is slopes is starts_q is starts_k is None:
         rest = None
     else:
         rest = (
@@ -91,6 +92,7 @@ def key_of(
             starts_q is not None and _facts(starts_q),
             starts_k is not None and _facts(starts_k),
             starts_q is starts_k,
+            blocks is not None and _listed(blocks),
         )
     return (
         shape,
@@ -175,6 +177,12 @@ def _growing_mask(mask: torch.Tensor, length: int) -> tuple[object, ...]:
 def _facts(tensor: Tensor) -> tuple[object, ...]:
     """Return what a choice depends on of an optional tensor."""
     return () if tensor is None else (tensor.shape, tensor.stride(), *_kind(tensor))
+
+
+def _listed(blocks: BlockList) -> tuple[object, ...]:
+    """Return what a choice depends on of a list of blocks."""
+    sizes = blocks.block_q, blocks.block_k, blocks.least_keys
+    return (*sizes, blocks.indices.shape, blocks.indices.device)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:

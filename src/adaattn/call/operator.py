@@ -79,6 +79,7 @@ def decided_at_run_time(
         None if slopes is None else slopes.expand(query.shape[:2]),
         None,
         None,
+        None,
     )
     if is_causal and mask is not None:
         is_causal, window = False, [window[0], 0]

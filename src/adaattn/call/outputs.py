@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -9,7 +10,10 @@ from adaattn.backends import Result
 from adaattn.errors import ArgumentTypeError, expected_got
 from adaattn.spec import Aux, Decision
 
-__all__ = ["AuxOutput", "AuxRequest", "requested_flags"]
+__all__ = ["ROW_OUTPUTS", "AuxOutput", "AuxRequest", "requested_flags"]
+
+ROW_OUTPUTS: Final = ("lse", "row_max", "entropy", "weights", "dropped_mass")
+"""The outputs beside the result, by their names in `Result` and `AuxOutput`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +25,15 @@ class AuxRequest:
         row_max: the largest score of each row.
         entropy: the entropy of each row's weights, in bits.
         weights: the softmax weights themselves; needs Sq x Sk memory.
+        dropped_mass: with ``blocks``, a bound of the share of each row's softmax that blocks which
+            are not listed would have.
     """
 
     lse: bool = False
     row_max: bool = False
     entropy: bool = False
     weights: bool = False
+    dropped_mass: bool = False
 
     @property
     def flags(self) -> Aux:
@@ -37,6 +44,7 @@ class AuxRequest:
             (self.row_max, Aux.ROW_MAX),
             (self.entropy, Aux.ENTROPY),
             (self.weights, Aux.WEIGHTS),
+            (self.dropped_mass, Aux.DROPPED_MASS),
         ):
             if wanted:
                 flags |= flag
@@ -53,6 +61,9 @@ class AuxOutput:
         row_max: [B, Hq, Sq] after softcap, bias and masks.
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
+        dropped_mass: [B, Hq, Sq], in [0, 1]. With tau for it and R for the largest norm of a value,
+            or of its difference from any fixed vector, what the list changes of a row's output is
+            2 tau R at most.
         _errors: what `error_estimate` returns, or makes when it is read.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.
@@ -63,6 +74,7 @@ class AuxOutput:
     row_max: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    dropped_mass: torch.Tensor | None = None
     _errors: torch.Tensor | Callable[[], torch.Tensor] | None = field(default=None, repr=False)
 
     @property
@@ -89,18 +101,9 @@ class AuxOutput:
             errors: [B, Hq].
             restore: gives a tensor the caller's leading dimensions.
         """
-        found = (result.lse, result.row_max, result.entropy, result.weights, errors)
-        lse, row_max, entropy, weights, estimate = (
-            None if item is None else restore(item) for item in found
-        )
-        return cls(
-            decision=decision,
-            lse=lse,
-            row_max=row_max,
-            entropy=entropy,
-            weights=weights,
-            _errors=estimate,
-        )
+        found = {name: getattr(result, name) for name in ROW_OUTPUTS} | {"_errors": errors}
+        restored = {k: None if item is None else restore(item) for k, item in found.items()}
+        return cls(decision=decision, **restored)
 
 
 def requested_flags(return_aux: AuxRequest | bool | None) -> Aux:

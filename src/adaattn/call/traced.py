@@ -6,6 +6,7 @@ plan is followed, and not audited. Under an error budget one operator makes the 
 runs (`adaattn.call.operator`); a graph that trains, or wants more than the output, is exact.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def _may_lose(call: Call, backend: str) -> bool:
     """Return whether one operator could make the eager call: it has an output and no gradient."""
     problem = call.problem
     plain = not (problem.requires_grad or problem.dropout_p or problem.aux or problem.num_sequences)
+    plain = plain and not problem.has_blocks
     return backend == "auto" and plain
 
 
@@ -106,18 +108,21 @@ def _exact(call: Call, backend: str) -> Result:
             check_plan(call, Plan(groups=(own,), num_heads=problem.num_heads))
             return run_group(tensors, problem, own)
         written_out = problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux
-        if backend == "flash" and (written_out or problem.num_sequences or problem.dilation > 1):
+        beyond = problem.num_sequences or problem.has_blocks or problem.dilation > 1
+        if backend == "flash" and (written_out or beyond):
             found = ["a graph has SDPA's kernels alone, which lack what this call asks for"]
             raise UnsupportedError("backend 'flash'", found)
         if written_out:
             return attention(tensors, problem)
         corner = problem.align is Align.BOTTOM_RIGHT or problem.mask is not MaskKind.NONE
-        by_mask = problem.window != (-1, -1) or problem.dilation > 1 or problem.num_sequences > 0
+        by_mask = problem.window != (-1, -1) or bool(beyond)
         # SDPA's causal order is NaN for a scale of 0 or less.
         by_mask = by_mask or (problem.is_causal and (corner or problem.scale <= 0))
         mask = tensors.mask
         if by_mask:
-            seen = visible_keys(tensors, problem)
+            seen = visible_keys(replace(tensors, blocks=None), problem)
+            if tensors.blocks is not None:
+                seen = seen & tensors.blocks.seen(range(problem.len_q), range(problem.len_k))
             additive = mask is not None and mask.dtype != torch.bool
             mask = mask.masked_fill(~seen, float("-inf")) if mask is not None and additive else seen
         in_order = problem.is_causal and not by_mask

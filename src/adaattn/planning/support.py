@@ -75,6 +75,12 @@ _RULES: Final[tuple[_Rule, ...]] = (
     (Feature.ROW_MAX, lambda p: Aux.ROW_MAX in p.aux, "the row maximum as an output"),
     (Feature.ENTROPY, lambda p: Aux.ENTROPY in p.aux, "the row entropy as an output"),
     (Feature.WEIGHTS, lambda p: Aux.WEIGHTS in p.aux, "the weights as an output"),
+    (Feature.BLOCK_LIST, lambda p: p.has_blocks, "a list of blocks"),
+    (
+        Feature.DROPPED_MASS,
+        lambda p: Aux.DROPPED_MASS in p.aux,
+        "the mass of blocks that are not listed, as an output",
+    ),
 )
 
 _CAUSAL = Feature.CAUSAL_TOP_LEFT | Feature.CAUSAL_BOTTOM_RIGHT

@@ -81,6 +81,7 @@ class Aux(enum.IntFlag):
     ROW_MAX = 2
     ENTROPY = 4
     WEIGHTS = 8
+    DROPPED_MASS = 16
 
 
 class Why(enum.Enum):
@@ -131,3 +132,5 @@ class Feature(enum.IntFlag):
     ROW_MAX = enum.auto()
     ENTROPY = enum.auto()
     WEIGHTS = enum.auto()
+    BLOCK_LIST = enum.auto()
+    DROPPED_MASS = enum.auto()

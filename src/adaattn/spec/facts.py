@@ -40,6 +40,8 @@ class AttentionProblem:
         sinks_require_grad: a gradient is wanted for them.
         has_alibi: ALiBi slopes are given.
         alibi_requires_grad: a gradient is wanted for them.
+        block_size: rows and keys of a block, where blocks of keys are listed; (0, 0) else.
+        most_blocks: blocks of keys that a list has room for; a row may see all all the same.
         dropout_p: probability of dropping a weight.
         num_sequences: N packed sequences; 0 when not packed.
         max_len_q: longest packed query sequence, or the caller's bound of it.
@@ -81,6 +83,8 @@ class AttentionProblem:
     sinks_require_grad: bool = False
     has_alibi: bool = False
     alibi_requires_grad: bool = False
+    block_size: tuple[int, int] = (0, 0)
+    most_blocks: int = 0
     dropout_p: float = 0.0
     num_sequences: int = 0
     max_len_q: int = 0
@@ -115,6 +119,11 @@ class AttentionProblem:
         return self.len_k - self.len_q if self.align is Align.BOTTOM_RIGHT else 0
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether blocks of keys are listed for blocks of rows."""
+        return self.block_size[1] > 0
+
+    @property
     def attended_pairs(self) -> int:
         """(query, key) pairs of packed sequences at most, causality left out."""
         return min(self.len_q * self.max_len_k, self.len_k * self.max_len_q)
@@ -124,7 +133,7 @@ class AttentionProblem:
         """(query, key) pairs that causality and windows leave, per head and batch.
 
         Exact without dilation; within one pair a row with it; an estimate for packed sequences,
-        whose lengths are not all known here.
+        whose lengths are not all known here, and for lists of blocks, by the room that they have.
         """
         left, right = self.window
         right = 0 if self.is_causal else right
@@ -138,6 +147,8 @@ class AttentionProblem:
             upper = _clamped_sum(count, low + right + 1, high) if right >= 0 else count * high
             lower = _clamped_sum(count, low - left, high) if left >= 0 else 0
             pairs = float(max(upper - lower, 0))
+        if self.has_blocks:
+            pairs *= min(self.most_blocks * self.block_size[1] / max(self.len_k, 1), 1.0)
         return pairs / self.dilation
 
     @property

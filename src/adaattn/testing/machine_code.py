@@ -112,7 +112,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     kind = "fp16" if arguments.is_halved else _TYPES[problem.precision]
     is_split = problem.len_q == 1
     result = "fp32" if is_split else _TYPES[problem.precision]
-    rows = ["*fp32" if is_split or flag in problem.aux else None for flag in STATISTICS]
+    rows = ["*fp32" if is_split or flag in problem.aux else None for flag in STATISTICS[:3]]
     if is_split and Aux.ENTROPY not in problem.aux:
         rows[2] = None
     mask, seen = None, MaskLayout()

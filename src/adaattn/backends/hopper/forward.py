@@ -185,7 +185,7 @@ class _Prepared:
         out = query.new_empty_strided(self.shapes[3][0], self.out_strides)
         lse, row_max, entropy = (
             query.new_empty(self.row_shape, dtype=torch.float32) if self.aux & flag else None
-            for flag in STATISTICS
+            for flag in STATISTICS[:3]
         ) if self.aux else (None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
         if mask is not None:

@@ -18,7 +18,6 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
-from adaattn.hardware import probe
 from adaattn.spec import Align, AttentionProblem, Precision
 
 __all__ = ["Arguments", "MaskLayout"]
@@ -48,9 +47,14 @@ class MaskLayout:
         return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
 
     def constants(self, pack: int) -> tuple[int, bool, int, int]:
-        """Return what is compiled in: kind, whether rows differ, the step of keys, alignment."""
+        """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
+
+        A mask without rows has few entries, and grows with a cache: one kernel serves all of it.
+        """
         batch, heads, rows, keys = self.strides
-        align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        align = 1
+        if rows:
+            align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
         return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
 
 
@@ -84,8 +88,14 @@ class Arguments:
             tiles = -(-longest * self._pack // rows) * dilation
         return tiles * (heads // self._pack) * batch, tiles
 
-    def splits(self, programs: int, len_k: int, device: int) -> tuple[int, int]:
-        """Return over how many programs the keys of a tile are split, and the keys of each."""
+    def splits(self, programs: int, len_k: int, num_processors: int) -> tuple[int, int]:
+        """Return over how many programs the keys of a tile are split, and the keys of each.
+
+        Args:
+            programs: those without splits.
+            len_k: keys.
+            num_processors: of the device.
+        """
         problem, tile = self._problem, self._tile
         keys = -(-len_k // problem.dilation)
         left, right = self._window
@@ -93,8 +103,7 @@ class Arguments:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
         if problem.num_sequences:
             return 1, keys
-        name = problem.device_type if device < 0 else f"{problem.device_type}:{device}"
-        splits = num_splits(programs, tile, keys, probe(name).num_processors)
+        splits = num_splits(programs, tile, keys, num_processors)
         split_keys = -(-keys // splits // tile.keys) * tile.keys
         return -(-keys // split_keys), split_keys
 
@@ -171,7 +180,7 @@ class Arguments:
 
     def _asked(self, is_split: bool) -> tuple[bool, bool, bool]:
         """Return which statistics the kernel writes; of the parts, those that add up to them."""
-        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS)
+        lse, row_max, entropy = (flag in self._problem.aux for flag in STATISTICS[:3])
         return (True, True, entropy) if is_split else (lse, row_max, entropy)
 
     @cached_property

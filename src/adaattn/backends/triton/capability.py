@@ -1,9 +1,10 @@
 """What the portable Triton kernels can do."""
 
+import math
 from typing import Final
 
 from adaattn.backends.own_kernels import why_no_triton
-from adaattn.backends.triton.launch import is_halved
+from adaattn.backends.triton.arguments import Arguments
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -26,19 +27,29 @@ _NOT: Final = (
     | Feature.DETERMINISTIC_BACKWARD
     | Feature.WEIGHTS
     | Feature.EMPTY
+    | Feature.BLOCK_LIST
+    | Feature.DROPPED_MASS
 )
 
 
 def _overhead(
     problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
 ) -> Overhead:
-    """Return what taking fp32 keys and values apart takes: read once, written in their size."""
-    del group, hardware, density
-    if not is_halved(problem):
-        return Overhead()
-    numbers = problem.batch * problem.num_kv_heads * problem.len_k
-    size = 4.0 * numbers * (problem.head_dim + problem.value_dim + 2)
-    return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=2)
+    """Return what is written and read again: halves of fp32 keys and values, parts of splits."""
+    del group, density
+    arguments = Arguments(problem)
+    size, launches = 0.0, 0
+    if arguments.is_halved:
+        numbers = problem.batch * problem.num_kv_heads * problem.len_k
+        size += 4.0 * numbers * (problem.head_dim + problem.value_dim + 2)
+        launches += 2
+    sizes = problem.batch, problem.num_heads, problem.len_q
+    programs, _ = arguments.programs(*sizes, problem.num_sequences)
+    splits, _ = arguments.splits(programs, problem.len_k, hardware.num_processors)
+    if splits > 1:
+        size += 4.0 * splits * math.prod(sizes) * (problem.value_dim + 3)
+        launches += 1
+    return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=launches)
 
 
 CAPABILITIES = (

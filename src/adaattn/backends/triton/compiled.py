@@ -12,6 +12,7 @@ import torch
 
 from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
+from adaattn.hardware import on_clear
 
 __all__ = ["Launch"]
 
@@ -19,6 +20,8 @@ _ALIGNED_BYTES: Final = 16
 _INT32: Final = 2**31
 _COMPILED: Final[dict[tuple[Any, ...], Any]] = {}
 """Kernels by signature, as Triton keeps them too; None under its interpreter, or why not."""
+
+on_clear(_COMPILED.clear)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
+from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
@@ -41,7 +42,7 @@ def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     shape = query.shape[:3]
     lse, row_max, entropy = statistics = tuple(
         query.new_empty(shape, dtype=torch.float32) if flag in problem.aux else None
-        for flag in STATISTICS
+        for flag in STATISTICS[:3]
     )
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
@@ -69,6 +70,9 @@ _in_graphs: Final = operator("triton", _run)
 def _launcher(problem: AttentionProblem) -> "_Launcher":
     """Return the launcher of a problem."""
     return _Launcher(problem)
+
+
+on_clear(_launcher.cache_clear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +182,9 @@ class _Launcher:
         batch, heads, len_q, _ = query_shape
         _, kv_heads, len_k, _ = key_shape
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)
-        splits, split_keys = arguments.splits(programs, len_k, device)
+        kind = self._problem.device_type
+        facts = probe(kind if device < 0 else f"{kind}:{device}")
+        splits, split_keys = arguments.splits(programs, len_k, facts.num_processors)
         halve: tuple[Launch, ...] = ()
         if arguments.is_halved:
             halve = tuple(

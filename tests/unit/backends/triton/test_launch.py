@@ -1,10 +1,16 @@
 """How problems are launched: pure functions of shape and device."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from adaattn.backends import capabilities
+from adaattn.backends.triton import CAPABILITIES, direct
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
     Tile,
     choose_tile,
@@ -13,8 +19,10 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
-from adaattn.spec import AttentionProblem, Precision
-from adaattn.testing import make_problem
+from adaattn.hardware import probe
+from adaattn.planning import decide
+from adaattn.spec import AttentionProblem, HeadGroup, Policy, Precision, Scheme, Why
+from adaattn.testing import fake_facts, make_problem, make_tensors
 
 SHORT = Tile(rows=16, keys=64, warps=4, stages=3)
 SHARED_BYTES = 227 * 1024
@@ -77,17 +85,9 @@ def test_splits_fill_the_device_and_are_not_too_short(programs: int, len_k: int)
 
 @pytest.mark.parametrize("len_k", [1, 63, 64, 65, 1000, 4097])
 @pytest.mark.parametrize("processors", [1, 7, 132])
-def test_splits_cover_every_key_once(
-    len_k: int, processors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_cover_every_key_once(len_k: int, processors: int) -> None:
     problem = make_problem(len_q=1, len_k=len_k, num_heads=8, num_kv_heads=2)
-    arguments = Arguments(problem)
-
-    class Facts:
-        num_processors = processors
-
-    monkeypatch.setattr("adaattn.backends.triton.arguments.probe", lambda name: Facts())
-    splits, split_keys = arguments.splits(2, len_k, -1)
+    splits, split_keys = Arguments(problem).splits(2, len_k, processors)
     assert split_keys % choose_tile(problem).keys == 0
     assert (splits - 1) * split_keys < len_k <= splits * split_keys
 
@@ -110,6 +110,69 @@ def test_tiles_of_packed_sequences_cover_every_row(lengths: tuple[int, ...]) -> 
 def test_a_mask_of_keys_alone_is_read_once_for_a_tile() -> None:
     of_keys = MaskLayout(1, (128, 0, 0, 1))
     of_heads = MaskLayout(2, (0, 64, 0, 1))
-    assert of_keys.constants(pack=4) == (1, False, 1, 16)
-    assert of_heads.constants(pack=4) == (2, True, 1, 16)
-    assert of_heads.constants(pack=1) == (2, False, 1, 16)
+    assert of_keys.constants(pack=4)[1] is False
+    assert of_heads.constants(pack=4)[1] is True
+    assert of_heads.constants(pack=1)[1] is False
+
+
+def test_a_padding_mask_that_grows_with_a_cache_has_one_kernel() -> None:
+    found = {MaskLayout(1, (keys, 0, 0, 1)).constants(pack=4) for keys in range(1, 65)}
+    found |= {MaskLayout(1, (keys, 0, 0, 1)).constants(pack=4) for keys in (128, 1000, 4096)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("row", "align"), [(4096, 16), (4104, 8), (4097, 1)])
+def test_rows_of_a_mask_that_begin_at_multiples_are_read_as_vectors(row: int, align: int) -> None:
+    assert MaskLayout(2, (0, 0, row, 1)).constants(pack=1)[3] == align
+
+
+DECODE: dict[str, Any] = {"len_q": 1, "len_k": 5000, "num_heads": 8, "num_kv_heads": 2}
+ALLOCATING: dict[str, dict[str, Any]] = {
+    "nothing": {"len_q": 40},
+    "parts of split keys": DECODE | {"value_dim": 24},
+    "parts in fp32": DECODE | {"precision": Precision.FP32},
+    "halves of fp32": {"len_q": 140, "precision": Precision.FP32},
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATING)
+def test_planning_knows_of_all_that_a_call_allocates(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (capability,) = CAPABILITIES
+    problem = make_problem(**({"precision": Precision.FP16} | ALLOCATING[name]))
+    group = HeadGroup(capability="triton", scheme=Scheme.of(problem.precision))
+    facts = replace(probe("cpu"), num_processors=13)
+    monkeypatch.setattr("adaattn.backends.triton.executor.probe", lambda name: facts)
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: None)
+    allocated: list[torch.Tensor] = []
+    made = torch.Tensor.new_empty
+
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allocated.append(made(*args, **kwargs))
+        return allocated[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", noting)
+    tensors = make_tensors(problem)
+    output = direct(problem, group)(tensors.query, tensors.key, tensors.value)
+    overhead = capability.overhead(problem, group, facts, 1.0)
+    beside = [item for item in allocated if item.data_ptr() != output.data_ptr()]
+    assert overhead.workspace_bytes == sum(item.nbytes for item in beside)
+    assert bool(overhead.launches) == (name != "nothing")
+
+
+def test_a_budget_too_small_for_the_parts_of_split_keys_takes_another_executor() -> None:
+    """Parts of 32 splits, in fp32, are 64 times the result in bf16."""
+    problem = make_problem(
+        **(DECODE | {"num_kv_heads": 8, "len_k": 32768, "head_dim": 128, "device_type": "cuda"}),
+        precision=Precision.BF16,
+        dense_columns=True,
+        stride_bytes=16,
+    )
+    both = [item for item in capabilities() if item.name in ("triton", "sdpa.efficient")]
+    both = [replace(item, unavailable="") for item in both]
+    machine, policy = fake_facts("h200"), Policy(memory_budget_bytes=100_000)
+    decision = decide(problem, None, machine, policy, tuple(both))
+    (refused,) = [entry for entry in decision.trace if entry.candidate.startswith("triton")]
+    assert refused.why is Why.MEMORY
+    assert decision.plan.groups[0].capability == "sdpa.efficient"
