@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, Variant, box_rows
 from adaattn.spec import Precision
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
@@ -49,25 +49,35 @@ def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any],
     def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
         run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    def describe(tensor: torch.Tensor, sizes: tuple[Any, Any]) -> Any:
+    def describe(tensor: torch.Tensor, view: tuple[Any, Any, int]) -> Any:
         # The class checks each number when it is made, in 3 microseconds: `forward` has checked.
         made = object.__new__(TensorDescriptor)
-        made.base = tensor
-        made.shape, made.strides = sizes
+        made.shape, made.strides, before = view
+        made.base = _Before(tensor, before) if before else tensor
         return made
 
     return launch, describe, tuple(_constants(variant).values())
 
 
+class _Before:
+    """A tensor's memory from some bytes before it on: what TMA counts the rows of from."""
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._address = tensor.data_ptr() - num_bytes
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self._address
+
+
 def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
     """Return what one copy of q, k, v and of the result takes: rows and columns."""
     tiling = variant.tiling
-    return (
-        (ROWS, tiling.block_d),
-        (tiling.block_n, tiling.block_d),
-        (tiling.block_n, tiling.block_v),
-        (ROWS, tiling.block_v // tiling.out_parts),
+    columns = (
+        *(tiling.block_d, tiling.block_d, tiling.block_v),
+        tiling.block_v // tiling.out_parts,
     )
+    return tuple(zip(box_rows(tiling), columns, strict=True))
 
 
 def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:

@@ -487,7 +487,7 @@ def forward(
     query, key, value, out, lse, row_max, entropy, tiles, flags, mask, sinks, slopes, scale, cap,
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
-    starts_q, starts_k, num_sequences, counts, indices, list_stride_b, list_stride_h, list_rows,
+    starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
     list_width, list_most, list_blocks,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
