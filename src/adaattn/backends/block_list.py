@@ -165,14 +165,11 @@ class BlockList:
         """
         first, last = rows.start // self.block_q, -(-rows.stop // self.block_q)
         counts, indices = self.counts[:, :, first:last], self.indices[:, :, first:last]
-        blocks = replace(self, counts=counts, indices=indices).to_mask(
-            -(-cols.stop // self.block_k)
-        )
-        row_blocks, key_blocks = (
-            torch.arange(span.start, span.stop, device=counts.device) // size - skipped
-            for span, size, skipped in ((rows, self.block_q, first), (cols, self.block_k, 0))
-        )
-        return blocks[:, :, row_blocks][..., key_blocks]
+        part = replace(self, counts=counts, indices=indices)
+        blocks = part.to_mask(-(-cols.stop // self.block_k))[:, :, :, None, :, None]
+        keys = blocks.expand(-1, -1, -1, self.block_q, -1, self.block_k).flatten(2, 3).flatten(3, 4)
+        begin = rows.start - first * self.block_q
+        return keys[:, :, begin : begin + len(rows), cols.start : cols.stop]
 
     def of_heads(self, heads: torch.Tensor) -> "BlockList":
         """Return the lists of some query heads, by their numbers."""

@@ -5,16 +5,20 @@ from the tensors that arrive when the graph runs, whose lengths may be others.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from adaattn._dtypes import precision_of
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import layout_facts, output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
 
 __all__ = ["operator"]
+
+_AUX: Final = 5
+"""Where the wanted outputs stand among the sizes of `_taken_apart`."""
 
 _Run = Callable[[Tensors, AttentionProblem], Result]
 
@@ -36,10 +40,16 @@ def operator(name: str, run: _Run) -> _Run:
         slopes: torch.Tensor | None,
         starts_q: torch.Tensor | None,
         starts_k: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        indices: torch.Tensor | None,
         numbers: list[float],
         flags: list[bool],
         sizes: list[int],
     ) -> list[torch.Tensor]:
+        blocks = None
+        if counts is not None and indices is not None:
+            rows, keys = sizes[-2:]
+            blocks = BlockList(counts=counts, indices=indices, block_q=rows, block_k=keys)
         tensors = Tensors.of(
             query,
             key,
@@ -49,9 +59,13 @@ def operator(name: str, run: _Run) -> _Run:
             alibi_slopes=slopes,
             cu_seqlens_q=starts_q,
             cu_seqlens_k=starts_k,
+            blocks=blocks,
         )
         result = run(tensors, _described(tensors, numbers, flags, sizes))
-        found = (result.output, result.lse, result.row_max, result.entropy)
+        found = (
+            *(result.output, result.lse, result.row_max, result.entropy),
+            result.dropped_mass,
+        )
         return [query.new_empty(0) if item is None else item for item in found]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
@@ -67,13 +81,17 @@ def operator(name: str, run: _Run) -> _Run:
             tensors.alibi_slopes,
             tensors.cu_seqlens_q,
             tensors.cu_seqlens_k,
+            None if tensors.blocks is None else tensors.blocks.counts,
+            None if tensors.blocks is None else tensors.blocks.indices,
             *_taken_apart(problem),
         )
-        lse, row_max, entropy = (
+        lse, row_max, entropy, dropped = (
             item if flag in problem.aux else None
-            for item, flag in zip(statistics, STATISTICS[:3], strict=True)
+            for item, flag in zip(statistics, STATISTICS, strict=True)
         )
-        return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+        return Result(
+            output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped
+        )
 
     return through
 
@@ -84,7 +102,7 @@ def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], li
     return (
         [problem.scale, problem.softcap, problem.dropout_p],
         [problem.is_causal, problem.align is Align.BOTTOM_RIGHT],
-        [*problem.window, problem.dilation, *longest, int(problem.aux)],
+        [*problem.window, problem.dilation, *longest, int(problem.aux), *problem.block_size],
     )
 
 
@@ -95,7 +113,7 @@ def _described(
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
     is_causal, to_end = flags
-    left, right, dilation, max_len_q, max_len_k, aux = sizes
+    left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
     if mask is not None:
@@ -120,6 +138,8 @@ def _described(
         softcap=softcap,
         has_sinks=tensors.sinks is not None,
         has_alibi=tensors.alibi_slopes is not None,
+        block_size=(block_size[0], block_size[1]),
+        most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
         dropout_p=dropout_p,
         num_sequences=0 if starts is None else starts.shape[0] - 1,
         max_len_q=max_len_q,
@@ -134,9 +154,8 @@ def _fake(
 ) -> list[torch.Tensor]:
     """Return outputs without numbers: what a graph knows of them."""
     del key
-    aux, shape = Aux(rest[-1][-1]), query.shape[:-1]
+    aux, shape = Aux(rest[-1][_AUX]), query.shape[:-1]
     statistics = [
-        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32)
-        for flag in STATISTICS[:3]
+        query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]
     return [output_like(query, value.shape[-1]), *statistics]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adaattn._dtypes import torch_dtype
+from adaattn.backends.block_list import ALL_BLOCKS, BlockList
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.errors import ArgumentError, expected_got
@@ -40,6 +41,8 @@ FLOATING = ("query", "key", "value", "mask", "sinks", "alibi_slopes")
 """Those of a call's tensors that may hold floating-point numbers."""
 
 _HIDDEN_SHARE = 0.3
+_LISTED_SHARE = 0.5
+_DENSE_SHARE = 0.1
 
 
 class Layout(enum.Enum):
@@ -83,6 +86,8 @@ def make_problem(
     if filled.get("mask", MaskKind.NONE) is not MaskKind.NONE:
         names = ("batch", "num_heads", "len_q", "len_k")
         filled.setdefault("mask_shape", tuple(filled[name] for name in names))
+    if "block_size" in filled:
+        filled.setdefault("most_blocks", -(-filled["len_k"] // filled["block_size"][1]))
     return AttentionProblem(**filled)
 
 
@@ -128,6 +133,7 @@ def make_tensors(
         alibi_slopes=draw.leaf(torch.rand, 1, heads_q, grad=problem.alibi_requires_grad, dtype=wide)
         if problem.has_alibi
         else None,
+        blocks=draw.blocks() if problem.has_blocks else None,
     )
 
 
@@ -158,6 +164,27 @@ class _Draw:
             wide[..., ::2] = dense
             dense = wide[..., ::2]
         return dense.requires_grad_(self.problem.requires_grad)
+
+    def blocks(self) -> BlockList:
+        """Return lists of each head with room for all blocks: some, none, or all as a dense head.
+
+        About half of the blocks are listed.
+        """
+        problem = self.problem
+        rows, keys = problem.block_size
+        num_rows, num_keys = -(-problem.len_q // rows), -(-problem.len_k // keys)
+        shape = (problem.batch, problem.num_heads, num_rows)
+        listed = torch.rand(*shape, num_keys, generator=self.generator) < _LISTED_SHARE
+        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        all_of_them = torch.rand(shape, generator=self.generator) < _DENSE_SHARE
+        room = order[..., : problem.most_blocks].to(torch.int32)
+        counts = torch.where(all_of_them, ALL_BLOCKS, listed.sum(-1).clamp(max=room.shape[-1]))
+        return BlockList(
+            counts=counts.to(problem.device_type, torch.int32),
+            indices=room.to(problem.device_type).contiguous(),
+            block_q=rows,
+            block_k=keys,
+        )
 
     def mask(self, num_hidden_rows: int) -> torch.Tensor | None:
         """Return a random mask whose first rows hide every key; None without one.

@@ -122,6 +122,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
         row = problem.len_k if problem.mask_shape[-2] > 1 else 0
         seen = MaskLayout(1 if boolean else 2, (0, 0, row, 1))
     starts = "*i32" if problem.num_sequences else None
+    lists = "*i32" if problem.has_blocks else None
     pointers = (
         *(f"*{_TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
         "*fp32" if problem.has_sinks else None,
@@ -129,11 +130,14 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
         *(starts, starts),
         "*i64" if problem.dropout_p else None,
         "*fp32" if arguments.is_halved else None,
+        *(lists, lists),
+        "*fp32" if Aux.DROPPED_MASS in problem.aux else None,
     )
     sizes = (problem.num_heads, problem.len_q, problem.len_k)
     grid = (1, 2 if is_split else 1, 1)
     strides = (*[1024] * 12, *seen.strides, 0)
-    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen)
+    listed = (1, 1, problem.most_blocks)
+    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), listed, seen)
 
 
 def _examined(built: Any, products_of_block: int = 0) -> MachineCode:

@@ -3,11 +3,10 @@
 import torch
 
 from adaattn.backends.block_sparse.cost import BEST_DENSITY, overhead
+from adaattn.backends.block_sparse.gathered import attend_gathered, no_rows
 from adaattn.backends.block_sparse.selection import padded_blocks, select_blocks
-from adaattn.backends.common import visible_tile
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.sampling import BLOCK_SIZE
-from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import (
     AttentionProblem,
     BlockSparse,
@@ -62,9 +61,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     assert isinstance(group.method, BlockSparse)
     size = group.method.block_size
     if problem.len_q == 0 or problem.len_k == 0:
-        shape = (*tensors.query.shape[:-1], problem.value_dim)
-        tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
-        return Result(output=tensors.query.new_zeros(shape) + torch.stack(tied).sum())
+        return Result(output=no_rows(tensors))
     with torch.no_grad():
         keep = select_blocks(tensors, problem, size, group.method.kept_mass)
         most = keep.sum(-1).amax(dim=(0, 1)).tolist()  # the one host read
@@ -75,7 +72,9 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         stop = min(start + size, problem.len_q)
         order, valid = _kept_first(keep[:, :, index], max(most[index], 1))
         outputs.append(
-            _attend(tensors, problem, (order, valid), (key_blocks, value_blocks), start, stop)
+            attend_gathered(
+                tensors, problem, (order, valid), (key_blocks, value_blocks), range(start, stop)
+            )
         )
     return Result(output=torch.cat(outputs, dim=2))
 
@@ -84,30 +83,3 @@ def _kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
     """Return (block numbers, which of them are kept), [B, Hq, most], the kept ones first."""
     order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
     return order, keep.gather(-1, order)
-
-
-def _attend(
-    tensors: Tensors,
-    problem: AttentionProblem,
-    kept: tuple[torch.Tensor, torch.Tensor],
-    blocks: tuple[torch.Tensor, torch.Tensor],
-    start: int,
-    stop: int,
-) -> torch.Tensor:
-    """Return the output of query rows ``start..stop`` over their kept blocks."""
-    order, valid = kept
-    key_blocks, value_blocks = blocks
-    batch, heads, _ = order.shape
-    size = key_blocks.shape[3]
-    batches = torch.arange(batch, device=order.device)[:, None, None]
-    kv_heads = torch.arange(heads, device=order.device)[None, :, None] // problem.group_size
-    key = key_blocks[batches, kv_heads, order].flatten(2, 3)
-    value = value_blocks[batches, kv_heads, order].flatten(2, 3)
-    numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=order.device)
-    numbers = numbers.flatten(2)
-    seen = (valid.repeat_interleave(size, dim=-1) & (numbers < problem.len_k)).unsqueeze(2)
-    rows = torch.arange(start, stop, device=order.device).expand(batch, heads, -1)
-    visible = visible_tile(problem, rows, numbers)
-    if visible is not None:
-        seen = seen & visible
-    return fused_attention(tensors.query[:, :, start:stop], key, value, seen, problem)

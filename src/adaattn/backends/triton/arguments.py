@@ -18,7 +18,7 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
-from adaattn.spec import Align, AttentionProblem, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, Precision
 
 __all__ = ["Arguments", "MaskLayout"]
 
@@ -74,7 +74,7 @@ class Arguments:
         """What says, before there are tensors, which kernels a problem takes."""
         problem = self._problem
         splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
-        features = (*self._features, problem.mask, problem.mask_shape[-2:-1] == (1,))
+        features = (*self._features, *self._listed, problem.mask, problem.mask_shape[-2:-1] == (1,))
         asked = self._asked(False)
         return ("triton", problem.precision, *self._shape, *features, *asked, splits, self._tile)
 
@@ -101,7 +101,7 @@ class Arguments:
         left, right = self._window
         if left >= 0 and right >= 0:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
-        if problem.num_sequences:
+        if problem.num_sequences or problem.has_blocks:
             return 1, keys
         splits = num_splits(programs, tile, keys, num_processors)
         split_keys = -(-keys // splits // tile.keys) * tile.keys
@@ -113,6 +113,7 @@ class Arguments:
         strides: tuple[int, ...],
         sizes: tuple[int, int, int],
         counts: tuple[int, int, int, int],
+        listed: tuple[int, int, int],
         seen: MaskLayout,
     ) -> Launch:
         """Return the launch of the forward kernel.
@@ -122,6 +123,7 @@ class Arguments:
             strides: of q, k, v, the output, the mask and the slopes.
             sizes: Hq, Sq and Sk.
             counts: packed sequences, tiles of rows, keys of a split, and B * Hkv.
+            listed: strides of the counts of blocks over batch and heads, and the room of a list.
             seen: the mask.
         """
         problem, tile = self._problem, self._tile
@@ -132,9 +134,23 @@ class Arguments:
             module="forward",
             name="forward",
             grid=grid,
-            numbers=(*self._factors, *strides, *sizes, *self._window, problem.dilation, *counts),
+            numbers=(
+                *self._factors,
+                *strides,
+                *sizes,
+                *self._window,
+                problem.dilation,
+                *counts,
+                *listed,
+            ),
             constants=(
-                *(*self._shape, *seen.constants(self._pack), *self._features, is_split),
+                *(
+                    *self._shape,
+                    *seen.constants(self._pack),
+                    *self._features,
+                    *self._listed,
+                    is_split,
+                ),
                 *(*self._asked(is_split), *self._aligns, is_wide, self.is_halved, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
@@ -204,6 +220,11 @@ class Arguments:
         fast = fast and torch.version.hip is None
         cap, drops = problem.softcap > 0, problem.dropout_p > 0
         return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
+
+    @cached_property
+    def _listed(self) -> tuple[int, int, bool]:
+        """What is compiled in of a list of blocks: their sizes, and whether others are weighed."""
+        return (*self._problem.block_size, Aux.DROPPED_MASS in self._problem.aux)
 
     @cached_property
     def _given_align(self) -> int:

@@ -5,6 +5,7 @@ from typing import Final
 
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.triton.arguments import Arguments
+from adaattn.backends.triton.launch import LEAST_BLOCK
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -27,8 +28,6 @@ _NOT: Final = (
     | Feature.DETERMINISTIC_BACKWARD
     | Feature.WEIGHTS
     | Feature.EMPTY
-    | Feature.BLOCK_LIST
-    | Feature.DROPPED_MASS
 )
 
 
@@ -52,6 +51,18 @@ def _overhead(
     return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=launches)
 
 
+def _blocks(problem: AttentionProblem) -> str:
+    """Return why a list of blocks does not fit its tiles, or ""."""
+    if not problem.has_blocks:
+        return ""
+    if problem.dilation > 1:
+        return "it takes no list of blocks together with dilation"
+    if not any(size % LEAST_BLOCK for size in problem.block_size):
+        return ""
+    rows, keys = problem.block_size
+    return f"it takes blocks in steps of {LEAST_BLOCK}, got {rows} rows and {keys} keys"
+
+
 CAPABILITIES = (
     Capability(
         name="triton",
@@ -69,6 +80,7 @@ CAPABILITIES = (
         # Behind FlexAttention: a user of PyTorch has it without this package.
         order=lambda problem: 45,
         compiles=True,
+        rules=(_blocks,),
         overhead=_overhead,
         compile_ms=1500.0,  # 1 to 2 s (Triton 3.6, 2026-11)
     ),

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
@@ -21,7 +22,7 @@ __all__ = ["direct", "is_ready", "run"]
 
 _KEPT: Final = 256
 _NO_MASK: Final = MaskLayout()
-_NO_STATISTICS: Final = (None, None, None)
+_NO_STATISTICS: Final = (None,) * len(STATISTICS)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -40,16 +41,17 @@ def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the same outside of a graph."""
     query = tensors.query
     shape = query.shape[:3]
-    lse, row_max, entropy = statistics = tuple(
+    lse, row_max, entropy, dropped = statistics = tuple(
         query.new_empty(shape, dtype=torch.float32) if flag in problem.aux else None
-        for flag in STATISTICS[:3]
+        for flag in STATISTICS
     )
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     output = _launcher(problem)(
-        query, tensors.key, tensors.value, *companions, *starts, statistics=statistics
+        *(query, tensors.key, tensors.value, *companions, *starts, tensors.blocks),
+        statistics=statistics,
     )
-    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
@@ -113,6 +115,7 @@ class _Launcher:
         slopes: torch.Tensor | None = None,
         starts_q: torch.Tensor | None = None,
         starts_k: torch.Tensor | None = None,
+        blocks: BlockList | None = None,
         *,
         statistics: tuple[torch.Tensor | None, ...] = _NO_STATISTICS,
     ) -> torch.Tensor:
@@ -127,8 +130,9 @@ class _Launcher:
             slopes: likewise, or [Hq].
             starts_q: likewise.
             starts_k: likewise.
-            statistics: fp32 [B, Hq, Sq] each, written where given: log-sum-exp, row maximum and
-                entropy, as the problem asks for them.
+            blocks: likewise.
+            statistics: fp32 [B, Hq, Sq] each, written where given, in the order of `STATISTICS`, as
+                the problem asks for them.
         """
         problem = self._problem
         check_untransformed(query, key, value)
@@ -151,6 +155,7 @@ class _Launcher:
         layout = (
             *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
             *(output.stride(), seen, slope_stride, sequences, key.get_device()),
+            None if blocks is None else blocks.indices.shape,
             *(None if it is None else it.dtype for it in (sinks, slopes)),
         )
         prepared = self._prepared
@@ -160,7 +165,9 @@ class _Launcher:
         if prepared.halve:
             key, value, lifts = _halved(prepared, key, value)
         seed = torch.randint(2**62, (1,), device=query.device) if problem.dropout_p else None
-        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts)
+        lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
+        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts, *lists, statistics[3])
+        statistics = statistics[:3]
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
@@ -178,7 +185,7 @@ class _Launcher:
         """Return the launches for tensors of a layout."""
         arguments = self._arguments
         query_shape, query_strides, key_shape, key_strides, value_strides, *rest = layout
-        output_strides, seen, slope_stride, sequences, device, *_ = rest
+        output_strides, seen, slope_stride, sequences, device, lists, *_ = rest
         batch, heads, len_q, _ = query_shape
         _, kv_heads, len_k, _ = key_shape
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)
@@ -201,7 +208,8 @@ class _Launcher:
         )
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
-        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, seen)
+        listed = (0, 0, 0) if lists is None else _list_strides(lists)
+        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, listed, seen)
         combine = None
         if splits > 1:
             combine = arguments.combine(output_strides, splits, batch, heads, len_q)
@@ -212,6 +220,16 @@ class _Launcher:
             combine=combine,
             parts=(splits, batch, heads, len_q, self._problem.value_dim),
         )
+
+
+def _list_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the strides of counts over batch and heads, 0 where one serves all, and a list's room.
+
+    Args:
+        shape: of the lists: [B or 1, Hq or 1, Nq, K].
+    """
+    batch, heads, rows, most = shape
+    return (heads * rows if batch > 1 else 0, rows if heads > 1 else 0, most)
 
 
 def _halved(

@@ -8,12 +8,21 @@ fp32's accuracy. Rows of PACK query heads that share a key head stand in one til
 few. Dilation d splits rows and keys into d classes that do not meet: each class is a problem of
 its own, of which nothing is masked away.
 
+Where blocks of keys are listed for blocks of rows the others are not read, unless a bound of what
+they would weigh is asked for, which takes their scores.
+
 Keys may be split over programs: each writes its unnormalised part, and `combine` adds them.
 """
 
 import triton
 import triton.language as tl
 
+from adaattn.backends.triton.listed import (
+    dropped_share,
+    is_listed,
+    listed_ranges,
+    listed_start,
+)
 from adaattn.backends.triton.primitives import (
     LOG2_E,
     WEIGHT_SCALE,
@@ -45,6 +54,7 @@ _NUMBERS = (
     *("stride_mb", "stride_mh", "stride_mm", "stride_mn", "stride_slope"),
     *("num_heads", "total_q", "total_k", "left", "right", "dilation", "num_sequences"),
     *("num_tiles", "split_keys", "halved_heads"),
+    *("stride_lb", "stride_lh", "most_blocks"),
 )
 """No value of these makes another kernel."""
 
@@ -73,6 +83,9 @@ def forward(
     starts_k_ptr,
     seed_ptr,
     lifts_ptr,
+    counts_ptr,
+    indices_ptr,
+    dropped_ptr,
     scale,
     softcap,
     dropout_p,
@@ -103,6 +116,9 @@ def forward(
     num_tiles,
     split_keys,
     halved_heads,
+    stride_lb,
+    stride_lh,
+    most_blocks,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
@@ -125,6 +141,9 @@ def forward(
     HAS_SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    LIST_ROWS: tl.constexpr,
+    LIST_KEYS: tl.constexpr,
+    HAS_DROPPED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_ROW_MAX: tl.constexpr,
@@ -150,6 +169,13 @@ def forward(
         num_tiles: tiles of rows of a head, all classes of a dilation together.
         split_keys: keys of a split, a multiple of BLOCK_N.
         halved_heads: B * Hkv.
+        counts_ptr: int32, blocks of keys listed for LIST_ROWS query rows; below 0 all of them.
+        indices_ptr: int32, their numbers in blocks of LIST_KEYS, most_blocks for each count.
+        dropped_ptr: fp32 [B, Hq, Sq]: a bound of the share of blocks that are not listed.
+        stride_lb: of counts over batch, 0 where one serves all.
+        stride_lh: of counts over heads, likewise.
+        LIST_ROWS: a multiple of BLOCK_M; 0 where no blocks are listed.
+        LIST_KEYS: a multiple of BLOCK_N.
         GROUP: query heads that share a key head.
         PACK: GROUP, or 1.
         MASK_ROWS: rows of a tile see different entries of the mask.
@@ -268,6 +294,13 @@ def forward(
             slope *= dilation
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
+    if LIST_ROWS != 0:
+        row_of_list = batch * stride_lb + head_slot * stride_lh + first_slot // LIST_ROWS
+        list_ptr = indices_ptr + row_of_list.to(tl.int64) * most_blocks
+        all_blocks = tl.cdiv(len_k, LIST_KEYS)
+        num_listed = tl.load(counts_ptr + row_of_list)
+        is_dense = num_listed < 0
+        num_listed = tl.where(is_dense, all_blocks, tl.minimum(num_listed, most_blocks))
 
     begin = 0
     end = len_k
@@ -285,21 +318,57 @@ def forward(
         right,
         HAS_LEFT,
         HAS_RIGHT,
-        MASK != 0,
+        MASK != 0 or LIST_ROWS != 0,
         BLOCK_N,
     )
+    if LIST_ROWS != 0:
+        # The same of the list: its blocks, in pieces of BLOCK_N keys.
+        num_pieces = tl.cdiv(tl.maximum(high - low, 0), BLOCK_N)
+        first_piece, before, whole, after = listed_ranges(
+            list_ptr,
+            num_listed,
+            is_dense,
+            low,
+            low + before * BLOCK_N,
+            low + (before + whole) * BLOCK_N,
+            high,
+            LIST_KEYS,
+            LIST_KEYS // BLOCK_N,
+        )
+        next_listed = first_piece // (LIST_KEYS // BLOCK_N)
     running_max = tl.full([BLOCK_M], _NOTHING, tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     running_product = tl.zeros([BLOCK_M], tl.float32)
     running_lift = tl.full([BLOCK_M], _NOTHING, tl.float32)
+    dropped_max = tl.full([BLOCK_M], _NOTHING, tl.float32)
+    dropped_sum = tl.zeros([BLOCK_M], tl.float32)
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # First the blocks that all rows see whole, then those at the edges.
-    for AT_EDGE in tl.static_range(2):
+    # First the blocks that all rows see whole, then those at the edges, then what is not listed.
+    for PHASE in tl.static_range(3 if HAS_DROPPED else 2):
+        AT_EDGE: tl.constexpr = PHASE != 0
         count = whole
-        if AT_EDGE:
+        if PHASE == 1:
             count = before + after
+        elif PHASE == 2:
+            count = tl.where(is_dense, 0, num_pieces)
         for block in range(count):
-            start = low + _place(block, before, whole, AT_EDGE) * BLOCK_N
+            if PHASE == 2:
+                start = low + block * BLOCK_N
+                is_kept_block, next_listed = is_listed(
+                    list_ptr, next_listed, num_listed, is_dense, start // LIST_KEYS
+                )
+            elif LIST_ROWS != 0:
+                last_block = all_blocks - 1 if AT_EDGE else len_k // LIST_KEYS - 1
+                start = listed_start(
+                    list_ptr,
+                    first_piece + _place(block, before, whole, AT_EDGE),
+                    is_dense,
+                    last_block,
+                    LIST_KEYS,
+                    BLOCK_N,
+                )
+            else:
+                start = low + _place(block, before, whole, AT_EDGE) * BLOCK_N
             keys = start + within
             block_ptr = key_base + start.to(tl.int64) * key_step
             key_block = load_rows(
@@ -342,57 +411,66 @@ def forward(
                 visible = seen(positions, keys, high, left, right, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, _NOTHING)
 
-            new_max = tl.maximum(running_max, tl.max(scores, 1))
-            reference = new_max
-            if AT_EDGE or MASK != 0:
+            if PHASE == 2:
+                # Each of the keys weighs as much as the largest, at most.
+                largest = tl.where(is_kept_block, _NOTHING, tl.max(scores, 1))
+                new_max = tl.maximum(dropped_max, largest)
                 reference = tl.where(new_max == _NOTHING, 0.0, new_max)
-            weights, total, product = exp2_sum(scores, reference, HAS_ENTROPY)
-            decay = tl.exp2(running_max - reference)
-            if HAS_ENTROPY:
-                moved = tl.where(running_sum > 0.0, running_max - reference, 0.0)
-                running_product = decay * (running_product + running_sum * moved) + product
-            running_sum = running_sum * decay + total
-            if IS_HALVED:
-                # What is added up is weights times lifted values: its largest term is its unit.
-                value_lifts = tl.load(
-                    lifts_base + rows_of_all + keys.to(tl.int64) * dilation,
-                    mask=keys < high,
-                    other=0.0,
-                )
-                exponents = scores - reference[:, None]
-                moved_lift = running_lift + (running_max - reference)
-                new_lift = tl.maximum(moved_lift, tl.max(exponents + value_lifts[None, :], 1))
-                unit = tl.where(new_lift == _NOTHING, 0.0, new_lift)
-                decay = tl.exp2(moved_lift - unit)
-                weights = tl.exp2(exponents + (value_lifts[None, :] - unit[:, None]))
-                running_lift = new_lift
-            running_max = new_max
-            accumulator = accumulator * decay[:, None]
-            if HAS_DROPOUT:
-                kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
-                weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
-            block_ptr = value_base + start.to(tl.int64) * value_step
-            value_block = load_rows(
-                block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, AT_EDGE
-            )
-            if IS_HALVED:
-                value_low = load_rows(
-                    block_ptr + value_plane,
-                    within_wide,
-                    value_step,
-                    high - start,
-                    DV,
-                    BLOCK_DV,
-                    AT_EDGE,
-                )
-                weights, weights_low = halves(weights * WEIGHT_SCALE)
-                accumulator = tl.dot(weights_low, value_block, accumulator)
-                accumulator = tl.dot(weights, value_low, accumulator)
-                accumulator = tl.dot(weights, value_block, accumulator)
+                bound = tl.minimum(high - start, BLOCK_N) * tl.exp2(largest - reference)
+                dropped_sum = dropped_sum * tl.exp2(dropped_max - reference) + bound
+                dropped_max = new_max
             else:
-                accumulator = tl.dot(
-                    weights.to(value_block.dtype), value_block, accumulator, input_precision=DOT
+                new_max = tl.maximum(running_max, tl.max(scores, 1))
+                reference = new_max
+                if AT_EDGE or MASK != 0:
+                    reference = tl.where(new_max == _NOTHING, 0.0, new_max)
+                weights, total, product = exp2_sum(scores, reference, HAS_ENTROPY)
+                decay = tl.exp2(running_max - reference)
+                if HAS_ENTROPY:
+                    moved = tl.where(running_sum > 0.0, running_max - reference, 0.0)
+                    running_product = decay * (running_product + running_sum * moved) + product
+                running_sum = running_sum * decay + total
+                if IS_HALVED:
+                    # What is added up is weights times lifted values: its largest term is its unit.
+                    value_lifts = tl.load(
+                        lifts_base + rows_of_all + keys.to(tl.int64) * dilation,
+                        mask=keys < high,
+                        other=0.0,
+                    )
+                    exponents = scores - reference[:, None]
+                    moved_lift = running_lift + (running_max - reference)
+                    new_lift = tl.maximum(moved_lift, tl.max(exponents + value_lifts[None, :], 1))
+                    unit = tl.where(new_lift == _NOTHING, 0.0, new_lift)
+                    decay = tl.exp2(moved_lift - unit)
+                    weights = tl.exp2(exponents + (value_lifts[None, :] - unit[:, None]))
+                    running_lift = new_lift
+                running_max = new_max
+                accumulator = accumulator * decay[:, None]
+                if HAS_DROPOUT:
+                    kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
+                    weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+                block_ptr = value_base + start.to(tl.int64) * value_step
+                value_block = load_rows(
+                    block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, AT_EDGE
                 )
+                if IS_HALVED:
+                    value_low = load_rows(
+                        block_ptr + value_plane,
+                        within_wide,
+                        value_step,
+                        high - start,
+                        DV,
+                        BLOCK_DV,
+                        AT_EDGE,
+                    )
+                    weights, weights_low = halves(weights * WEIGHT_SCALE)
+                    accumulator = tl.dot(weights_low, value_block, accumulator)
+                    accumulator = tl.dot(weights, value_low, accumulator)
+                    accumulator = tl.dot(weights, value_block, accumulator)
+                else:
+                    accumulator = tl.dot(
+                        weights.to(value_block.dtype), value_block, accumulator, input_precision=DOT
+                    )
 
     if IS_HALVED:
         unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
@@ -417,6 +495,9 @@ def forward(
                 running_max, running_sum, running_product, sink
             )
             accumulator = accumulator * decay[:, None]
+        if HAS_DROPPED:
+            share = dropped_share(dropped_max, dropped_sum, running_max, running_sum)
+            tl.store(dropped_ptr + row_of_all, share, mask=is_row)
         inverse = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
         accumulator = accumulator * inverse[:, None]
         out_base = output_ptr + times(batch, stride_ob, ALIGN)

@@ -1,13 +1,14 @@
 """How a problem is launched: tiles, warps and splits, from its shape and the device alone."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from adaattn.spec import AttentionProblem, Precision
 
 __all__ = [
     "HALVED_ROWS",
+    "LEAST_BLOCK",
     "Tile",
     "choose_tile",
     "is_halved",
@@ -16,8 +17,8 @@ __all__ = [
     "padded",
 ]
 
-_SHORT: Final = 16
-"""Rows of the least tile that a matrix product takes."""
+LEAST_BLOCK: Final = 16
+"""Rows, and keys, of the least tile that a matrix product takes."""
 
 _LEAST_SPLIT: Final = 256
 """Keys of the shortest split: below, adding up the parts costs more than it saves."""
@@ -75,16 +76,19 @@ def padded(columns: int) -> int:
         >>> padded(5), padded(80)
         (16, 128)
     """
-    return max(_SHORT, 1 << (columns - 1).bit_length())
+    return max(LEAST_BLOCK, 1 << (columns - 1).bit_length())
 
 
 def packed_heads(problem: AttentionProblem) -> int:
     """Return how many heads of a group stand in one tile: all where rows are few, else 1.
 
-    Packed sequences find their tiles by rows, which takes a power of two.
+    Packed sequences find their tiles by rows, which takes a power of two. Lists of blocks may
+    differ from head to head.
     """
     group = problem.group_size
     longest = problem.max_len_q if problem.num_sequences else problem.len_q
+    if problem.has_blocks:
+        return 1
     if problem.num_sequences and group & (group - 1):
         return 1
     return group if group <= 64 and longest < 64 else 1
@@ -101,7 +105,22 @@ def is_halved(problem: AttentionProblem) -> bool:
 
 
 def choose_tile(problem: AttentionProblem) -> Tile:
-    """Return the tile of a problem: the fastest of those tried on an H200 (2026-11)."""
+    """Return the tile of a problem: the fastest of those tried on an H200 (2026-11).
+
+    Where blocks are listed, one that they consist of.
+    """
+    tile = _usual_tile(problem)
+    if not problem.has_blocks:
+        return tile
+    rows, keys = (
+        min(size, listed & -listed)
+        for size, listed in zip((tile.rows, tile.keys), problem.block_size, strict=True)
+    )
+    return replace(tile, rows=rows, keys=keys, warps=tile.warps if rows > 64 else 4)
+
+
+def _usual_tile(problem: AttentionProblem) -> Tile:
+    """Return the tile of a problem without a list of blocks."""
     longest = problem.max_len_q if problem.num_sequences else problem.len_q
     longest = -(-longest // problem.dilation)
     rows = packed_heads(problem) * longest
@@ -110,7 +129,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
         return _HALVED_TILES[_size(columns)]
     if problem.precision is Precision.FP32:
         return Tile(rows=min(padded(rows), 64), keys=32, warps=4, stages=2 if columns <= 128 else 1)
-    if rows <= 2 * _SHORT:
+    if rows <= 2 * LEAST_BLOCK:
         many = problem.batch * problem.num_kv_heads >= _MANY_HEADS
         keys = 128 if many and columns <= 128 else 64
         return Tile(rows=padded(rows), keys=keys, warps=4, stages=3 if columns <= 128 else 2)
@@ -145,7 +164,7 @@ def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -
         >>> num_splits(8, tile, 32768, 132), num_splits(4096, tile, 32768, 132)
         (32, 1)
     """
-    wanted = num_processors * (_PROGRAMS if tile.rows <= 2 * _SHORT else 1)
+    wanted = num_processors * (_PROGRAMS if tile.rows <= 2 * LEAST_BLOCK else 1)
     if num_programs * 2 > wanted:
         return 1
     most = max(len_k // _LEAST_SPLIT, 1)

@@ -113,6 +113,14 @@ CASES: dict[str, dict[str, Any]] = {
     | {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 8, 1, 1500), "has_alibi": True},
     "transposed": {"layout": Layout.TRANSPOSED, "len_q": 40},
     "strided": {"layout": Layout.STRIDED, "len_q": 40},
+    "blocks": {"len_q": 130, "len_k": 200, "block_size": (32, 32), "batch": 2},
+    "blocks, causal": TO_END | {"len_q": 130, "len_k": 200, "block_size": (64, 32)},
+    "blocks in a window": {"len_q": 200, "window": (70, 9), "block_size": (16, 64)},
+    "blocks with all else": GROUPS
+    | {"len_q": 100, "block_size": (48, 80), "is_causal": True, "softcap": 3.0}
+    | {"has_sinks": True, "has_alibi": True, "mask": MaskKind.BOOLEAN},
+    "one row of blocks": DECODE | {"block_size": (128, 128), "len_k": 700},
+    "little room for blocks": {"len_q": 100, "block_size": (32, 16), "most_blocks": 2},
     "negative scale": {"scale": -0.3, "is_causal": True, "len_q": 40},
     "zero scale": {"scale": 0.0, "is_causal": True, "len_q": 40},
     "large scores": {"scale": 30.0, "len_q": 40, "len_k": 200},
