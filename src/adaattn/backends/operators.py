@@ -66,9 +66,7 @@ def operator(name: str, run: _Run) -> _Run:
             *(result.output, result.lse, result.row_max, result.entropy),
             result.dropped_mass,
         )
-        return [
-            query.new_empty(0, dtype=torch.float32) if item is None else item for item in found
-        ]
+        return [query.new_empty(0, dtype=torch.float32) if item is None else item for item in found]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
     made.register_fake(_fake)

@@ -1,7 +1,8 @@
 """Exact attention forward for GPUs of compute capability 9.0, written in Gluon.
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
-It needs Triton and strides of 16 bytes. No gradients yet.
+Sequences may be packed, and blocks of keys listed. It needs Triton and strides of 16 bytes. No
+gradients yet.
 """
 
 from typing import Final

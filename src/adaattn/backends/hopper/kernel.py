@@ -12,6 +12,11 @@ maximum of the first block visited. Weights and their sums have exponents of 8 b
 second loses nothing until a later score exceeds it by 2^100; such tiles are noted, and the block
 computes them again with the running maximum once its list is done.
 
+Packed sequences: a tile has rows of one sequence, whose bounds are read on the device. TMA fills
+rows behind its end with zeros and stores none of them, so that nothing of a neighbour is read but
+queries whose rows are dropped. Lists of blocks: the listed blocks of keys are visited, which are
+the same for all warpgroups of a tile; a tile that sees none visits one, hidden.
+
 Layouts: q, k, v, out are [B, H, S, D] in any order of strides; row outputs are [B, Hq, Sq].
 """
 

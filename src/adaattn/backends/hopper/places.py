@@ -38,8 +38,8 @@ class ListedTile:
     """A tile whose blocks of keys are listed.
 
     ``num`` entries of its list are there, all blocks where it is -1. ``begin`` to ``end`` are those
-    that its rows see, counted in blocks of the kernel. ``len_k`` is 0 where there are none: then one
-    block is visited, and hidden.
+    that its rows see, counted in blocks of the kernel. ``len_k`` is 0 where there are none: then
+    one block is visited, and hidden.
     """
 
     number: gl.tensor
@@ -159,7 +159,7 @@ def corner(c, batch, start, row, length, ROWS: gl.constexpr):
     """TMA's first and third coordinate of some rows, which stand at ``row`` of a sequence.
 
     Packed tensors have their rows in both dimensions, the third of which ends behind ROWS of them
-    (`forward.packed_view`): TMA fills rows beyond a sequence's end with zeros, and stores none.
+    (`launch.packed_view`): TMA fills rows beyond a sequence's end with zeros, and stores none.
     """
     first = batch
     third = row
@@ -268,7 +268,7 @@ def num_below(c, entries, num, count, limit):
 
 @gluon.jit
 def listed_tile(c, number):
-    """The list of a tile's rows, without the blocks that order and windows hide from all of them."""
+    """The list of a tile's rows, without the blocks that order and windows hide from them all."""
     lists = c.lists
     head = number >> c.tile_bits
     batch = head // c.num_heads
