@@ -231,7 +231,7 @@ def step_of(call: Call, group: HeadGroup) -> Callable[[], tuple[torch.Tensor, ..
     short = direct(problem, group)  # which is what repeated calls run
     given = [tensors.query, tensors.key, tensors.value, tensors.mask]
     given += [tensors.sinks, tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k]
-    taken = given[: num_taken(problem)]
+    taken = [*given, tensors.blocks][: num_taken(problem)]
 
     def step() -> tuple[torch.Tensor, ...]:
         output = short(*taken) if short else run_group(tensors, problem, group).output

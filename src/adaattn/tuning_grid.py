@@ -126,6 +126,12 @@ _GRIDS: Final = {
 _LONGEST_BIAS: Final = 2048
 """A bias has a matrix for each head."""
 
+_BLOCK: Final = 128
+"""Rows and keys of a listed block."""
+
+_SHORTEST_LISTED: Final = 1024
+"""Tokens below which a list of blocks has next to nothing to leave out."""
+
 _DOCUMENTS: Final = 4
 """Packed sequences of a problem, of equal lengths."""
 
@@ -144,11 +150,17 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "thin window": {"is_causal": True, "window": 32},
     "thin window both ways": {"window": 32},
     "wide window both ways": {"window": 2},
+    "blocks": {"is_causal": True, "listed": 8},
+    "few blocks": {"is_causal": True, "listed": 32},
 }
-"""Fields of each class; a window is a share of the length."""
+"""Fields of each class; a window, and the listed blocks, are a share of the length."""
 
 _MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
-_COMPILED: Final = ("narrow window", "window both ways", "packed", "alibi", "softcap")
+_LISTED: Final = ("blocks", "few blocks")
+_COMPILED: Final = (
+    *("narrow window", "window both ways", "packed", "alibi", "softcap"),
+    *_LISTED,
+)
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 
@@ -179,7 +191,9 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
         masked = name in _MASKED
         for place, values in grid.masked if masked else grid.square:
             problem = _problem(name, *values)
-            if name != "bias" or problem.len_q <= _LONGEST_BIAS:
+            too_long = name == "bias" and problem.len_q > _LONGEST_BIAS
+            too_short = name in _LISTED and problem.len_q < _SHORTEST_LISTED
+            if not (too_long or too_short):
                 compiles = name in _COMPILED and _is_usual(values, grid)
                 yield place + _class_place(name), problem, compiles
         if name in _COMPILED:
@@ -247,6 +261,9 @@ def _problem(
     if "window" in fields:
         left = max(length // fields["window"] - 1, 0)
         fields["window"] = (left, -1 if fields.get("is_causal") else left)
+    if "listed" in fields:
+        most = max(length // (_BLOCK * fields.pop("listed")), 1)
+        fields |= {"block_size": (_BLOCK, _BLOCK), "most_blocks": most}
     if "mask" in fields:
         shapes = {
             "mask of keys": (size[0], 1, 1, length),

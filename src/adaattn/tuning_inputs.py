@@ -5,6 +5,7 @@ from typing import Final
 import torch
 
 from adaattn._dtypes import torch_dtype
+from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments
 from adaattn.call.describe import Call, build_call
 from adaattn.spec import AttentionProblem, MaskKind
@@ -63,8 +64,29 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
         alibi_slopes=slopes,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
+        blocks=_blocks(problem, device) if problem.has_blocks else None,
     )
     return build_call(query, key, value, arguments, problem.aux)
+
+
+def _blocks(problem: AttentionProblem, device: torch.device) -> BlockList:
+    """Return one list for all heads: as many blocks as there is room for, spread over the keys."""
+    block_q, block_k = problem.block_size
+    num_rows, num_keys = -(-problem.len_q // block_q), -(-problem.len_k // block_k)
+    rows = torch.arange(num_rows, device=device)
+    last = torch.full_like(rows, num_keys - 1)
+    if problem.is_causal:
+        last = (((rows + 1) * block_q - 1 + problem.offset) // block_k).clamp(0, num_keys - 1)
+    counts = (last + 1).clamp(max=problem.most_blocks)
+    places = torch.arange(problem.most_blocks, device=device)
+    steps = (counts - 1).clamp(min=1).unsqueeze(-1)
+    indices = places * last.unsqueeze(-1) // steps
+    return BlockList(
+        counts=counts.to(torch.int32)[None, None],
+        indices=indices.to(torch.int32)[None, None],
+        block_q=block_q,
+        block_k=block_k,
+    )
 
 
 def _starts(length: int, count: int, device: torch.device) -> torch.Tensor | None:

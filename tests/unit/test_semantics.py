@@ -85,6 +85,11 @@ SEMANTICS: dict[str, dict[str, Any]] = {
     "narrow values": {"value_dim": 5},
     "packed": {"lengths_q": (9, 0, 17, 1)},
     "packed wide": {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 0)},
+    "blocks": {"block_size": (16, 16)},
+    "causal blocks": {"block_size": (32, 16), "is_causal": True},
+    "blocks of other sizes": {"block_size": (5, 7), "len_q": 33, "len_k": 40},
+    "dropped mass": {"block_size": (16, 16), "aux": Aux.DROPPED_MASS, "has_sinks": True},
+    "room for one block": {"block_size": (16, 16), "len_k": 47, "most_blocks": 1},
     "lse": {"aux": Aux.LSE},
     "row maximum": {"aux": Aux.ROW_MAX},
     "entropy": {"aux": Aux.ENTROPY},
@@ -131,6 +136,9 @@ COMBINED: dict[str, dict[str, Any]] = {
     | {"len_q": 3, "mask_shape": (1, 1, 3, 100)},
     "grouped decode with values of another size": DECODE | GROUPS | {"value_dim": 40},
     "grouped decode, deterministic": DECODE | GROUPS | {"deterministic": True},
+    "decode over listed blocks": DECODE | GROUPS | {"block_size": (16, 32)},
+    "listed blocks in a window": GROUPS | {"block_size": (16, 16), "window": (20, -1)},
+    "listed blocks, scale below 0": {"block_size": (16, 16), "is_causal": True, "scale": -0.3},
     "decode in a window": DECODE | GROUPS | {"window": (20, -1)},
     "decode with sinks": DECODE | GROUPS | {"has_sinks": True},
     "decode over a masked cache": MASKED_DECODE,
@@ -148,6 +156,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"len_q": 32},
     "dropout, causal": {"len_q": 32, "is_causal": True},
     "dropout, softcap and sinks": {"len_q": 32, "softcap": 2.0, "has_sinks": True},
+    "dropout over listed blocks": {"len_q": 32, "block_size": (16, 16)},
     "dropout, grouped decode": {"len_q": 4, "num_heads": 16, "num_kv_heads": 4},
 }
 
@@ -209,7 +218,7 @@ def all_cases() -> list[Case]:
         cases += make_cases(name, options, precision)
     for (first, one), (second, other) in itertools.combinations(SEMANTICS.items(), 2):
         both = {*one, *other}
-        fits = "lengths_q" not in both or not both & {"len_k", "mask_shape"}
+        fits = "lengths_q" not in both or not both & {"len_k", "mask_shape", "block_size"}
         if one and other and fits and len(both) == len(one) + len(other):
             cases += make_cases(f"{first} + {second}", one | other, Precision.FP32)[-1:]
     for (name, options), is_causal in itertools.product(SHAPES.items(), (False, True)):

@@ -150,11 +150,7 @@ class BlockList:
 
     def to_mask(self, num_blocks: int) -> torch.Tensor:
         """Return the mask of blocks: boolean [B or 1, Hq or 1, Nq, num_blocks]."""
-        counts, most = self.counts.unsqueeze(-1), self.indices.shape[-1]
-        listed = torch.arange(most, device=counts.device) < counts
-        places = torch.where(listed, self.indices, num_blocks).clamp(0, num_blocks).long()
-        mask = places.new_zeros((*self.counts.shape, num_blocks + 1), dtype=torch.bool)
-        return mask.scatter(-1, places, True)[..., :num_blocks] | (counts == ALL_BLOCKS)
+        return _mask_of(self.counts, self.indices, num_blocks)
 
     def seen(self, rows: range, cols: range) -> torch.Tensor:
         """Return which keys are in listed blocks: boolean [B or 1, Hq or 1, R, C].
@@ -165,8 +161,8 @@ class BlockList:
         """
         first, last = rows.start // self.block_q, -(-rows.stop // self.block_q)
         counts, indices = self.counts[:, :, first:last], self.indices[:, :, first:last]
-        part = replace(self, counts=counts, indices=indices)
-        blocks = part.to_mask(-(-cols.stop // self.block_k))[:, :, :, None, :, None]
+        mask = _mask_of(counts, indices, -(-cols.stop // self.block_k))
+        blocks = mask[:, :, :, None, :, None]
         keys = blocks.expand(-1, -1, -1, self.block_q, -1, self.block_k).flatten(2, 3).flatten(3, 4)
         begin = rows.start - first * self.block_q
         return keys[:, :, begin : begin + len(rows), cols.start : cols.stop]
@@ -177,3 +173,13 @@ class BlockList:
             return self
         counts, indices = (item.index_select(1, heads) for item in (self.counts, self.indices))
         return replace(self, counts=counts, indices=indices)
+
+
+def _mask_of(counts: torch.Tensor, indices: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return which of a number of blocks are listed: boolean [B, H, Nq, num_blocks]."""
+    most = indices.shape[-1]
+    listed = torch.arange(most, device=counts.device) < counts.unsqueeze(-1)
+    places = torch.where(listed, indices, num_blocks).clamp(0, num_blocks).long()
+    mask = listed.new_zeros((*counts.shape, num_blocks + 1))
+    mask = mask.scatter(-1, places, True)[..., :num_blocks]
+    return mask | (counts == ALL_BLOCKS).unsqueeze(-1)

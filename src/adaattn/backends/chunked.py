@@ -49,7 +49,9 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 
 
 def _order(problem: AttentionProblem) -> int:
-    """Return 30, a mask for SDPA; 70 for packed sequences on a GPU if it waits for their bounds.
+    """Return 30, a mask for SDPA; on a GPU 70 for packed sequences if it waits for their bounds.
+
+    A list of blocks is a mask too, and none that skips anything: 70 on a GPU.
 
     On a GPU a short problem in training goes to SDPA before FlashAttention-2: there the host is
     the slower one, and that kernel's views and backward pass cost it 30 to 100 us more. Windows of
@@ -58,6 +60,8 @@ def _order(problem: AttentionProblem) -> int:
     if problem.device_type != "cuda":
         return 30
     if problem.num_sequences and not _is_one_call(problem):
+        return 70
+    if problem.has_blocks:
         return 70
     short = problem.len_q * problem.len_k <= _SHORT_TRAINING
     ungrouped = problem.group_size == 1 or problem.sdpa_default == "sdpa.cudnn"

@@ -55,6 +55,14 @@ def _without_kernel(problem: AttentionProblem) -> str:
     return ""
 
 
+def _blocks(problem: AttentionProblem) -> str:
+    """Return why listed blocks do not consist of its tiles, or ""."""
+    if not any(size % BLOCK for size in problem.block_size):
+        return ""
+    rows, keys = problem.block_size
+    return f"it takes lists of blocks in steps of {BLOCK}, got {rows} rows and {keys} keys"
+
+
 CAPABILITIES = (
     Capability(
         name="flex",
@@ -79,9 +87,10 @@ CAPABILITIES = (
             | Feature.BACKWARD
             | Feature.LSE
             | Feature.LSE_GRADIENT
+            | Feature.BLOCK_LIST
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
-        rules=(_narrow, _without_kernel),
+        rules=(_narrow, _without_kernel, _blocks),
         max_head_dim=256,
         min_len_q=16,
         min_compute_capability=(8, 0),
@@ -154,6 +163,7 @@ def _facts(tensors: Tensors, problem: AttentionProblem, wants_lse: bool) -> tupl
         *(_layout(item) for item in (query, key, value, tensors.mask, tensors.alibi_slopes)),
         (query is key, query is value, key is value),  # equal arguments become one input
         tensors.cu_seqlens_q is not None,
+        None if tensors.blocks is None else tensors.blocks.counts.shape[:2],
         problem.scale,
         problem.is_causal,
         problem.align,

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.nn.functional as F
 
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import packed_positions
 from adaattn.backends.interface import Tensors
 from adaattn.spec import AttentionProblem
@@ -146,18 +147,22 @@ def _is_of(ref: weakref.ref[torch.Tensor], source: torch.Tensor) -> bool:
 
 
 def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
-    """Return the block mask, None if all is seen; without a boolean mask it is kept."""
+    """Return the block mask, None if all is seen; without a boolean mask and a list it is kept."""
     boolean, device = _boolean(tensors), tensors.query.device
     packed = tensors.cu_seqlens_q is not None
-    if boolean is None and not problem.is_positional and not packed:
+    if boolean is None and not (problem.is_positional or packed or problem.has_blocks):
         return None
     batch, heads = (1, 1) if boolean is None else boolean.shape[:2]
+    shape = (batch, heads, problem.len_q, problem.len_k)
+    mask_mod = _mask_mod(tensors, problem)
 
     def made() -> Any:
-        shape = (batch, heads, problem.len_q, problem.len_k)
-        return made_block_mask(_mask_mod(tensors, problem), shape, device)
+        return made_block_mask(mask_mod, shape, device)
 
-    if boolean is not None:
+    def tiles() -> tuple[torch.Tensor, torch.Tensor]:
+        return _tiles(mask_mod, shape, device)
+
+    if boolean is not None and tensors.blocks is None:
         return made()
     facts = (
         "blocks",
@@ -169,6 +174,10 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
         problem.dilation,
         device,
     )
+    if tensors.blocks is not None:
+        partial, full = tiles() if boolean is not None else _kept(("tiles", *facts), (), tiles)
+        listed = _listed_tiles(tensors.blocks, problem)
+        return _of_tiles(partial & listed, full & listed, mask_mod, shape[2:])
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     return _kept(facts, tuple(item for item in starts if item is not None), made)
 
@@ -186,10 +195,15 @@ def made_block_mask(
         shape: (B, H, Sq, Sk).
         device: where the mask is made.
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    return _of_tiles(*_tiles(mask_mod, shape, device), mask_mod, shape[2:])
 
+
+def _tiles(
+    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles are seen in part, and which as a whole: boolean [B, H, Nq, Nk] both."""
     batch, heads, len_q, len_k = shape
-    blocks_q, blocks_k = -(-len_q // BLOCK), -(-len_k // BLOCK)
+    blocks_q = -(-len_q // BLOCK)
     b = torch.arange(batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[:, None, None]
     j = torch.arange(len_k, device=device)
@@ -204,11 +218,30 @@ def made_block_mask(
         counts = tiles.sum(dim=(3, 5), dtype=torch.int32)
         whole.append(counts == BLOCK * BLOCK)
         seen.append((counts > 0) & ~whole[-1])
-    partial, full = (_ordered(torch.cat(items, dim=2)) for items in (seen, whole))
-    assert partial[1].shape[-1] == blocks_k
+    return torch.cat(seen, dim=2), torch.cat(whole, dim=2)
+
+
+def _of_tiles(
+    partial: torch.Tensor, full: torch.Tensor, mask_mod: _ScoreMod, lengths: tuple[int, int]
+) -> Any:
+    """Return the block mask of tiles that are seen in part, and of those seen as a whole."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(len_q, len_k)
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=lengths,
     )
+
+
+def _listed_tiles(blocks: BlockList, problem: AttentionProblem) -> torch.Tensor:
+    """Return which tiles are in listed blocks, which consist of whole tiles."""
+    listed = blocks.to_mask(-(-problem.len_k // blocks.block_k))
+    listed = listed.repeat_interleave(blocks.block_q // BLOCK, 2)
+    listed = listed.repeat_interleave(blocks.block_k // BLOCK, 3)
+    return listed[:, :, : -(-problem.len_q // BLOCK), : -(-problem.len_k // BLOCK)]
 
 
 def _ordered(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -98,7 +98,10 @@ def eager(
     if score_mod is not None:
         scores = score_mod(scores, b, h, i, j)
     if block_mask is not None:
-        scores = scores.masked_fill(~block_mask.mask_mod(b, h, i, j), float("-inf"))
+        seen = block_mask.mask_mod(b, h, i, j)
+        tiles = block_mask.to_dense().bool().repeat_interleave(128, 2).repeat_interleave(128, 3)
+        seen = seen & tiles[:, :, : lengths[2], : lengths[3]]
+        scores = scores.masked_fill(~seen, float("-inf"))
     blind = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(blind, 0.0)
     weights = scores.softmax(-1).masked_fill(blind, 0.0)
@@ -163,6 +166,9 @@ FEATURES: dict[str, dict[str, Any]] = {
         "len_k": 100,
         "align": Align.BOTTOM_RIGHT,
     },
+    "blocks": {"len_q": 300, "len_k": 400, "block_size": (128, 256)},
+    "blocks and all else": {"len_q": 300, "len_k": 400, "block_size": (256, 128), "batch": 2}
+    | {"is_causal": True, "mask": MaskKind.BOOLEAN, "has_sinks": True, "softcap": 5.0},
     "packed": {**PACKED},
     "packed, causal, ALiBi": {
         **PACKED,

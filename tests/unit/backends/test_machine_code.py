@@ -68,6 +68,8 @@ PORTABLE = [
     "dict(head_dim=64, is_causal=True, window=(1000, -1), has_alibi=True, has_sinks=True)",
     "dict(head_dim=128, is_causal=True, softcap=30.0, aux=Aux.LSE | Aux.ENTROPY)",
     "dict(head_dim=64, is_causal=True, lengths_q=(1000, 3096))",
+    "dict(head_dim=128, is_causal=True, block_size=(128, 128))",
+    "dict(head_dim=64, block_size=(128, 128), aux=Aux.DROPPED_MASS)",
     "dict(head_dim=64, precision=Precision.FP32, len_q=2048)",
     "dict(head_dim=128, precision=Precision.FP32, is_causal=True, len_q=2048)",
 ]

@@ -345,7 +345,6 @@ def forward(
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # First the blocks that all rows see whole, then those at the edges, then what is not listed.
     for PHASE in tl.static_range(3 if HAS_DROPPED else 2):
-        AT_EDGE: tl.constexpr = PHASE != 0
         count = whole
         if PHASE == 1:
             count = before + after
@@ -358,25 +357,31 @@ def forward(
                     list_ptr, next_listed, num_listed, is_dense, start // LIST_KEYS
                 )
             elif LIST_ROWS != 0:
-                last_block = all_blocks - 1 if AT_EDGE else len_k // LIST_KEYS - 1
+                last_block = all_blocks - 1 if PHASE != 0 else len_k // LIST_KEYS - 1
                 start = listed_start(
                     list_ptr,
-                    first_piece + _place(block, before, whole, AT_EDGE),
+                    first_piece + _place(block, before, whole, PHASE != 0),
                     is_dense,
                     last_block,
                     LIST_KEYS,
                     BLOCK_N,
                 )
             else:
-                start = low + _place(block, before, whole, AT_EDGE) * BLOCK_N
+                start = low + _place(block, before, whole, PHASE != 0) * BLOCK_N
             keys = start + within
             block_ptr = key_base + start.to(tl.int64) * key_step
             key_block = load_rows(
-                block_ptr, within_wide, key_step, high - start, D, BLOCK_D, AT_EDGE
+                block_ptr, within_wide, key_step, high - start, D, BLOCK_D, PHASE != 0
             )
             if IS_HALVED:
                 key_low = load_rows(
-                    block_ptr + key_plane, within_wide, key_step, high - start, D, BLOCK_D, AT_EDGE
+                    block_ptr + key_plane,
+                    within_wide,
+                    key_step,
+                    high - start,
+                    D,
+                    BLOCK_D,
+                    PHASE != 0,
                 )
                 scores = tl.dot(query_low, tl.trans(key_block))
                 scores = tl.dot(query, tl.trans(key_low), scores)
@@ -401,13 +406,13 @@ def forward(
                     mask_columns,
                     within,
                     high,
-                    AT_EDGE and MASK_STEP != 0,
+                    PHASE != 0 and MASK_STEP != 0,
                 )
                 if MASK == 1:
                     scores = tl.where(entries != 0, scores, _NOTHING)
                 else:
                     scores += entries.to(tl.float32) * LOG2_E
-            if AT_EDGE:
+            if PHASE != 0:
                 visible = seen(positions, keys, high, left, right, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, _NOTHING)
 
@@ -422,7 +427,7 @@ def forward(
             else:
                 new_max = tl.maximum(running_max, tl.max(scores, 1))
                 reference = new_max
-                if AT_EDGE or MASK != 0:
+                if PHASE != 0 or MASK != 0:
                     reference = tl.where(new_max == _NOTHING, 0.0, new_max)
                 weights, total, product = exp2_sum(scores, reference, HAS_ENTROPY)
                 decay = tl.exp2(running_max - reference)
@@ -451,7 +456,7 @@ def forward(
                     weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 block_ptr = value_base + start.to(tl.int64) * value_step
                 value_block = load_rows(
-                    block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, AT_EDGE
+                    block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, PHASE != 0
                 )
                 if IS_HALVED:
                     value_low = load_rows(
@@ -461,7 +466,7 @@ def forward(
                         high - start,
                         DV,
                         BLOCK_DV,
-                        AT_EDGE,
+                        PHASE != 0,
                     )
                     weights, weights_low = halves(weights * WEIGHT_SCALE)
                     accumulator = tl.dot(weights_low, value_block, accumulator)
