@@ -1,4 +1,4 @@
-"""Host time: what a cached decision adds to a call, and what importing the library adds to torch.
+"""Host time: what this library adds to a call, to the launch of its kernels, and to import torch.
 
 python -m benchmarks.host
 """
@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 
 import adaattn
+from adaattn.errors import UnsupportedError
 from benchmarks.timing import arguments, save
 
 _CALLS = 2000
 _WARM_CALLS = 40
+_QUEUED_CALLS = 300
+_OWN_KERNELS = ("triton", "hopper")
 _IMPORTS = {
     "adaattn": "import adaattn",
     "adaattn and its public call": "from adaattn import scaled_dot_product_attention",
@@ -98,6 +101,68 @@ def _cases(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
     }
 
 
+def launch_overhead(rounds: int) -> list[dict[str, Any]]:
+    """Return host microseconds of bound calls of our kernels on a GPU, beside their bare launches.
+
+    A bare launch is what Triton's launcher was given, with tensors that were allocated before.
+    """
+    rows = []
+    square = [torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    sizes = (32, 1), (8, 32768), (8, 32768)
+    decode = [torch.randn(1, *size, 128, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    for name in _OWN_KERNELS:
+        for cell, tensors in (("causal", square), ("decoding", decode)):
+            settings = {"is_causal": cell == "causal", "enable_gqa": True, "backend": name}
+            bound = partial(adaattn.scaled_dot_product_attention, *tensors, **settings)
+            try:
+                bound()
+            except UnsupportedError as error:
+                print(f"{name} is not of this machine: {error}")
+                break
+            launches = _launches_of(bound)
+            samples: dict[str, list[float]] = {"launch": [], "call": []}
+
+            def bare(launches: list[Callable[[], Any]] = launches) -> None:
+                for launch in launches:
+                    launch()
+
+            for _ in range(rounds):
+                for key, function in (("launch", bare), ("call", bound)):
+                    torch.cuda.synchronize()  # what is launched below fits the queue
+                    seconds = timeit.timeit(function, number=_QUEUED_CALLS)
+                    samples[key].append(1e6 * seconds / _QUEUED_CALLS)
+            medians = {key: statistics.median(values) for key, values in samples.items()}
+            added = medians["call"] - medians["launch"]
+            row: dict[str, Any] = {"cell": f"launch, {name}, {cell}", "microseconds": medians}
+            rows.append(row | {"added_us": added, "launches": len(launches)})
+            print(
+                f"{name + ', ' + cell:<32} {len(launches)} bare launches "
+                f"{medians['launch']:6.2f} us, a call adds {added:6.2f} us"
+            )
+    return rows
+
+
+def _launches_of(call: Callable[[], Any]) -> list[Callable[[], Any]]:
+    """Return what a call of one of our kernels asks Triton's launcher for, to be asked again."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    found: list[Callable[[], Any]] = []
+    launched = CudaLauncher.__call__
+
+    def noting(launcher: Any, *given: Any, **named: Any) -> Any:
+        found.append(partial(launched, launcher, *given, **named))
+        return launched(launcher, *given, **named)
+
+    for _ in range(_WARM_CALLS):
+        call()
+    CudaLauncher.__call__ = noting
+    try:
+        call()
+    finally:
+        CudaLauncher.__call__ = launched
+    return found
+
+
 def crossed(function: Callable[[], Any]) -> tuple[int, int]:
     """Return how many Python functions of this package, in how many modules, one call runs."""
     package = str(Path(adaattn.__file__).parent)
@@ -154,9 +219,11 @@ def _fresh(code: str, compiled: str | None = None) -> str:
 
 
 def main() -> None:
-    """Run both and write the result."""
+    """Run them and write the result."""
     options = arguments(__doc__ or "").parse_args()
     rows = call_overhead(options.device, options.rounds)
+    if options.device == "cuda":
+        rows += launch_overhead(options.rounds)
     rows += import_overhead(options.rounds)
     print(save(f"host_{options.device}", options, rows))
 

@@ -1,9 +1,15 @@
-"""The only reader of environment variables."""
+"""The only reader of environment variables.
+
+``ADAATTN_CACHE`` names the folder of the cache; ``ADAATTN_DEBUG=1`` checks what only a wait for the
+GPU can check.
+"""
 
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder"]
+from adaattn.errors import ArgumentError, expected_got
+
+__all__ = ["cache_folder", "is_debugging"]
 
 
 def cache_folder() -> Path:
@@ -15,3 +21,15 @@ def cache_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "adaattn"
+
+
+def is_debugging() -> bool:
+    """Return whether calls check what only a wait for the GPU can check: ``ADAATTN_DEBUG`` is 1.
+
+    Raises:
+        ArgumentError: it is neither 0 nor 1.
+    """
+    value = os.environ.get("ADAATTN_DEBUG") or "0"
+    if value not in ("0", "1"):
+        raise ArgumentError(expected_got("ADAATTN_DEBUG", "0 or 1", repr(value)))
+    return value == "1"

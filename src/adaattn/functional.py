@@ -95,7 +95,7 @@ def scaled_dot_product_attention(
         sinks: [Hq] logits that join the softmax denominator.
         alibi_slopes: [Hq] or [B, Hq]; adds -slope * abs(p - j).
         cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; on a GPU
-            its numbers are neither read nor checked.
+            its numbers are neither read nor checked, unless ``ADAATTN_DEBUG=1``.
         cu_seqlens_k: the same for key and value.
         blocks: which blocks of keys each block of query rows sees, a `BlockList`; dense tensors.
         max_seqlen_q: longest packed query sequence, or more; None takes what is known without

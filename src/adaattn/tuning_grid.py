@@ -145,12 +145,12 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "alibi": {"is_causal": True, "has_alibi": True},
     "softcap": {"is_causal": True, "softcap": 30.0},
     "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
+    "blocks": {"is_causal": True, "listed": 8},
     "bias": {"mask": MaskKind.ADDITIVE},
     "window both ways": {"window": 8},
     "thin window": {"is_causal": True, "window": 32},
     "thin window both ways": {"window": 32},
     "wide window both ways": {"window": 2},
-    "blocks": {"is_causal": True, "listed": 8},
     "few blocks": {"is_causal": True, "listed": 32},
 }
 """Fields of each class; a window, and the listed blocks, are a share of the length."""
@@ -159,7 +159,7 @@ _MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == 
 _LISTED: Final = ("blocks", "few blocks")
 _COMPILED: Final = (
     *("narrow window", "window both ways", "packed", "alibi", "softcap"),
-    *_LISTED,
+    "blocks",
 )
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _TRAINED: Final = ("causal", "full", *_MASKED)
@@ -188,7 +188,7 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
     for name in _CLASSES:
         if name in grid.omitted:
             continue
-        masked = name in _MASKED
+        masked = name in (*_MASKED, *_LISTED)
         for place, values in grid.masked if masked else grid.square:
             problem = _problem(name, *values)
             too_long = name == "bias" and problem.len_q > _LONGEST_BIAS

@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn import AttentionEvent, AuxRequest, record_events
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.call import bound
 from adaattn.call.packing import packed_bounds
 from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from adaattn.testing import assert_matches
+from adaattn.spec import Decision, HeadGroup, Plan, Scheme
+from adaattn.testing import assert_matches, make_problem
 
 LENGTHS_Q, LENGTHS_K = (5, 0, 9, 2), (7, 3, 9, 0)
 
@@ -125,6 +127,47 @@ def test_only_the_form_of_bounds_on_a_gpu_is_checked() -> None:
             packed_bounds(bounds(5, torch.int64), bounds(5), query, key)
         with pytest.raises(DeviceError, match="cu_seqlens_k: expected device cuda:0, got cpu"):
             packed_bounds(bounds(5), bounds(5, at="cpu"), query, key)
+
+
+class TestDebugging:
+    """``ADAATTN_DEBUG=1`` reads bounds on a GPU, and changes nothing else."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Say of tensors on this CPU that they are on a GPU."""
+        monkeypatch.setenv("ADAATTN_DEBUG", "1")
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def test_bounds_are_checked_with_the_same_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        query, right, wrong = torch.randn(1, 2, 12, 8), starts((4, 8)), starts((4, 7))
+        assert packed_bounds(right, right, query, query) == ((), ())
+        with pytest.raises(ArgumentError, match=r"cu_seqlens_k: expected rising numbers .* 11\]"):
+            packed_bounds(right, wrong, query, query)
+        monkeypatch.setenv("ADAATTN_DEBUG", "0")
+        assert packed_bounds(right, wrong, query, query) == ((), ())
+
+    def test_a_stream_that_is_captured_is_not_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, host_reads: list[torch.Tensor]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        query, wrong = torch.randn(1, 2, 12, 8), starts((4, 7))
+        assert packed_bounds(wrong, wrong, query, query) == ((), ())
+        assert host_reads == []
+
+    def test_each_call_of_a_kind_is_checked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What runs a kernel at once does not look at the numbers."""
+        query, right = torch.randn(1, 2, 12, 8), starts((4, 8))
+        problem = make_problem(lengths_q=(4, 8), head_dim=8, device_type="cuda")
+        group = HeadGroup(capability="reference", scheme=Scheme.of(problem.precision))
+        decision = Decision(plan=Plan(groups=(group,), num_heads=problem.num_heads))
+        monkeypatch.setattr(bound, "direct", lambda *_: pytest.fail("it was run at once"))
+        run, _ = bound._direct(bound._Alike(problem, None, None), decision)
+        companions = (None, None, None)
+        assert run(query, query, query, *companions, right, right).shape == query.shape
+        wrong = starts((4, 7))
+        with pytest.raises(ArgumentError, match="cu_seqlens_q: expected rising numbers"):
+            run(query, query, query, *companions, wrong, right)
 
 
 def test_bounds_on_a_cpu_are_read_by_each_call(host_reads: list[torch.Tensor]) -> None:

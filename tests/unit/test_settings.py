@@ -1,10 +1,11 @@
-"""Where the cache is: the variable that names it, else the platform's folder."""
+"""Where the cache is: the variable that names it, else the platform's folder. And debugging."""
 
 from pathlib import Path
 
 import pytest
 
-from adaattn._settings import cache_folder
+from adaattn._settings import cache_folder, is_debugging
+from adaattn.errors import ArgumentError
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +50,21 @@ def test_an_empty_variable_names_nothing(
 def test_asking_where_it_is_creates_nothing(home: Path) -> None:
     cache_folder()
     assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
+def test_debugging_is_asked_for(
+    value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAATTN_DEBUG", value)
+    assert is_debugging() is expected
+
+
+def test_debugging_is_off_by_default_and_takes_no_other_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ADAATTN_DEBUG", raising=False)
+    assert not is_debugging()
+    monkeypatch.setenv("ADAATTN_DEBUG", "yes")
+    with pytest.raises(ArgumentError, match="ADAATTN_DEBUG: expected 0 or 1, got 'yes'"):
+        is_debugging()

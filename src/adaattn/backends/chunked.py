@@ -3,7 +3,8 @@
 A chunk reads only the keys that its rows can see, so windows and causal order save time as
 well as memory. Where nothing but masks is asked for, a chunk is one SDPA call; softcap,
 sinks and auxiliary outputs take matrix products and an explicit softmax, recomputed in the
-backward pass. Not for speed on a GPU where FlexAttention can serve.
+backward pass. On a CPU what a list of blocks leaves out costs nothing. Not for speed on a GPU
+where FlexAttention can serve.
 
 The gradients of k and v, sums over chunks, add up in fp32. Masks that follow from positions
 alone are kept between calls (`adaattn.backends.tiles`).
@@ -34,6 +35,7 @@ from adaattn.backends.common import (
 )
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.keys_values import KeysValues
+from adaattn.backends.listed import attend_listed, is_gathered
 from adaattn.backends.masked import (
     is_plain,
     packed_tile,
@@ -110,6 +112,8 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention computed some query rows at a time, as ``group.launch`` says."""
+    if is_gathered(problem) and is_plain(problem) and not torch.compiler.is_compiling():
+        return Result(output=attend_listed(tensors, problem))
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if _is_one_call(problem):

@@ -46,10 +46,6 @@ def operator(name: str, run: _Run) -> _Run:
         flags: list[bool],
         sizes: list[int],
     ) -> list[torch.Tensor]:
-        blocks = None
-        if counts is not None and indices is not None:
-            rows, keys = sizes[-2:]
-            blocks = BlockList(counts=counts, indices=indices, block_q=rows, block_k=keys)
         tensors = Tensors.of(
             query,
             key,
@@ -59,7 +55,7 @@ def operator(name: str, run: _Run) -> _Run:
             alibi_slopes=slopes,
             cu_seqlens_q=starts_q,
             cu_seqlens_k=starts_k,
-            blocks=blocks,
+            blocks=_list_of(counts, indices, sizes[-2:]),
         )
         result = run(tensors, _described(tensors, numbers, flags, sizes))
         found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
@@ -91,6 +87,15 @@ def operator(name: str, run: _Run) -> _Run:
         )
 
     return through
+
+
+def _list_of(
+    counts: torch.Tensor | None, indices: torch.Tensor | None, sizes: list[int]
+) -> BlockList | None:
+    """Return the list of blocks that these tensors are, or None."""
+    if counts is None or indices is None:
+        return None
+    return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
 
 
 def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:

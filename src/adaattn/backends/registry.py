@@ -185,10 +185,7 @@ def exact_in_bounded_memory(
     )
 
 
-for _module in (
-    *(sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sparse, block_sparse.listed),
-    reference,
-):
+for _module in (sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sparse, reference):
     register(
         _module.CAPABILITIES,
         _module.run,

@@ -1,13 +1,14 @@
 """The bounds of packed sequences, checked where the host can read them without waiting.
 
 On a GPU only their form is checked, as FlashAttention does: numbers that do not rise from 0 to
-the number of tokens give undefined results there.
+the number of tokens give undefined results there. ``ADAATTN_DEBUG=1`` waits and checks them too.
 """
 
 from itertools import pairwise
 
 import torch
 
+from adaattn._settings import is_debugging
 from adaattn.call.canonical import described
 from adaattn.errors import (
     ArgumentError,
@@ -58,7 +59,10 @@ def packed_bounds(
 
 
 def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int, ...]:
-    """Return the bounds on the host, checked; () on a GPU and in a graph, which cannot wait."""
+    """Return the bounds on the host, checked; () on a GPU and in a graph, which cannot wait.
+
+    Debugging checks those on a GPU, and returns () all the same: it must not change the plan.
+    """
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
         hint = "cast it with .int()" if getattr(starts, "dtype", None) is torch.int64 else ""
         raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts), hint))
@@ -66,7 +70,9 @@ def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int,
         raise DeviceError(expected_got(name, f"device {tokens.device}", starts.device))
     if starts.shape[0] < 2:
         raise ArgumentError(expected_got(name, "at least two numbers, [N + 1]", described(starts)))
-    if starts.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return ()
+    if starts.is_cuda and (not is_debugging() or torch.cuda.is_current_stream_capturing()):
         return ()
     bounds = tuple(starts.tolist())
     length = tokens.shape[2]
@@ -80,7 +86,7 @@ def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int,
         raise ArgumentError(
             expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8], hint)
         )
-    return bounds
+    return () if starts.is_cuda else bounds
 
 
 def longest(name: str, given: int | None, bounds: tuple[int, ...], length: int) -> int:

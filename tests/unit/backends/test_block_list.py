@@ -32,7 +32,7 @@ from adaattn.testing import (
 )
 
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
-EXECUTORS = ["reference", "chunked", "block_list", *INTERPRETED]
+EXECUTORS = ["reference", "chunked", *INTERPRETED]
 
 
 def ints(*numbers: Any) -> torch.Tensor:

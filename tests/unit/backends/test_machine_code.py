@@ -141,6 +141,14 @@ def test_decoding_takes_the_products_of_a_warp(tmp_path: Path) -> None:
     assert found["spills"] == 0
 
 
+@pytest.mark.parametrize("mask", ["MaskKind.BOOLEAN", "MaskKind.ADDITIVE"])
+def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_path: Path) -> None:
+    without = compiled("triton", "dict(head_dim=64)", tmp_path)
+    with_mask = compiled("triton", f"dict(head_dim=64, mask={mask})", tmp_path)
+    assert with_mask["copies"] > without["copies"]
+    assert with_mask["spills"] == 0
+
+
 @pytest.mark.skipif(not OLDEST.exists(), reason="make test unpacks Triton 3.6.0")
 @pytest.mark.parametrize(
     ("executor", "values"),

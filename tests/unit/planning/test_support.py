@@ -95,6 +95,8 @@ NEEDS = [
     ({"aux": Aux.ROW_MAX}, Feature.ROW_MAX, "the row maximum as an output"),
     ({"aux": Aux.ENTROPY}, Feature.ENTROPY, "the row entropy as an output"),
     ({"aux": Aux.WEIGHTS}, Feature.WEIGHTS, "the weights as an output"),
+    ({"block_size": (16, 16)}, Feature.BLOCK_LIST, "a list of blocks"),
+    ({"aux": Aux.DROPPED_MASS}, Feature.DROPPED_MASS, "blocks that are not listed"),
 ]
 
 

@@ -3,9 +3,9 @@
 import torch
 
 from adaattn.backends.block_sparse.cost import BEST_DENSITY, overhead
-from adaattn.backends.block_sparse.gathered import attend_gathered, no_rows
-from adaattn.backends.block_sparse.selection import padded_blocks, select_blocks
+from adaattn.backends.block_sparse.selection import select_blocks
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.listed import attend_gathered, no_rows, padded_blocks
 from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.spec import (
     AttentionProblem,

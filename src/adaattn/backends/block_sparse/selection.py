@@ -19,10 +19,11 @@ from adaattn.backends.common import (
     visible_tile,
 )
 from adaattn.backends.interface import Tensors
+from adaattn.backends.listed import padded_blocks
 from adaattn.backends.sampling import STRIDE, scored_rows
 from adaattn.spec import AttentionProblem
 
-__all__ = ["blocks_needed", "diagonal_blocks", "far_shares", "padded_blocks", "select_blocks"]
+__all__ = ["blocks_needed", "diagonal_blocks", "far_shares", "select_blocks"]
 
 _ROWS_AT_ONCE = 64
 
@@ -145,10 +146,3 @@ def _visible_blocks(problem: AttentionProblem, size: int, device: torch.device) 
 def diagonal_blocks(problem: AttentionProblem, size: int, device: torch.device) -> torch.Tensor:
     """Return the blocks that hold the positions of a block's own rows: boolean [Nq, Nk]."""
     return _block_distances(problem, size, device).abs() < size
-
-
-def padded_blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """Return [B, H, N, size, X], the last block padded with zeros."""
-    missing = -tokens.shape[2] % size
-    blocks: torch.Tensor = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
-    return blocks

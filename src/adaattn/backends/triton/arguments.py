@@ -23,6 +23,7 @@ from adaattn.spec import Align, AttentionProblem, Aux, Precision
 __all__ = ["Arguments", "MaskLayout"]
 
 _INT32: Final = 2**31
+_FEW_ROWS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,19 @@ class MaskLayout:
         strides = tuple(0 if size == 1 else step for size, step in sizes)
         return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
 
-    def constants(self, pack: int) -> tuple[int, bool, int, int]:
+    def constants(self, pack: int, rows_of_tile: int) -> tuple[int, bool, int, int]:
         """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
 
-        A mask without rows has few entries, and grows with a cache: one kernel serves all of it.
+        Args:
+            pack: heads in a tile.
+            rows_of_tile: rows of a tile, those of all its heads.
         """
         batch, heads, rows, keys = self.strides
-        align = 1
-        if rows:
-            align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        align = next(it for it in (16, 8, 1) if not (batch % it or heads % it or rows % it))
+        # A tile reads few entries: vectors of them gain nothing, and the strides of a mask that
+        # grows with a cache would make a kernel for each alignment.
+        if rows_of_tile <= _FEW_ROWS or (self.kind == 1 and rows == 0):
+            align = 1
         return self.kind, rows != 0 or (pack > 1 and heads != 0), min(keys, 2), align
 
 
@@ -146,7 +151,7 @@ class Arguments:
             constants=(
                 *(
                     *self._shape,
-                    *seen.constants(self._pack),
+                    *seen.constants(self._pack, tile.rows),
                     *self._features,
                     *self._listed,
                     is_split,

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from adaattn import hardware
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.common import layout_facts
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.triton import direct
+from adaattn.backends.triton import compiled, direct, executor
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.errors import ExecutorError
 from adaattn.spec import (
@@ -327,6 +328,15 @@ def test_a_mask_whose_entries_lie_far_apart_is_read_in_64_bits(
     assert launch.constants[-3] is is_wide
 
 
+def test_what_is_prepared_is_dropped_with_the_facts_that_it_rests_on() -> None:
+    """Splits follow from the device; and what failed to compile may be tried again."""
+    problem, tensors = made("decode", Precision.FP16)
+    run(tensors, problem)
+    assert executor._launcher.cache_info().currsize and compiled._COMPILED
+    hardware.clear_cache()
+    assert not executor._launcher.cache_info().currsize and not compiled._COMPILED
+
+
 def test_transforms_and_tangents_are_refused_and_auto_goes_on() -> None:
     problem, tensors = made("plain", Precision.FP32)
     with forward_ad.dual_level(), pytest.raises(ExecutorError, match="forward-mode"):
@@ -377,10 +387,10 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
         return run(tensors, replace(problem, precision=Precision.FP32)).output
 
     torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
+    in_graph = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
     for length in (12, 40, 130):
         tensors = [torch.randn(1, 2, length, 16) for _ in range(3)]
-        torch.testing.assert_close(compiled(*tensors), attend(*tensors), rtol=0, atol=0)
+        torch.testing.assert_close(in_graph(*tensors), attend(*tensors), rtol=0, atol=0)
     assert any("adaattn.triton" in name for name in names)
 
 

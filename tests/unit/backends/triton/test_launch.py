@@ -110,20 +110,25 @@ def test_tiles_of_packed_sequences_cover_every_row(lengths: tuple[int, ...]) -> 
 def test_a_mask_of_keys_alone_is_read_once_for_a_tile() -> None:
     of_keys = MaskLayout(1, (128, 0, 0, 1))
     of_heads = MaskLayout(2, (0, 64, 0, 1))
-    assert of_keys.constants(pack=4)[1] is False
-    assert of_heads.constants(pack=4)[1] is True
-    assert of_heads.constants(pack=1)[1] is False
+    assert of_keys.constants(4, 16)[1] is False
+    assert of_heads.constants(4, 16)[1] is True
+    assert of_heads.constants(1, 16)[1] is False
 
 
-def test_a_padding_mask_that_grows_with_a_cache_has_one_kernel() -> None:
-    found = {MaskLayout(1, (keys, 0, 0, 1)).constants(pack=4) for keys in range(1, 65)}
-    found |= {MaskLayout(1, (keys, 0, 0, 1)).constants(pack=4) for keys in (128, 1000, 4096)}
-    assert len(found) == 1
+@pytest.mark.parametrize("kind", [1, 2])
+def test_a_mask_that_grows_with_a_cache_has_one_kernel(kind: int) -> None:
+    lengths = (*range(1, 65), 128, 1000, 4096)
+    for strides in (lambda keys: (keys, 0, 0, 1), lambda keys: (4 * keys, 0, keys, 1)):
+        assert len({MaskLayout(kind, strides(keys)).constants(4, 16) for keys in lengths}) == 1
+
+
+def test_padding_masks_of_prompts_of_any_length_have_one_kernel() -> None:
+    assert len({MaskLayout(1, (keys, 0, 0, 1)).constants(1, 128) for keys in range(1, 65)}) == 1
 
 
 @pytest.mark.parametrize(("row", "align"), [(4096, 16), (4104, 8), (4097, 1)])
 def test_rows_of_a_mask_that_begin_at_multiples_are_read_as_vectors(row: int, align: int) -> None:
-    assert MaskLayout(2, (0, 0, row, 1)).constants(pack=1)[3] == align
+    assert MaskLayout(2, (0, 0, row, 1)).constants(1, 128)[3] == align
 
 
 DECODE: dict[str, Any] = {"len_q": 1, "len_k": 5000, "num_heads": 8, "num_kv_heads": 2}

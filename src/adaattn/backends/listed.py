@@ -1,17 +1,19 @@
-"""A block of query rows over the blocks of keys that it keeps, gathered for one call of SDPA."""
+"""Blocks of query rows over the blocks of keys that they keep, gathered for calls of SDPA."""
 
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import visible_tile
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sdpa_call import fused_attention
-from adaattn.spec import AttentionProblem
+from adaattn.spec import AttentionProblem, MaskKind, Precision
 
-__all__ = ["NEARLY_FULL", "attend_gathered", "no_rows"]
+__all__ = ["attend_gathered", "attend_listed", "is_gathered", "no_rows", "padded_blocks"]
 
-NEARLY_FULL: Final = 0.6
+_NEARLY_FULL: Final = 0.6
 """Share of kept blocks from which on a span with a mask costs less than copies of them: 0.75 of
 4096 keys took 1.06 times as long gathered, 0.9 of them 1.4 times (AMD EPYC 9004, 2 cores,
 2026-11)."""
@@ -58,7 +60,7 @@ def _simplest(order: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, t
         order, valid = order[:1, :1], valid[:1, :1]
     first, last = int(order.min()), int(order.max())
     span = last - first + 1
-    if order.shape[-1] == span or order.shape[-1] <= NEARLY_FULL * span:
+    if order.shape[-1] == span or order.shape[-1] <= _NEARLY_FULL * span:
         return order, valid
     places = torch.where(valid, order - first, span)
     listed = valid.new_zeros((*valid.shape[:2], span + 1)).scatter(-1, places, True)
@@ -95,3 +97,54 @@ def no_rows(tensors: Tensors) -> torch.Tensor:
     shape = (*tensors.query.shape[:-1], tensors.value.shape[-1])
     tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
     return tensors.query.new_zeros(shape) + torch.stack(tied).sum()
+
+
+def is_gathered(problem: AttentionProblem) -> bool:
+    """Return whether gathering serves a list of blocks: on a CPU, nothing beside it but positions.
+
+    The gradients of keys and values, sums over blocks of rows, are added in their own dtype.
+    """
+    others = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.dilation > 1
+    half = problem.precision in (Precision.BF16, Precision.FP16)
+    fits = not others and not (half and problem.requires_grad)
+    return problem.has_blocks and problem.device_type == "cpu" and fits
+
+
+def attend_listed(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
+    """Return attention over a caller's list of blocks, [B, Hq, Sq, Dv]; see `is_gathered`."""
+    blocks = tensors.blocks
+    assert blocks is not None
+    num_blocks = -(-problem.len_k // blocks.block_k)
+    if bool((blocks.counts < 0).any()):
+        sizes = {"block_q": blocks.block_q, "block_k": blocks.block_k}
+        blocks = BlockList.from_mask(blocks.to_mask(num_blocks), **sizes)
+    shared = blocks.counts.shape[:2] == (1, 1)
+    if shared and float(blocks.counts.float().mean()) > _NEARLY_FULL * num_blocks:
+        return _in_one_call(tensors, problem, blocks)
+    key, value = (padded_blocks(item, blocks.block_k) for item in tensors.kv)
+    most = blocks.counts.amax(dim=(0, 1)).tolist()
+    outputs = []
+    for index, start in enumerate(range(0, problem.len_q, blocks.block_q)):
+        rows = range(start, min(start + blocks.block_q, problem.len_q))
+        room = max(most[index], 1)
+        order = blocks.indices[:, :, index, :room]
+        valid = torch.arange(room) < blocks.counts[:, :, index, None]
+        order = torch.where(valid, order, 0).long()
+        outputs.append(attend_gathered(tensors, problem, (order, valid), (key, value), rows))
+    return torch.cat(outputs, dim=2)
+
+
+def _in_one_call(tensors: Tensors, problem: AttentionProblem, blocks: BlockList) -> torch.Tensor:
+    """Return attention by one call of SDPA, whose mask serves all heads."""
+    rows, keys = (torch.arange(length) for length in (problem.len_q, problem.len_k))
+    seen = blocks.seen(range(problem.len_q), range(problem.len_k))
+    visible = visible_tile(problem, rows, keys)
+    seen = seen if visible is None else seen & visible
+    return fused_attention(tensors.query, tensors.key, tensors.value, seen, problem)
+
+
+def padded_blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [B, H, N, size, X], the last block padded with zeros."""
+    missing = -tokens.shape[2] % size
+    blocks: torch.Tensor = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (-1, size))
+    return blocks

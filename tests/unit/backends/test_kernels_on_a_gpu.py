@@ -1,0 +1,197 @@
+"""Our kernels through the public call on a GPU: waiting, CUDA graphs, compilers, autocast, fp32.
+
+What they compute is in `tests/unit/test_semantics.py`; these hold how they are called. A test of a
+kernel that this GPU cannot run is skipped. `make test-gpu` runs them.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import capability_named
+from adaattn.testing import assert_matches
+
+DEVICE = "cuda"
+BACKENDS = ("triton", "hopper")
+LENGTHS = (48, 64, 200, 333)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="it calls kernels on a GPU"),
+]
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal window with a softcap": {"is_causal": True, "window": (30, 0), "softcap": 30.0},
+    "to the end": {"is_causal": True, "align": "bottom_right"},
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Return the name of one of our kernels that this GPU can run."""
+    name: str = request.param
+    capability = capability_named(name)
+    if capability.unavailable:
+        pytest.skip(capability.unavailable)
+    if DEVICE == "cuda":
+        found, most = torch.cuda.get_device_capability(), capability.max_compute_capability
+        if found < capability.min_compute_capability or (most != (0, 0) and found > most):
+            pytest.skip(f"{name} is not for compute capability {found}")
+    return name
+
+
+@pytest.fixture
+def operator(backend: str) -> str:
+    """Return the name of one that a compiler's graph can hold."""
+    if not hasattr(torch.ops.adaattn, backend):
+        pytest.skip(f"{backend} is no operator: a graph cannot hold it")
+    torch._dynamo.reset()
+    return backend
+
+
+def draw(
+    len_q: int = 256, len_k: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    """Return q, k and v of 8 query heads and 2 key heads."""
+    sizes = (8, len_q), (2, len_k or len_q), (2, len_k or len_q)
+    return [torch.randn(1, *size, 64, device=DEVICE, dtype=dtype) for size in sizes]
+
+
+def held_to_the_definition(found: torch.Tensor, tensors: list[torch.Tensor], **given: Any) -> None:
+    """Hold a result against the definition in fp64, eager PyTorch in its dtype as the yardstick."""
+    exact = attend(*(item.double() for item in tensors), backend="reference", **given)
+    eager = attend(*tensors, backend="reference", **given)
+    assert_matches(found, exact, eager, summands=64 + tensors[1].shape[2])
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bound_call_does_not_wait(name: str, backend: str) -> None:
+    tensors, one = draw(), draw(1, 3000)
+    mask = torch.ones(256, 256, device=DEVICE, dtype=torch.bool).tril()
+    settings: list[tuple[list[torch.Tensor], dict[str, Any]]] = [
+        (tensors, CALLS[name]),
+        (tensors, {"attn_mask": mask}),
+        (one, {}),
+    ]
+    for given, keywords in settings:
+        attend(*given, enable_gqa=True, backend=backend, **keywords)
+    with waiting_is_an_error():
+        for given, keywords in settings * 3:
+            attend(*given, enable_gqa=True, backend=backend, **keywords)
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
+@pytest.mark.parametrize("name", ["plain", "to the end"])
+def test_a_graph_replays_with_other_numbers_in_its_tensors(
+    name: str, sizes: tuple[int, int], backend: str
+) -> None:
+    tensors = draw(*sizes)
+    keywords = CALLS[name] | {"enable_gqa": True}
+    attend(*tensors, backend=backend, **keywords)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(*tensors, backend=backend, **keywords)
+    for _ in range(3):
+        for item in tensors:
+            item.normal_()
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        held_to_the_definition(output, tensors, **keywords)
+        assert torch.equal(output, attend(*tensors, backend=backend, **keywords))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_compiled_graph_serves_every_length(name: str, operator: str) -> None:
+    keywords = CALLS[name] | {"enable_gqa": True, "backend": operator}
+
+    def call(*items: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = attend(*items, **keywords)
+        return result
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        compiled(*draw(96))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for length in LENGTHS:
+                tensors = draw(length)
+                assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+class Attending(torch.nn.Module):
+    """Attention by one of the kernels."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return causal attention [B, Hq, S, D]."""
+        result: torch.Tensor = attend(
+            query, key, value, is_causal=True, enable_gqa=True, backend=self.backend
+        )
+        return result
+
+
+def test_an_exported_program_serves_every_length(operator: str) -> None:
+    length = torch.export.Dim("length", min=2, max=4096)
+    module = Attending(operator)
+    with torch.no_grad():
+        program = torch.export.export(
+            module, tuple(draw(96)), dynamic_shapes=({2: length}, {2: length}, {2: length})
+        )
+        for size in LENGTHS:
+            tensors = draw(size)
+            assert torch.equal(program.module()(*tensors), module(*tensors))
+
+
+def test_autocast_is_a_cast_of_the_inputs(backend: str) -> None:
+    tensors = draw(dtype=torch.float32)
+    narrow = [item.bfloat16() for item in tensors]
+    for keywords in CALLS.values():
+        given = keywords | {"enable_gqa": True, "backend": backend}
+        expected = attend(*narrow, **given)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            for _ in range(2):  # the second is a bound call
+                found = attend(*tensors, **given)
+                assert found.dtype is torch.bfloat16
+                assert torch.equal(found, expected)
+
+
+AGREED = 1e-5
+"""How far fp32 on a GPU may be from fp32 on a CPU: the project's promise to its users."""
+
+
+@pytest.mark.parametrize("executor", ["auto", "triton"])
+@pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
+@pytest.mark.parametrize("name", CALLS)
+def test_fp32_on_a_gpu_agrees_with_a_cpu(name: str, sizes: tuple[int, int], executor: str) -> None:
+    if capability_named("triton").unavailable and executor == "triton":
+        pytest.skip(capability_named("triton").unavailable)
+    tensors = [item.cpu() for item in draw(*sizes, dtype=torch.float32)]
+    keywords = CALLS[name] | {"enable_gqa": True}
+    on_cpu = attend(*tensors, **keywords)
+    on_gpu = attend(*(item.to(DEVICE) for item in tensors), backend=executor, **keywords).cpu()
+    held_to_the_definition(on_cpu, tensors, **keywords)
+    held_to_the_definition(on_gpu, tensors, **keywords)
+    assert float((on_gpu - on_cpu).abs().max()) <= AGREED
