@@ -13,7 +13,7 @@ import torch
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
-from adaattn.backends.hopper.prepared import DTYPES, Given, Prepared, prepare
+from adaattn.backends.hopper.prepared import DTYPES, NOTHING_BESIDE, Given, Prepared, prepare
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
@@ -78,6 +78,8 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
 def _bound(problem: AttentionProblem) -> Callable[..., Result]:
     """Return the call of a problem, which keeps what it works out for each layout of tensors."""
     known: dict[_Layout, Prepared] = {}
+    aligned = problem.dense_columns and problem.stride_bytes == _ALIGNMENT
+    readable = _readable if aligned else _made_readable
 
     def call(
         query: torch.Tensor,
@@ -91,30 +93,29 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         blocks: BlockList | None = None,
     ) -> Result:
         check_untransformed(query, key, value)
-        query, key, value = map(_readable, (query, key, value))
+        query, key, value = map(readable, (query, key, value))
         sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
         extras = [None if x is None else _layout(x) for x in (mask, sinks, slopes)]
-        counts = indices = None
+        beside = NOTHING_BESIDE
         if starts_q is not None and starts_k is not None:
-            starts_q, starts_k = starts_q.contiguous(), starts_k.contiguous()
+            beside = starts_q.contiguous(), starts_k.contiguous(), None, None
             extras.append(starts_q.shape)
         if blocks is not None:
-            counts, indices = blocks.counts.contiguous(), blocks.indices.contiguous()
-            extras.append(indices.shape)
-        given = Given(query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices)
+            beside = None, None, blocks.counts.contiguous(), blocks.indices.contiguous()
+            extras.append(blocks.indices.shape)
         at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
         layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)
         prepared = known.get(layout)
         if prepared is None:
-            prepared = prepare(problem, given)
+            prepared = prepare(problem, Given(query, key, value, mask, sinks, slopes, *beside))
             if prepared.is_lasting:
                 if len(known) >= _MOST_KEPT:
                     known.clear()
                 known[layout] = prepared
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):
-                return prepared.run(given)
-        return prepared.run(given)
+                return prepared.run(query, key, value, mask, sinks, slopes, beside)
+        return prepared.run(query, key, value, mask, sinks, slopes, beside)
 
     return call
 
@@ -126,14 +127,18 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that TMA can read: a copy if it is expanded, or not aligned to 16 bytes."""
-    batch, heads, rows, columns = tensor.stride()
-    if columns == 1 and tensor.data_ptr() % _ALIGNMENT == 0:
-        if batch and heads and rows and not (batch | heads | rows) % _STEP:
-            return tensor
-        sizes = zip(tensor.shape, (batch, heads, rows), strict=False)
-        if not any(step == 0 or step % _STEP for size, step in sizes if size > 1):
-            return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    if 0 in tensor.stride() or tensor.data_ptr() % _ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _made_readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same of a tensor whose strides nobody knew, as in a graph."""
+    sizes = zip(tensor.shape[:3], tensor.stride(), strict=False)
+    odd = any(step % _STEP for size, step in sizes if size > 1)
+    if odd or tensor.stride(3) != 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return _readable(tensor)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

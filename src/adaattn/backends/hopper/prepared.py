@@ -34,7 +34,7 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux
 
-__all__ = ["DTYPES", "Given", "Prepared", "prepare"]
+__all__ = ["DTYPES", "NOTHING_BESIDE", "Given", "Prepared", "prepare"]
 
 DTYPES: Final = {
     torch.bool: "i8",
@@ -51,6 +51,12 @@ _MOST_KEPT: Final = 4096
 """Lists of tiles in all. They stay: a CUDA graph may have recorded where."""
 
 _View = tuple[Sizes, Sizes, int]
+_Beside = tuple[torch.Tensor | None, ...]
+
+NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
+"""A call without packed sequences and lists of blocks."""
+
+_NO_ADDRESSES: Final = (0, 0, 0, 0)
 
 
 class Given(NamedTuple):
@@ -98,12 +104,13 @@ class _Tiles:
 
         What a CUDA graph records comes behind it: PyTorch waits for the device before a capture.
         """
-        if self.is_copied is None or torch.cuda.is_current_stream_capturing():
+        copied = self.is_copied
+        if copied is None or torch.cuda.is_current_stream_capturing():
             return
-        if self.is_copied.query():
+        if copied.query():
             self.is_copied = None
         else:
-            self.is_copied.wait()
+            copied.wait()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -138,9 +145,17 @@ class Prepared:
     is_lasting: bool
     aux: Aux
 
-    def run(self, given: Given) -> Result:
-        """Return the result of one launch."""
-        query, key, value, mask, sinks, slopes, *rest = given
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        beside: _Beside,
+    ) -> Result:
+        """Return the result of one launch, of tensors as in `Given`."""
         out = query.new_empty_strided(self.out_shape, self.out_strides)
         lse, row_max, entropy = (
             query.new_empty(self.out_shape[:3], dtype=torch.float32) if self.aux & flag else None
@@ -151,15 +166,16 @@ class Prepared:
             mask = mask if mask.dtype in DTYPES else mask.float()
         tiles = None
         if self.tiles is not None:
-            self.tiles.settle()
             tiles = self.tiles.tensor
+            if self.tiles.is_copied is not None:
+                self.tiles.settle()
         self.launch(
             self.num_blocks,
             stream_of(query),
             *map(self.descriptor, (query, key, value, out), self.views),
             *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
             *self.scalars,
-            *map(_address, rest),
+            *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
             *self.constants,
         )
         return Result(output=out, lse=lse, row_max=row_max, entropy=entropy)

@@ -374,6 +374,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the kernel's source run in its place, on three processors."""
     monkeypatch.setattr(prepared, "_compiled", Machine())
     monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(prepared, "_NO_ADDRESSES", prepared.NOTHING_BESIDE)
     monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
     monkeypatch.setattr(prepared, "note", lambda kernel: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -235,9 +235,9 @@ def test_the_result_has_the_order_of_the_query_whatever_that_is(
 def test_what_tma_cannot_read_is_copied_in_a_graph_whose_layouts_nobody_knew() -> None:
     wide = torch.zeros(1, 2, 300, 68, dtype=torch.bfloat16)
     for odd in (wide[..., :64], wide[..., ::2][..., :32]):
-        assert forward._readable(odd).is_contiguous()
+        assert forward._made_readable(odd).is_contiguous()
     single = wide[:, :1, :1, :64]
-    assert forward._readable(single) is single
+    assert forward._made_readable(single) is single
 
 
 def test_a_graph_has_one_operator(launches: Launches) -> None:
