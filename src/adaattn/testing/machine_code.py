@@ -137,7 +137,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     grid = (1, 2 if is_split else 1, 1)
     strides = (*[1024] * 12, *seen.strides, 0)
     listed = (1, 1, problem.most_blocks)
-    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), listed, seen)
+    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed)
 
 
 def _examined(built: Any, products_of_block: int = 0) -> MachineCode:

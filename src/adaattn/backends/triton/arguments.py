@@ -118,8 +118,8 @@ class Arguments:
         strides: tuple[int, ...],
         sizes: tuple[int, int, int],
         counts: tuple[int, int, int, int],
-        listed: tuple[int, int, int],
         seen: MaskLayout,
+        listed: tuple[int, int, int] = (0, 0, 0),
     ) -> Launch:
         """Return the launch of the forward kernel.
 
@@ -128,8 +128,8 @@ class Arguments:
             strides: of q, k, v, the output, the mask and the slopes.
             sizes: Hq, Sq and Sk.
             counts: packed sequences, tiles of rows, keys of a split, and B * Hkv.
-            listed: strides of the counts of blocks over batch and heads, and the room of a list.
             seen: the mask.
+            listed: strides of the counts of blocks over batch and heads, and the room of a list.
         """
         problem, tile = self._problem, self._tile
         rows = max(strides[5], strides[8], *seen.strides[2:]) * problem.dilation

@@ -209,7 +209,7 @@ class _Launcher:
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
         listed = (0, 0, 0) if lists is None else _list_strides(lists)
-        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, listed, seen)
+        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, seen, listed)
         combine = None
         if splits > 1:
             combine = arguments.combine(output_strides, splits, batch, heads, len_q)
