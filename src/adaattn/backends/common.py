@@ -238,10 +238,9 @@ def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
         made = torch.empty_like(query)
         if made.stride(3) == 1:
             return made
-    batch, heads, rows, _ = query.shape
-    if query.stride(1) < query.stride(2):
-        return query.new_empty((batch, rows, heads, columns)).transpose(1, 2)
-    return query.new_empty((batch, heads, rows, columns))
+    order = sorted(range(3), key=query.stride, reverse=True)
+    made = query.new_empty([*(query.shape[dim] for dim in order), columns])
+    return made.permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,11 +58,8 @@ def operator(name: str, run: _Run) -> _Run:
             blocks=_list_of(counts, indices, sizes[-2:]),
         )
         result = run(tensors, _described(tensors, numbers, flags, sizes))
-        found = (
-            *(result.output, result.lse, result.row_max, result.entropy),
-            result.dropped_mass,
-        )
-        return [query.new_empty(0) if item is None else item for item in found]
+        found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
+        return [query.new_empty(0, dtype=torch.float32) if item is None else item for item in found]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
     made.register_fake(_fake)

@@ -185,7 +185,8 @@ def _output(program: Path, *arguments: object) -> str:
 def _loops(instructions: list[tuple[int, str]], products: int) -> tuple[Loop, ...]:
     """Return the loops over blocks of keys: those that hold the products of one block.
 
-    Other backward branches lead out of waits that stand behind the code that waits.
+    Other backward branches lead out of waits that stand behind the code that waits. A loop that
+    stores is one over tiles.
     """
     found: dict[int, Loop] = {}
     for place, text in instructions:
@@ -194,7 +195,8 @@ def _loops(instructions: list[tuple[int, str]], products: int) -> tuple[Loop, ..
             continue
         first = int(target[1], 16)
         body = [text for at, text in instructions if first <= at <= place]
-        if sum("HGMMA" in text for text in body) == products:
+        stores = any("UTMASTG" in text for text in body)
+        if not stores and sum("HGMMA" in text for text in body) == products:
             spills = sum(bool(_LOCAL.search(text)) for text in body)
             loop = Loop(instructions=len(body), spills=spills)
             found[first] = min(found.get(first, loop), loop, key=lambda it: it.instructions)

@@ -38,6 +38,8 @@ found["triton"] = triton.__version__
 print(json.dumps(found))
 """
 
+PACKED = "dict(head_dim=128, lengths_q=(1000, 3096), is_causal=True)"
+LISTED = "dict(head_dim=128, is_causal=True, block_size=(128, 128), aux=Aux.LSE)"
 HOPPER = [
     "dict(head_dim=64)",
     "dict(head_dim=128)",
@@ -45,6 +47,8 @@ HOPPER = [
     "dict(head_dim=64, is_causal=True, len_q=512)",
     "dict(head_dim=128, is_causal=True, precision=Precision.FP16, aux=Aux.LSE)",
     "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
+    "dict(head_dim=64, lengths_q=(1000, 3096), is_causal=True)",
+    "dict(head_dim=64, is_causal=True, block_size=(128, 128))",
 ]
 # A few numbers of a tile wait in local memory where the second pass, with its own reference, or
 # row sums take their registers: outside of the loops over keys, some dozen accesses a tile.
@@ -52,6 +56,9 @@ HOPPER_WITH_FEW_SPILLS = [
     "dict(head_dim=256, is_causal=True)",
     "dict(head_dim=128, is_causal=True, softcap=30.0, has_alibi=True, has_sinks=True)",
     "dict(head_dim=64, is_causal=True, window=(1000, -1), aux=Aux.ENTROPY | Aux.LSE)",
+    PACKED,
+    "dict(head_dim=128, block_size=(128, 128))",
+    LISTED,
 ]
 MOST_SPILLS = 160
 
@@ -148,6 +155,8 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
     [
         ("hopper", HOPPER[0]),
         ("hopper", HOPPER[2]),
+        ("hopper", PACKED),
+        ("hopper", LISTED),
         ("triton", PORTABLE[1]),
         ("triton", PORTABLE[6]),
     ],
@@ -157,6 +166,6 @@ def test_the_oldest_triton_makes_the_same_of_them(
 ) -> None:
     found = compiled(executor, values, tmp_path, OLDEST)
     if executor == "hopper":
-        check_hopper(found, 0)
+        check_hopper(found, MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0)
     assert found["products"] > 0
-    assert found["spills"] == 0
+    assert found["spills"] == 0 or values in HOPPER_WITH_FEW_SPILLS

@@ -1,7 +1,8 @@
 """Exact attention forward for GPUs of compute capability 9.0, written in Gluon.
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
-It needs Triton and strides of 16 bytes. No gradients yet.
+Sequences may be packed, and blocks of keys listed. It needs Triton and strides of 16 bytes. No
+gradients yet.
 """
 
 from typing import Final
@@ -11,13 +12,15 @@ from adaattn.backends.hopper.forward import attend, output_function
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.own_kernels import why_no_triton
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Precision
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, Precision
 
 __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
 
 _LEAST_COLUMNS: Final = 32
 _COLUMN_STEP: Final = 8
 _STRIDE_BYTES: Final = 16
+_LISTED_ROWS: Final = 128
+_LISTED_KEYS: Final = 64
 
 
 def _narrow(problem: AttentionProblem) -> str:
@@ -35,12 +38,25 @@ def _layout(problem: AttentionProblem) -> str:
     """Return why TMA cannot read the tensors, or ""."""
     if problem.dense_columns and problem.stride_bytes % _STRIDE_BYTES == 0:
         return ""
+    if problem.stride_bytes == 1:
+        return ""  # nothing is known, in a graph: what cannot be read is copied
     return f"it takes adjacent columns and strides that are multiples of {_STRIDE_BYTES} bytes"
 
 
 def _negative(problem: AttentionProblem) -> str:
     """Return why the scale's sign is not its, or ""."""
     return "" if problem.scale > 0 else f"it takes scales above 0, got {problem.scale:g}"
+
+
+def _lists(problem: AttentionProblem) -> str:
+    """Return why a list of blocks does not fit its tiles, or ""."""
+    rows, keys = problem.block_size
+    if rows % _LISTED_ROWS == 0 and keys % _LISTED_KEYS == 0:
+        return ""
+    return (
+        f"it takes lists of blocks whose rows are multiples of {_LISTED_ROWS} and whose keys are "
+        f"multiples of {_LISTED_KEYS}, got {rows} and {keys}"
+    )
 
 
 CAPABILITIES = (
@@ -64,8 +80,10 @@ CAPABILITIES = (
             | Feature.LSE
             | Feature.ROW_MAX
             | Feature.ENTROPY
+            | Feature.BLOCK_LIST
         ),
-        rules=(_narrow, _layout, _negative),
+        kv_kinds=(KVKind.DENSE, KVKind.PACKED),
+        rules=(_narrow, _layout, _negative, _lists),
         max_head_dim=256,
         min_compute_capability=(9, 0),
         max_compute_capability=(9, 0),

@@ -11,13 +11,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, Variant, box_rows
 from adaattn.spec import Precision
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
+_NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 
 
@@ -48,25 +49,35 @@ def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any],
     def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
         run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    def describe(tensor: torch.Tensor, sizes: tuple[Any, Any]) -> Any:
+    def describe(tensor: torch.Tensor, view: tuple[Any, Any, int]) -> Any:
         # The class checks each number when it is made, in 3 microseconds: `forward` has checked.
         made = object.__new__(TensorDescriptor)
-        made.base = tensor
-        made.shape, made.strides = sizes
+        made.shape, made.strides, before = view
+        made.base = _Before(tensor, before) if before else tensor
         return made
 
     return launch, describe, tuple(_constants(variant).values())
 
 
+class _Before:
+    """A tensor's memory from some bytes before it on: what TMA counts the rows of from."""
+
+    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._address = tensor.data_ptr() - num_bytes
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self._address
+
+
 def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
     """Return what one copy of q, k, v and of the result takes: rows and columns."""
     tiling = variant.tiling
-    return (
-        (ROWS, tiling.block_d),
-        (tiling.block_n, tiling.block_d),
-        (tiling.block_n, tiling.block_v),
-        (ROWS, tiling.block_v // tiling.out_parts),
+    columns = (
+        *(tiling.block_d, tiling.block_d, tiling.block_v),
+        tiling.block_v // tiling.out_parts,
     )
+    return tuple(zip(box_rows(tiling), columns, strict=True))
 
 
 def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:
@@ -89,6 +100,9 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "LATE": tiling.late,
         "FIXED": variant.fixed,
         "HAS_TILES": variant.has_tiles,
+        "IS_PACKED": variant.is_packed,
+        "TO_END": variant.to_end,
+        "LIST_RATIO": variant.list_ratio,
         "HAS_LSE": variant.has_lse,
         "HAS_ROW_MAX": variant.has_row_max,
         "HAS_ENTROPY": variant.has_entropy,
@@ -128,7 +142,7 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
         shape = f"1,1,{box[0]},{box[1]}"
         types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
-    types |= {"tiles": "*i32", "flags": "*i32", "sinks": f"*{variant.sinks_dtype}"}
+    types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types["slopes"] = f"*{variant.slopes_dtype}"
     types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
     return types | dict.fromkeys(constants, "constexpr")

@@ -12,6 +12,11 @@ maximum of the first block visited. Weights and their sums have exponents of 8 b
 second loses nothing until a later score exceeds it by 2^100; such tiles are noted, and the block
 computes them again with the running maximum once its list is done.
 
+Packed sequences: a tile has rows of one sequence, whose bounds are read on the device. TMA fills
+rows behind its end with zeros and stores none of them, so that nothing of a neighbour is read but
+queries whose rows are dropped. Lists of blocks: the listed blocks of keys are visited, which are
+the same for all warpgroups of a tile; a tile that sees none visits one, hidden.
+
 Layouts: q, k, v, out are [B, H, S, D] in any order of strides; row outputs are [B, Hq, Sq].
 """
 
@@ -30,20 +35,31 @@ from adaattn import _constants
 from adaattn.backends.hopper._gluon import barrier, shaped_as, tma_store
 from adaattn.backends.hopper.pipeline import (
     Call,
+    Lists,
+    Packing,
     advance,
     arrive,
     arrive_late,
+    producer,
+)
+from adaattn.backends.hopper.places import (
+    corner,
     flag_place,
     is_wanted,
     key_blocks,
+    listed_block,
+    no_tile,
     num_tiles_to_do,
+    number_of,
     own_tile,
-    producer,
     row_of,
+    sizes_of,
+    starts_of,
 )
 from adaattn.backends.hopper.scores import (
     LOG2_E,
     NOTHING,
+    Sizes,
     Terms,
     hide,
     load_mask,
@@ -62,15 +78,18 @@ WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
 @gluon.jit
 def store_part(c, w: gl.constexpr, part, tile, first_row, column):
     """Registers, stmatrix, TMA: rows beyond the last are clipped, and so are padding columns."""
+    number = number_of(c, tile)
     tma.store_wait(0)
     barrier()
     buffer = c.o.index(w)
     buffer.store(part.to(buffer.dtype))
     fence_async_shared()
-    if tile >= 0:
-        batch = (tile >> c.tile_bits) // c.num_heads
-        head = (tile >> c.tile_bits) - batch * c.num_heads
-        tma_store(c.out, [batch, head, first_row, column], shaped_as(buffer, c.out))
+    if number >= 0:
+        batch = (number >> c.tile_bits) // c.num_heads
+        head = (number >> c.tile_bits) - batch * c.num_heads
+        start, _ = starts_of(c, tile)
+        slab, row = corner(c, batch, start, first_row, sizes_of(c, tile).len_q, 64)
+        tma_store(c.out, [slab, head, row, column], shaped_as(buffer, c.out))
 
 
 @gluon.jit
@@ -82,19 +101,23 @@ def finish_tile(
     layout: gl.constexpr = gl.SliceLayout(1, c.out_layout)
     total = gl.convert_layout(gl.sum(row_sum, 1), layout)
     reference = gl.convert_layout(reference, layout)
+    number = number_of(c, tile)
+    sizes = sizes_of(c, tile)
     first_row = row_of(c, tile) + w * 64
-    head = tile >> c.tile_bits
+    head = number >> c.tile_bits
     rows = first_row + gl.arange(0, 64, layout=layout)
-    inside = (rows < c.len_q) & (tile >= 0)
+    inside = (rows < sizes.len_q) & (number >= 0)
     if FIXED:
         bad = inside & ((total > LEAST_SUM) & (total < LARGEST_SUM) == False)  # noqa: E712
-        if x.HAS_RIGHT or x.HAS_LEFT:
-            top = rows * 0 + x.len_k - 1
+        if x.HAS_RIGHT or x.HAS_LEFT or c.IS_PACKED or c.LIST_RATIO:
+            top = rows * 0 + sizes.len_k - 1
             bottom = rows * 0
             if x.HAS_RIGHT:
-                top = gl.minimum(top, rows + x.offset + x.right)
+                top = gl.minimum(top, rows + sizes.offset + x.right)
             if x.HAS_LEFT:
-                bottom = gl.maximum(rows + x.offset - x.left, 0)
+                bottom = gl.maximum(rows + sizes.offset - x.left, 0)
+            if c.LIST_RATIO:
+                bottom = gl.maximum(bottom, tile.first_key)
             bad = bad & (top >= bottom)
         gl.store(flag_place(c) + rows * 0, 1, mask=bad)
         gl.store(flag_place(c) + 1 + slot + rows * 0, 1, mask=bad)
@@ -111,7 +134,8 @@ def finish_tile(
         down = rows * 0 + 1.0
         denominator = total
     if c.HAS_LSE or c.HAS_ENTROPY or c.HAS_ROW_MAX:
-        place = head.to(gl.int64) * c.len_q + rows
+        start, _ = starts_of(c, tile)
+        place = head.to(gl.int64) * c.sizes.len_q + start + rows
         if c.HAS_LSE:
             lse = (maximum + gl.log2(denominator)) * LN_2
             gl.store(c.lse + place, gl.where(unseen, NOTHING, lse), mask=inside)
@@ -161,14 +185,14 @@ def moment_of(c, p, t, HIDES: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    c, s, first_row, block, row_terms, mask, accumulator_scale, row_sum, moment, reference,
+    c, sizes, s, first_row, block, row_terms, mask, accumulator_scale, row_sum, moment, reference,
     MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Weights of one more block of keys, and the row's numbers with them."""
     x = c.terms
-    t = modify(x, s, first_row, block, row_terms, mask, c.BLOCK_N)
+    t = modify(x, sizes, s, first_row, block, row_terms, mask, c.BLOCK_N)
     if MASK:
-        t = hide(x, t, first_row, block, c.BLOCK_N)
+        t = hide(x, sizes, t, first_row, block, c.BLOCK_N)
     factor = 1.0 if x.IS_MODIFIED else x.scale
     base = reference
     if not FIXED:
@@ -198,19 +222,25 @@ def key_step(
 
 @gluon.jit
 def attend_blocks(
-    c, q, q_place, first_row, last_block, row_terms, begin, end, count,
+    c, tile, sizes, q, q_place, first_row, last_block, row_terms, begin, end, count,
     weights, accumulator, row_sum, moment, reference,
     stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
     MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Visits ``begin`` to ``end`` of a tile's ``count``: scores of one, values of that before."""
+    if c.LIST_RATIO:
+        next_block = listed_block(c, tile, begin)
     for i in range(begin, end):
+        block = last_block - i
+        if c.LIST_RATIO:
+            block = next_block
+            next_block = listed_block(c, tile, i + 1)
         mbarrier.wait(c.k_full.index(stage_k), phase_k)
         s_async = score_product(c, q, stage_k)
         mbarrier.wait(c.v_full.index(held_v), held_phase)
         sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
         mask = load_mask(
-            c.terms, row_terms, first_row, last_block - i, c.BLOCK_N, c.score_layout, False
+            c.terms, sizes, row_terms, first_row, block, c.BLOCK_N, c.score_layout, False
         )
         s = warpgroup_mma_wait(1, deps=[s_async])
         if not c.LATE:
@@ -220,7 +250,7 @@ def attend_blocks(
                 mbarrier.arrive(c.q_empty.index(q_place))
         scale = reference
         weights, scale, row_sum, moment, reference = key_step(
-            c, s, first_row, last_block - i, row_terms, mask, scale, row_sum, moment, reference,
+            c, sizes, s, first_row, block, row_terms, mask, scale, row_sum, moment, reference,
             MASK, FIXED,
         )  # fmt: skip
         if c.LATE:
@@ -262,14 +292,16 @@ def attend_tile(
 ):  # fmt: skip
     """One tile. The last product of the tile before is issued with the first one of this."""
     x = c.terms
+    has_before = number_of(c, tile_before) >= 0
     # Three warpgroups have 160 registers each: there the tile before ends ahead of the softmax.
     early: gl.constexpr = c.NUM_WARPGROUPS == 3
     tile_row = row_of(c, tile)
     first_row = tile_row + w * 64
-    start, end = key_blocks(c, tile_row, c.BLOCK_M)
+    sizes = sizes_of(c, tile)
+    start, end = key_blocks(c, sizes, tile_row, c.BLOCK_M)
     behind = 0
-    if x.HAS_RIGHT or x.HAS_LEFT:
-        own_start, own_end = key_blocks(c, first_row, 64)
+    if (x.HAS_RIGHT or x.HAS_LEFT) and not c.LIST_RATIO:
+        own_start, own_end = key_blocks(c, sizes, first_row, 64)
         own_end = gl.minimum(gl.maximum(own_end, start + 1), end)
         own_start = gl.minimum(own_start, own_end - 1)
         stage_k, phase_k, stage_v, phase_v = skip_blocks(
@@ -279,22 +311,28 @@ def attend_tile(
         start = own_start
         end = own_end
     count = end - start
+    first_block = end - 1
+    if c.LIST_RATIO:
+        count = tile.end - tile.begin
+        first_block = listed_block(c, tile, 0)
     q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
     q = c.q.index(q_place)
-    row_terms = terms_of(x, tile >> c.tile_bits, c.num_heads)
+    start_q, start_k = starts_of(c, tile)
+    row_terms = terms_of(x, number_of(c, tile) >> c.tile_bits, c.num_heads, start_q, start_k)
     mbarrier.wait(c.q_full.index(q_place), (visits // c.STAGES_Q) & 1)
     mbarrier.wait(c.k_full.index(stage_k), phase_k)
     s_async = score_product(c, q, stage_k)
-    if tile_before >= 0:
+    if has_before:
         mbarrier.wait(c.v_full.index(held_v), held_phase)
     sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
     mask = load_mask(
-        x, row_terms, first_row, end - 1, c.BLOCK_N, c.score_layout, x.IS_RAGGED or x.HAS_LEFT
-    )
+        x, sizes, row_terms, first_row, first_block, c.BLOCK_N, c.score_layout,
+        x.IS_RAGGED or x.HAS_LEFT,
+    )  # fmt: skip
     if early:
         s, accumulator = warpgroup_mma_wait(0, deps=[s_async, sum_async])
         arrive(c, stage_k)
-        if tile_before >= 0:
+        if has_before:
             arrive(c, c.STAGES_K + held_v)
         finish_tile(
             c, w, tile_before, slot_before, accumulator, row_sum, moment, reference,
@@ -302,9 +340,9 @@ def attend_tile(
         )  # fmt: skip
     else:
         s = warpgroup_mma_wait(1, deps=[s_async])
-    t = modify(x, s, first_row, end - 1, row_terms, mask, c.BLOCK_N)
+    t = modify(x, sizes, s, first_row, first_block, row_terms, mask, c.BLOCK_N)
     if x.HAS_RIGHT or x.HAS_LEFT or x.IS_RAGGED:
-        t = hide(x, t, first_row, end - 1, c.BLOCK_N)
+        t = hide(x, sizes, t, first_row, first_block, c.BLOCK_N)
     factor = 1.0 if x.IS_MODIFIED else x.scale
     largest = gl.max(t, 1) * factor
     base = largest
@@ -319,7 +357,7 @@ def attend_tile(
     if not early:
         arrive_late(c, stage_k, new_sum)
         accumulator = warpgroup_mma_wait(0, deps=[sum_async])
-        if tile_before >= 0:
+        if has_before:
             arrive(c, c.STAGES_K + held_v)
         finish_tile(
             c, w, tile_before, slot_before, accumulator, row_sum, moment, reference,
@@ -341,11 +379,11 @@ def attend_tile(
     masked_end = gl.to_tensor(1)
     plain_end = count
     if x.HAS_UNALIGNED_RIGHT:
-        plain = gl.maximum(first_row + x.offset + x.right + 1, 0) // c.BLOCK_N
+        plain = gl.maximum(first_row + sizes.offset + x.right + 1, 0) // c.BLOCK_N
         masked_end = gl.minimum(gl.maximum(end - plain, 1), count)
     if x.HAS_LEFT:
-        last_row = gl.minimum(first_row + 64, c.len_q) - 1
-        hidden = gl.cdiv(gl.maximum(last_row + x.offset - x.left, 0), c.BLOCK_N)
+        last_row = gl.minimum(first_row + 64, sizes.len_q) - 1
+        hidden = gl.cdiv(gl.maximum(last_row + sizes.offset - x.left, 0), c.BLOCK_N)
         plain_end = gl.maximum(count - gl.maximum(hidden - start, 0), masked_end)
     if REPAIR:
         masked_end = count
@@ -354,7 +392,7 @@ def attend_tile(
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
         ) = attend_blocks(
-            c, q, q_place, first_row, end - 1, row_terms, 1, masked_end, count,
+            c, tile, sizes, q, q_place, first_row, end - 1, row_terms, 1, masked_end, count,
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             x.HAS_RIGHT or x.HAS_LEFT, FIXED and not REPAIR,
@@ -364,7 +402,7 @@ def attend_tile(
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
         ) = attend_blocks(
-            c, q, q_place, first_row, end - 1, row_terms, masked_end, plain_end, count,
+            c, tile, sizes, q, q_place, first_row, end - 1, row_terms, masked_end, plain_end, count,
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             False, FIXED,
@@ -374,14 +412,14 @@ def attend_tile(
                 weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             ) = attend_blocks(
-                c, q, q_place, first_row, end - 1, row_terms, plain_end, count, count,
+                c, tile, sizes, q, q_place, first_row, end - 1, row_terms, plain_end, count, count,
                 weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
                 True, FIXED,
             )  # fmt: skip
     if c.STAGES_Q == 2:
         mbarrier.arrive(c.q_empty.index(q_place))
-    if x.HAS_LEFT:
+    if x.HAS_LEFT and not c.LIST_RATIO:
         stage_k, phase_k, stage_v, phase_v = skip_blocks(
             c, behind, stage_k, phase_k, stage_v, phase_v
         )
@@ -405,14 +443,14 @@ def attend_tiles(
     accumulator = gl.zeros([64, c.BLOCK_V], gl.float32, c.out_layout)
     held_v = 0
     held_phase = 0
-    tile_before = -1
+    tile_before = no_tile(c)
     slot_before = 0
     count = num_tiles_to_do(c, REPAIR)
     next_tile = own_tile(c, 0)
     for slot in range(count):
         tile = next_tile
         next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
-        if is_wanted(c, slot, REPAIR):
+        if is_wanted(c, tile, slot, REPAIR):
             (
                 tile_before, slot_before, visits, weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
@@ -421,7 +459,7 @@ def attend_tiles(
                 weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase, FIXED, REPAIR,
             )  # fmt: skip
-    if tile_before >= 0:
+    if number_of(c, tile_before) >= 0:
         mbarrier.wait(c.v_full.index(held_v), held_phase)
         sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
         accumulator = warpgroup_mma_wait(0, deps=[sum_async])
@@ -454,9 +492,12 @@ def forward(
     query, key, value, out, lse, row_max, entropy, tiles, flags, mask, sinks, slopes, scale, cap,
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
+    starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
+    list_width, list_most, list_blocks,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
     OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr, HAS_TILES: gl.constexpr,
+    IS_PACKED: gl.constexpr, TO_END: gl.constexpr, LIST_RATIO: gl.constexpr,
     HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr, HAS_ENTROPY: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_UNALIGNED_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
@@ -492,16 +533,22 @@ def forward(
     mbarrier.init(done, count=NUM_WARPGROUPS)
     fence_async_shared()
     x = Terms(
-        scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
-        mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
-        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
-        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
+        scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
+        mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
+        MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
+        MASK_IS_DENSE,
+    )  # fmt: skip
+    packing = Packing(starts_q, starts_k, num_sequences)
+    lists = Lists(
+        counts, indices, list_stride_b, list_stride_h, list_rows, list_width, list_most,
+        list_blocks,
     )  # fmt: skip
     c = Call(
-        query, key, value, out, lse, row_max, entropy, tiles, flags, x, len_q, num_tiles,
-        tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, q_full,
-        q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V,
-        STAGES_Q, OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        query, key, value, out, lse, row_max, entropy, tiles, flags, x,
+        Sizes(len_q, len_k, offset), packing, lists, num_tiles, tiles_per_head, tile_bits,
+        tiles_per_block, num_heads, group_size, q, k, v, o, q_full, q_empty, k_full, v_full, done,
+        NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES,
+        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     )  # fmt: skip
     if FIXED:
         lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))

@@ -5,21 +5,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = [
     "MASK_ALIGNMENT",
     "ROWS",
     "Tiling",
     "Variant",
+    "box_rows",
     "choose",
     "edges",
     "heads_together",
     "key_blocks",
+    "packed_view",
     "schedule",
     "tile_bits",
     "tiles_per_head",
 ]
+
+Sizes = tuple[int, ...]
 
 ROWS: Final = 64
 """Rows of one warpgroup: what one wgmma instruction takes."""
@@ -79,6 +83,9 @@ class Variant:
         precision: bf16 or fp16.
         fixed: a fixed reference with a second pass, instead of the running maximum.
         has_tiles: tiles come from a list, not in the static order.
+        is_packed: sequences are packed; their bounds are on the device.
+        to_end: packed sequences are aligned at their ends.
+        list_ratio: blocks of keys of the kernel in a block of a list; 0 where there are none.
         has_lse: the log-sum-exp is stored.
         has_row_max: the row maximum is.
         has_entropy: the row entropy is.
@@ -103,6 +110,9 @@ class Variant:
     precision: Precision = Precision.BF16
     fixed: bool = False
     has_tiles: bool = False
+    is_packed: bool = False
+    to_end: bool = False
+    list_ratio: int = 0
     has_lse: bool = False
     has_row_max: bool = False
     has_entropy: bool = False
@@ -133,27 +143,38 @@ def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Varia
 
     Args:
         problem: what to compute; sizes, precision and features are read.
-        has_tiles: whether tiles come from a list; None: where their costs differ.
+        has_tiles: whether tiles come from a list; None: where their costs differ and the host
+            knows them.
     """
     modified = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.softcap > 0
     right, left = edges(problem)
     fixed = _is_fixed(problem)
     tiling = _tiling(problem, modified=modified, fixed=fixed)
-    unaligned = right >= 0 and (problem.offset + right) % tiling.block_n != 0
-    hides_late = right >= 0 and (unaligned or problem.offset + right < 0)
+    is_packed = problem.num_sequences > 0
+    on_device = is_packed or problem.has_blocks
+    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square
+    edge = right if is_packed else problem.offset + right
+    # Warpgroups whose tile has a list visit all of its blocks, also those behind their own edge.
+    apart = to_end or (problem.has_blocks and tiling.block_n < tiling.block_m)
+    unaligned = right >= 0 and (apart or edge % tiling.block_n != 0)
+    hides_late = right >= 0 and (unaligned or edge < 0)
+    differ = (right >= 0 or left >= 0) and not on_device
     return Variant(
         tiling=tiling,
         precision=problem.precision,
         fixed=fixed,
-        has_tiles=right >= 0 or left >= 0 if has_tiles is None else has_tiles,
+        has_tiles=differ if has_tiles is None else has_tiles,
+        is_packed=is_packed,
+        to_end=to_end,
+        list_ratio=problem.block_size[1] // tiling.block_n,
         has_lse=bool(problem.aux & Aux.LSE),
         has_row_max=bool(problem.aux & Aux.ROW_MAX),
         has_entropy=bool(problem.aux & Aux.ENTROPY),
         has_right=right >= 0,
         has_unaligned_right=unaligned,
         has_left=left >= 0,
-        is_ragged=problem.len_k % tiling.block_n != 0,
-        may_hide=hides_late or left >= 0 or problem.mask is not MaskKind.NONE,
+        is_ragged=on_device or problem.len_k % tiling.block_n != 0,
+        may_hide=on_device or hides_late or left >= 0 or problem.mask is not MaskKind.NONE,
         has_softcap=problem.softcap > 0,
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
@@ -201,37 +222,46 @@ def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling
     widest = max(block_d, block_v)
     masked = problem.mask is not MaskKind.NONE
     sees_all = edges(problem) == (-1, -1)
-    short = not sees_all and problem.len_k <= 1024
+    len_q, len_k = _longest(problem)
+    short = not sees_all and len_k <= 1024
+    narrow = problem.block_size[1] % 128 != 0
     if widest > 128:
         return Tiling(
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v, stages_k=2, stages_v=2,
             out_parts=2 if block_v == 256 else 1, late=fixed,
         )  # fmt: skip
-    if short and not modified:
+    if (short or narrow) and not modified:
         return Tiling(
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
             stages_k=4, stages_v=4, stages_q=2, late=fixed,
         )  # fmt: skip
     if widest == 128:
         return Tiling(
-            warpgroups=2, block_n=64 if masked else 128, block_d=block_d, block_v=block_v,
+            warpgroups=2, block_n=64 if masked or narrow else 128, block_d=block_d, block_v=block_v,
             stages_k=2, stages_v=3 if fixed else 2, late=fixed,
         )  # fmt: skip
     # Three have no registers left for the entropy's sums: they would spill in the loop.
-    three = not (modified or problem.aux & Aux.ENTROPY) and (
-        _rows(problem, 192) <= 1.06 * _rows(problem, 128)
+    three = not (modified or problem.aux & Aux.ENTROPY or problem.has_blocks) and (
+        _rows(len_q, 192) <= 1.06 * _rows(len_q, 128)
     )
     if not sees_all and problem.window[0] < 0:
-        three = three and problem.len_k > 4096
+        three = three and len_k > 4096
     return Tiling(
-        warpgroups=3 if three else 2, block_n=128, block_d=block_d, block_v=block_v,
-        stages_k=3, stages_v=3, stages_q=2, late=problem.len_k < 8192,
+        warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
+        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=len_k < 8192,
     )  # fmt: skip
 
 
-def _rows(problem: AttentionProblem, block_m: int) -> int:
+def _longest(problem: AttentionProblem) -> tuple[int, int]:
+    """Return the rows and keys of a sequence; of packed ones, those of the longest."""
+    if problem.num_sequences:
+        return problem.max_len_q, problem.max_len_k
+    return problem.len_q, problem.len_k
+
+
+def _rows(len_q: int, block_m: int) -> int:
     """Return the rows that tiles of a height compute."""
-    return -(-problem.len_q // block_m) * block_m
+    return -(-len_q // block_m) * block_m
 
 
 def _columns(head_dim: int) -> int:
@@ -246,14 +276,48 @@ def _mask_dtype(problem: AttentionProblem) -> str:
     return "fp32" if problem.mask_is_wide else problem.precision.label
 
 
-def tiles_per_head(len_q: int, tiling: Tiling) -> int:
-    """Return the tiles of one head's query rows."""
-    return -(-len_q // tiling.block_m)
+def tiles_per_head(problem: AttentionProblem, tiling: Tiling) -> int:
+    """Return the tiles of one head's query rows; of packed sequences enough for any lengths.
+
+    Sequence n has those from ``starts[n] // block_m + n`` on, which the host need not know.
+    """
+    if problem.num_sequences:
+        return problem.len_q // tiling.block_m + problem.num_sequences
+    return -(-problem.len_q // tiling.block_m)
 
 
 def tile_bits(num_tiles: int) -> int:
     """Return the bits that tell the tiles of a head apart: the kernel then needs no division."""
     return max(num_tiles - 1, 0).bit_length()
+
+
+def box_rows(tiling: Tiling) -> tuple[int, int, int, int]:
+    """Return the rows that one copy of q, k, v and of the result takes."""
+    return ROWS, tiling.block_n, tiling.block_n, ROWS
+
+
+def packed_view(shape: Sizes, strides: Sizes, num_rows: int) -> tuple[Sizes, Sizes, int]:
+    """Return packed rows as TMA sees them, so that it knows where a sequence ends.
+
+    Rows stand in two dimensions: (a, h, b) is row a + b - num_rows of head h. What begins at
+    b = num_rows - n has n rows inside of the third dimension: TMA fills the others with zeros, and
+    stores none of them. Row a itself is then the one behind these n.
+
+    Args:
+        shape: [1, H, T, D].
+        strides: its strides.
+        num_rows: of a copy.
+
+    Returns:
+        Shape, strides, and how many elements before the tensor it begins.
+    """
+    _, heads, tokens, columns = shape
+    _, by_head, by_row, _ = strides
+    return (
+        (tokens + 1, heads, num_rows, columns),
+        (by_row, by_head, by_row, 1),
+        by_row * num_rows,
+    )
 
 
 def key_blocks(

@@ -1,4 +1,4 @@
-"""What all warps of the Hopper kernel share: its arguments, stages and tiles; and the producer.
+"""What all warps of the Hopper kernel share: its arguments and stages; and the producer.
 
 A stage of keys or values is filled by TMA, which tells of it through an mbarrier, and freed through
 one of the hardware's named barriers: a consumer arrives there without a wait and without electing
@@ -10,7 +10,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
-from adaattn.backends.hopper.scores import Terms
+from adaattn.backends.hopper.places import (
+    corner,
+    is_wanted,
+    key_blocks,
+    listed_block,
+    num_tiles_to_do,
+    number_of,
+    own_tile,
+    row_of,
+    sizes_of,
+    starts_of,
+)
+from adaattn.backends.hopper.scores import Sizes, Terms
 
 # Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
 FIRST_BARRIER = gl.constexpr(5)
@@ -50,6 +62,49 @@ def mma_layout(num_columns):
 
 
 @aggregate
+class Packing:
+    """Where packed sequences begin."""
+
+    starts_q: gl.tensor
+    starts_k: gl.tensor
+    num_sequences: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, starts_q, starts_k, num_sequences):
+        self.starts_q = starts_q
+        self.starts_k = starts_k
+        self.num_sequences = num_sequences
+
+
+@aggregate
+class Lists:
+    """The blocks of keys that each block of query rows sees, ``rows`` of them.
+
+    Lists stand ``width`` numbers apart; ``most`` of them count. There are ``num_blocks`` of keys.
+    """
+
+    counts: gl.tensor
+    indices: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    rows: gl.tensor
+    width: gl.tensor
+    most: gl.tensor
+    num_blocks: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, counts, indices, stride_b, stride_h, rows, width, most, num_blocks):
+        self.counts = counts
+        self.indices = indices
+        self.stride_b = stride_b
+        self.stride_h = stride_h
+        self.rows = rows
+        self.width = width
+        self.most = most
+        self.num_blocks = num_blocks
+
+
+@aggregate
 class Call:
     """What every function reads: tensors, sizes, stages with their barriers, choices."""
 
@@ -63,7 +118,9 @@ class Call:
     tiles: gl.tensor
     flags: gl.tensor
     terms: Terms
-    len_q: gl.tensor
+    sizes: Sizes
+    packing: Packing
+    lists: Lists
     num_tiles: gl.tensor
     tiles_per_head: gl.tensor
     tile_bits: gl.tensor
@@ -89,6 +146,9 @@ class Call:
     OUT_PARTS: gl.constexpr
     LATE: gl.constexpr
     HAS_TILES: gl.constexpr
+    IS_PACKED: gl.constexpr
+    TO_END: gl.constexpr
+    LIST_RATIO: gl.constexpr
     HAS_LSE: gl.constexpr
     HAS_ROW_MAX: gl.constexpr
     HAS_ENTROPY: gl.constexpr
@@ -98,10 +158,11 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, value, out, lse, row_max, entropy, tiles, flags, terms, len_q,
-        num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o,
-        q_full, q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K,
-        STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        self, query, key, value, out, lse, row_max, entropy, tiles, flags, terms, sizes, packing,
+        lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k,
+        v, o, q_full, q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K,
+        STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE,
+        HAS_ROW_MAX, HAS_ENTROPY,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -113,7 +174,9 @@ class Call:
         self.tiles = tiles
         self.flags = flags
         self.terms = terms
-        self.len_q = len_q
+        self.sizes = sizes
+        self.packing = packing
+        self.lists = lists
         self.num_tiles = num_tiles
         self.tiles_per_head = tiles_per_head
         self.tile_bits = tile_bits
@@ -139,6 +202,9 @@ class Call:
         self.OUT_PARTS = gl.constexpr(OUT_PARTS)
         self.LATE = gl.constexpr(LATE)
         self.HAS_TILES = gl.constexpr(HAS_TILES)
+        self.IS_PACKED = gl.constexpr(IS_PACKED)
+        self.TO_END = gl.constexpr(TO_END)
+        self.LIST_RATIO = gl.constexpr(LIST_RATIO)
         self.HAS_LSE = gl.constexpr(HAS_LSE)
         self.HAS_ROW_MAX = gl.constexpr(HAS_ROW_MAX)
         self.HAS_ENTROPY = gl.constexpr(HAS_ENTROPY)
@@ -192,81 +258,6 @@ def take(c, stage):
 
 
 @gluon.jit
-def num_own_tiles(c):
-    """How many tiles this block has: of its list, or of the static order."""
-    if c.HAS_TILES:
-        count = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1))
-    else:
-        last = c.tiles_per_block - 1
-        count = last + (static_tile(last) < c.num_tiles).to(gl.int32)
-    return count
-
-
-@gluon.jit
-def static_tile(slot):
-    """Forwards and backwards in turn, so that a list of falling costs is shared out evenly."""
-    blocks = gl.num_programs(0)
-    block = gl.program_id(0)
-    return slot * blocks + gl.where(slot % 2 == 0, block, blocks - 1 - block)
-
-
-@gluon.jit
-def own_tile(c, slot):
-    """A tile of this block, by its place in the block's list or in the static order."""
-    if c.HAS_TILES:
-        tile = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1) + 1 + slot)
-    else:
-        number = static_tile(slot)
-        head = number // c.tiles_per_head
-        tile = (head << c.tile_bits) | (number - head * c.tiles_per_head)
-    return tile
-
-
-@gluon.jit
-def row_of(c, tile):
-    """A tile's number: its head above ``tile_bits``, its place among the head's rows below."""
-    return (tile & ((1 << c.tile_bits) - 1)) * c.BLOCK_M
-
-
-@gluon.jit
-def flag_place(c):
-    """Where this block notes that tiles are to be computed again: any, then each."""
-    return c.flags + gl.program_id(0) * (c.tiles_per_block + 1)
-
-
-@gluon.jit
-def num_tiles_to_do(c, REPAIR: gl.constexpr):
-    """All tiles of the list; for the second pass none where the first noted nothing."""
-    count = num_own_tiles(c)
-    if REPAIR:
-        count = gl.where(gl.load(flag_place(c)) != 0, count, 0)
-    return count
-
-
-@gluon.jit
-def is_wanted(c, slot, REPAIR: gl.constexpr):
-    """Whether a tile is computed in this pass."""
-    wanted = True
-    if REPAIR:
-        wanted = gl.load(flag_place(c) + 1 + slot) != 0
-    return wanted
-
-
-@gluon.jit
-def key_blocks(c, first_row, num_rows: gl.constexpr):
-    """The blocks of keys that some rows see: the first, and behind the last. One at least."""
-    x = c.terms
-    end = x.len_k
-    if x.HAS_RIGHT:
-        last_row = gl.minimum(first_row + num_rows, c.len_q) - 1
-        end = gl.minimum(end, gl.maximum(last_row + x.offset + x.right + 1, 0))
-    start = gl.to_tensor(0)
-    if x.HAS_LEFT:
-        start = gl.maximum(first_row + x.offset - x.left, 0) // c.BLOCK_N
-    return start, gl.maximum(gl.cdiv(end, c.BLOCK_N), start + 1)
-
-
-@gluon.jit
 def copy(source, full, buffer, batch, head, row):
     """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
     mbarrier.expect(full, source.block_type.nbytes)
@@ -281,26 +272,40 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
     for slot in range(count):
         tile = next_tile
         next_tile = own_tile(c, gl.minimum(slot + 1, count - 1))
-        if is_wanted(c, slot, REPAIR):
+        if is_wanted(c, tile, slot, REPAIR):
             first_row = row_of(c, tile)
-            batch = (tile >> c.tile_bits) // c.num_heads
-            head = (tile >> c.tile_bits) - batch * c.num_heads
-            start, end = key_blocks(c, first_row, c.BLOCK_M)
+            head = number_of(c, tile) >> c.tile_bits
+            batch = head // c.num_heads
+            head = head - batch * c.num_heads
+            sizes = sizes_of(c, tile)
+            start_q, start_k = starts_of(c, tile)
+            start, end = key_blocks(c, sizes, first_row, c.BLOCK_M)
             key_head = head // c.group_size
+            if c.LIST_RATIO:
+                start = tile.begin
+                end = tile.end
+                next_block = listed_block(c, tile, 0)
             for i in range(end - start):
                 row = (end - 1 - i) * c.BLOCK_N
+                if c.LIST_RATIO:
+                    row = next_block * c.BLOCK_N
+                    next_block = listed_block(c, tile, i + 1)
+                slab, place = corner(c, batch, start_k, row, sizes.len_k, c.BLOCK_N)
                 if fills >= c.STAGES_K:
                     take(c, stage_k)
-                copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), batch, key_head, row)
+                copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), slab, key_head, place)
                 if i == 0:
                     for w in gl.static_range(c.NUM_WARPGROUPS):
-                        place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
-                        mbarrier.wait(c.q_empty.index(place), ((visits // c.STAGES_Q) & 1) ^ 1)
-                        full = c.q_full.index(place)
-                        copy(c.query, full, c.q.index(place), batch, head, first_row + w * 64)
+                        q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
+                        mbarrier.wait(c.q_empty.index(q_place), ((visits // c.STAGES_Q) & 1) ^ 1)
+                        q_slab, q_row = corner(
+                            c, batch, start_q, first_row + w * 64, sizes.len_q, 64
+                        )
+                        full = c.q_full.index(q_place)
+                        copy(c.query, full, c.q.index(q_place), q_slab, head, q_row)
                 if fills >= c.STAGES_V:
                     take(c, c.STAGES_K + stage_v)
-                copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), batch, key_head, row)
+                copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), slab, key_head, place)
                 stage_k = (stage_k + 1) % c.STAGES_K
                 stage_v = (stage_v + 1) % c.STAGES_V
                 fills += 1

@@ -23,14 +23,26 @@ RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @aggregate
+class Sizes:
+    """The lengths that positions depend on, and what row 0 stands at among the keys."""
+
+    len_q: gl.tensor
+    len_k: gl.tensor
+    offset: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, len_q, len_k, offset):
+        self.len_q = len_q
+        self.len_k = len_k
+        self.offset = offset
+
+
+@aggregate
 class Terms:
     """What the scores depend on beside q and k."""
 
     scale: gl.tensor
     cap: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    offset: gl.tensor
     left: gl.tensor
     right: gl.tensor
     sinks: gl.tensor
@@ -57,16 +69,13 @@ class Terms:
 
     @gluon.constexpr_function
     def __init__(
-        self, scale, cap, len_q, len_k, offset, left, right, sinks, slopes, slopes_stride, mask,
-        mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT,
-        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
-        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE,
+        self, scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b,
+        mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT,
+        IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
+        MASK_IS_DENSE,
     ):  # fmt: skip
         self.scale = scale
         self.cap = cap
-        self.len_q = len_q
-        self.len_k = len_k
-        self.offset = offset
         self.left = left
         self.right = right
         self.sinks = sinks
@@ -93,8 +102,8 @@ class Terms:
 
 
 @gluon.jit
-def terms_of(x, head, num_heads):
-    """What a tile's head needs: its slope, and where its mask begins."""
+def terms_of(x, head, num_heads, start_q, start_k):
+    """What a tile's head needs: its slope, and where the mask of its sequence begins."""
     batch = head // num_heads
     head = head % num_heads
     slope = x.scale
@@ -103,19 +112,21 @@ def terms_of(x, head, num_heads):
     mask = x.mask
     if x.MASK != NO_MASK:
         mask += batch.to(gl.int64) * x.mask_stride_b + head.to(gl.int64) * x.mask_stride_h
+        mask += start_q.to(gl.int64) * x.mask_stride_m + start_k.to(gl.int64) * x.mask_stride_n
     return slope, mask
 
 
 @gluon.jit
 def load_mask(
-    x, row_terms, first_row, block, BLOCK_N: gl.constexpr, layout: gl.constexpr, EDGE: gl.constexpr
-):
+    x, sizes, row_terms, first_row, block, BLOCK_N: gl.constexpr, layout: gl.constexpr,
+    EDGE: gl.constexpr,
+):  # fmt: skip
     """The mask's tile, early, so that its latency passes behind the products; else nothing."""
     found = block
     if x.MASK != NO_MASK:
         start = block * BLOCK_N
         cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        inside = cols < x.len_k - start
+        inside = cols < sizes.len_k - start
         places = cols
         base = row_terms[1] + start
         if not x.MASK_IS_DENSE:
@@ -123,7 +134,7 @@ def load_mask(
             base = row_terms[1] + start.to(gl.int64) * x.mask_stride_n
         if x.MASK_HAS_ROWS:
             rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-            rows = gl.minimum(rows, x.len_q - 1).to(gl.int64) * x.mask_stride_m
+            rows = gl.minimum(rows, sizes.len_q - 1).to(gl.int64) * x.mask_stride_m
             # [64, BLOCK_N]
             pointers = gl.expand_dims(base + rows, 1) + gl.expand_dims(places, 0)
             if EDGE:
@@ -139,7 +150,7 @@ def load_mask(
 
 
 @gluon.jit
-def modify(x, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
+def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
     """Scores in units of log 2 after softcap, ALiBi and mask; as they are if there is none."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
@@ -158,7 +169,7 @@ def modify(x, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
     elif x.IS_MODIFIED:
         s = s * x.scale
     if x.HAS_ALIBI:
-        rows = first_row + x.offset + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        rows = first_row + sizes.offset + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         distance = (gl.expand_dims(cols, 0) - gl.expand_dims(rows, 1)).to(gl.float32)
         s = s - row_terms[0] * gl.abs(distance)
@@ -178,19 +189,19 @@ def seen_by(x, mask):
 
 
 @gluon.jit
-def hide(x, t, first_row, block, BLOCK_N: gl.constexpr):
+def hide(x, sizes, t, first_row, block, BLOCK_N: gl.constexpr):
     """-inf for keys that a row's position does not see, or beyond the last."""
     layout: gl.constexpr = t.type.layout
     rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-    last = rows * 0 + x.len_k - 1
+    last = rows * 0 + sizes.len_k - 1
     if x.HAS_RIGHT:
         if x.IS_RAGGED or x.HAS_LEFT:
-            last = gl.minimum(last, rows + (x.offset + x.right))
+            last = gl.minimum(last, rows + (sizes.offset + x.right))
         else:
-            last = rows + (x.offset + x.right)
+            last = rows + (sizes.offset + x.right)
     t = gl.where(gl.expand_dims(cols, 0) <= gl.expand_dims(last, 1), t, NOTHING)
     if x.HAS_LEFT:
-        first = rows + (x.offset - x.left)
+        first = rows + (sizes.offset - x.left)
         t = gl.where(gl.expand_dims(cols, 0) >= gl.expand_dims(first, 1), t, NOTHING)
     return t

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import forward
-from adaattn.backends.hopper.launch import Variant
+from adaattn.backends.block_list import BlockList
+from adaattn.backends.common import output_like
+from adaattn.backends.hopper import forward, prepared
+from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
@@ -19,6 +21,11 @@ NUM_POINTERS = 8
 # Behind the number of blocks, the stream and the descriptors.
 FIRST_POINTER = 2 + 4
 FIRST_SCALAR = FIRST_POINTER + NUM_POINTERS
+# Behind 13 sizes and the slopes' stride.
+MASK_STRIDES = FIRST_SCALAR + 14
+STARTS = MASK_STRIDES + 4
+LISTS = STARTS + 2
+SEQUENCES = LISTS + 2
 
 
 class Launches:
@@ -36,10 +43,10 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
-    monkeypatch.setattr(forward, "_compiled", found)
+    monkeypatch.setattr(prepared, "_compiled", found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     forward._bound.cache_clear()
-    forward._LISTED.clear()
+    prepared._LISTED.clear()
     return found
 
 
@@ -79,7 +86,7 @@ def test_strides_of_single_elements_are_made_what_tma_takes(launches: Launches) 
     tensors = make_tensors(problem)
     odd = tensors.query.as_strided(tensors.query.shape, (3, 5, 7, 1))
     _run(problem, replace(tensors, query=odd))
-    for _, strides in launches.arguments[0][2:FIRST_POINTER]:
+    for _, strides, _ in launches.arguments[0][2:FIRST_POINTER]:
         assert strides[3] == 1
         assert all(step > 0 and step % 8 == 0 for step in strides[:3])
 
@@ -127,7 +134,7 @@ def test_masks_are_read_where_they_lie(
     call = hopper.direct(problem, GROUP)
     assert call is not None
     call(tensors.query, tensors.key, tensors.value, mask)
-    assert launches.arguments[0][-4:] == strides
+    assert launches.arguments[0][MASK_STRIDES : MASK_STRIDES + 4] == strides
     assert launches.arguments[0][FIRST_POINTER + 5] == mask.data_ptr()
     assert launches.variants[0].mask_has_rows is (full[2] > 1)
     assert launches.variants[0].mask_is_dense is (full[3] > 1)
@@ -146,7 +153,7 @@ def test_masks_are_read_where_they_lie(
 def test_two_numbers_of_a_mask_are_read_at_once_only_where_rows_are_aligned(
     mask: torch.Tensor, is_aligned: bool
 ) -> None:
-    assert forward._is_aligned(mask) is is_aligned
+    assert prepared._is_aligned(mask) is is_aligned
 
 
 def test_a_list_of_tiles_is_made_once_and_never_while_a_graph_is_captured(
@@ -157,11 +164,11 @@ def test_a_list_of_tiles_is_made_once_and_never_while_a_graph_is_captured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _run(problem, tensors)
     assert not launches.variants[-1].has_tiles
-    assert not forward._LISTED
+    assert not prepared._LISTED
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _run(problem, tensors)
     assert launches.variants[-1].has_tiles
-    assert len(forward._LISTED) == 1
+    assert len(prepared._LISTED) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _run(problem, tensors)
     assert len(launches.variants) == 2
@@ -178,8 +185,79 @@ def test_a_softcap_comes_in_the_units_of_its_tanh(launches: Launches, precision:
     assert cap == pytest.approx(20 * log2_e)
 
 
+def test_bounds_of_packed_sequences_stay_on_the_device(launches: Launches) -> None:
+    lengths = (100, 150, 50)
+    problem = make_problem(lengths_q=lengths, precision=Precision.BF16, head_dim=64)
+    tensors = make_tensors(problem, lengths_q=lengths)
+    assert tensors.cu_seqlens_q is not None
+    _run(problem, tensors)
+    (arguments,), (variant,) = launches.arguments, launches.variants
+    assert variant.is_packed
+    assert not variant.has_tiles
+    assert arguments[STARTS] == tensors.cu_seqlens_q.data_ptr()
+    assert arguments[SEQUENCES] == 3
+    longer = replace(tensors, cu_seqlens_q=torch.tensor([0, 10, 20, 30, 300], dtype=torch.int32))
+    _run(replace(problem, num_sequences=4), longer)
+    assert launches.arguments[1][SEQUENCES] == 4
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_lists_of_blocks_are_read_where_they_lie(
+    launches: Launches, shape: tuple[int, int]
+) -> None:
+    problem = _problem(batch=2, num_heads=4, len_k=500, block_size=(128, 128), most_blocks=7)
+    counts = torch.ones(*shape, 3, dtype=torch.int32)
+    blocks = BlockList(counts=counts, indices=torch.arange(7).int().expand(*shape, 3, 7))
+    _run(problem, replace(make_tensors(problem), blocks=blocks))
+    (arguments,) = launches.arguments
+    assert arguments[LISTS] == counts.data_ptr()
+    by_batch, by_head = 3 * shape[1] * (shape[0] > 1), 3 * (shape[1] > 1)
+    # Of seven numbers no more count than there are blocks of keys.
+    assert arguments[SEQUENCES + 1 : SEQUENCES + 7] == (by_batch, by_head, 128, 7, 4, 4)
+    assert launches.variants[0].list_ratio == 128 // launches.variants[0].tiling.block_n
+
+
+@pytest.mark.parametrize("value_dim", [64, 32])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)], ids=str)
+def test_the_result_has_the_order_of_the_query_whatever_that_is(
+    launches: Launches, order: tuple[int, ...], value_dim: int
+) -> None:
+    problem = _problem(batch=3, num_heads=4, value_dim=value_dim)
+    tensors = make_tensors(problem)
+    back = [order.index(dim) for dim in range(3)]
+    turned = tensors.query.permute(*order, 3).contiguous().permute(*back, 3)
+    output = _run(problem, replace(tensors, query=turned)).output
+    assert output.shape == (3, 4, 300, value_dim)
+    assert output.permute(*order, 3).is_contiguous()
+    assert output.stride() == output_like(turned, value_dim).stride()
+
+
+def test_what_tma_cannot_read_is_copied_in_a_graph_whose_layouts_nobody_knew() -> None:
+    wide = torch.zeros(1, 2, 300, 68, dtype=torch.bfloat16)
+    for odd in (wide[..., :64], wide[..., ::2][..., :32]):
+        assert forward._made_readable(odd).is_contiguous()
+    single = wide[:, :1, :1, :64]
+    assert forward._made_readable(single) is single
+
+
+def test_a_graph_has_one_operator(launches: Launches) -> None:
+    problem = _problem(value_dim=32, is_causal=True)
+    tensors = make_tensors(problem)
+    arguments = (tensors.query, tensors.key, tensors.value, *[None] * 7)
+    settings = ([problem.scale, 0.0, 0.0], [True, False], [-1, -1, 1, 0, 0, 0, 0, 0])
+    operator = torch.ops.adaattn.hopper.default
+    torch.library.opcheck(operator, (*arguments, *settings), test_utils="test_faketensor")
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        return _run(problem, replace(tensors, query=query)).output
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert compiled(tensors.query).shape == (1, 2, 300, 32)
+    assert launches.arguments
+
+
 def test_what_cannot_be_compiled_is_an_error_that_auto_steps_down_from() -> None:
     """Here there is no CUDA device at all; without Triton, or with a broken one, it is the same."""
-    variant = forward.choose(_problem())
+    variant = choose(_problem())
     with pytest.raises(ExecutorError, match="the Hopper kernel cannot be compiled here"):
-        forward._compiled.__wrapped__(variant, torch.device("cpu"))
+        prepared._compiled.__wrapped__(variant, torch.device("cpu"))

@@ -136,3 +136,160 @@ def test_a_graph_replays_with_other_numbers(is_causal: bool) -> None:
         output.fill_(float("nan"))
         graph.replay()
         assert torch.equal(output, call(query, key, value, None))
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "ragged": {"lengths_q": (9, 0, 570, 1, 65, 129, 128), "aux": ALL_AUX},
+    "causal": {"lengths_q": (130, 64, 3, 1200), "is_causal": True},
+    "causal, other keys": {
+        "lengths_q": (3, 150, 700),
+        "lengths_k": (70, 800, 150),
+        "is_causal": True,
+    },
+    "to the end": {
+        "lengths_q": (3, 350, 70, 5),
+        "lengths_k": (70, 80, 1000, 0),
+        "aux": Aux.LSE,
+        **BOTTOM,
+    },
+    "narrow heads": {"lengths_q": (300, 129), "head_dim": 64, "is_causal": True},
+    "wide heads": {"lengths_q": (300, 129), "head_dim": 256, "is_causal": True},
+    "window": {"lengths_q": (1000, 70, 300), "is_causal": True, "window": (200, -1)},
+    "grouped heads": {"lengths_q": (500, 40), "num_heads": 6, "num_kv_heads": 2, **BOTTOM},
+    "everything": {
+        "lengths_q": (700, 0, 40),
+        "softcap": 5.0,
+        "has_sinks": True,
+        "has_alibi": True,
+        "aux": ALL_AUX,
+        **BOTTOM,
+    },
+    "half": {"lengths_q": (500, 40), "precision": Precision.FP16, "aux": ALL_AUX},
+    "mask": {"lengths_q": (300, 40, 70), "mask": MaskKind.BOOLEAN},
+    "many": {"lengths_q": tuple(range(1, 90)), "is_causal": True, "head_dim": 64},
+}
+
+
+def _packed(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
+    lengths = {name: values[name] for name in ("lengths_q", "lengths_k") if name in values}
+    problem = _problem({"batch": 1} | values)
+    return problem, make_tensors(problem, **lengths)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_each_a_problem_of_its_own(name: str) -> None:
+    problem, tensors = _packed(PACKED[name])
+    _held_to_the_oracle(tensors, problem)
+
+
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+def test_a_packed_sequence_sees_nothing_of_its_neighbours(what: str) -> None:
+    problem, tensors = _packed({"lengths_q": (170, 290, 300), "is_causal": True})
+    clean = hopper.run(tensors, problem, GROUP).output
+    getattr(tensors, what)[:, :, 170:460] = float("nan")
+    found = hopper.run(tensors, problem, GROUP).output
+    assert torch.equal(found[:, :, :170], clean[:, :, :170])
+    assert torch.equal(found[:, :, 460:], clean[:, :, 460:])
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        *[(0, 500, 90), (0, 90, 40, 90), (-50, 90), (0, 40, 2000), (70, 20, 90), (90, 90, 0)],
+        (-(2**31), 2**31 - 1),
+    ],
+    ids=str,
+)
+def test_starts_that_nobody_checked_end_and_write_nowhere_else(starts: tuple[int, ...]) -> None:
+    problem = _problem({"batch": 1, "lengths_q": (40, 50), "is_causal": True})
+    problem = replace(problem, num_sequences=len(starts) - 1)
+    guarded = torch.randn(3, 1, 2, 490, 128, device="cuda", dtype=torch.bfloat16)
+    before = guarded.clone()
+    bounds = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    tensors = Tensors.of(
+        *guarded[:, :, :, 200:290], cu_seqlens_q=bounds, cu_seqlens_k=bounds.flip(0)
+    )
+    output = hopper.run(tensors, problem, GROUP).output
+    torch.cuda.synchronize()
+    assert output.nan_to_num(0.0).shape == (1, 2, 90, 128)
+    assert torch.equal(guarded, before)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_scores_beyond_the_fixed_reference_are_computed_again(is_causal: bool) -> None:
+    problem, tensors = _packed({"lengths_q": (700, 40, 900, 1), "is_causal": is_causal})
+    key = tensors.key.clone()
+    key[:, :, :100] *= 60
+    key[:, :, 740:800] *= 60
+    _held_to_the_oracle(replace(tensors, kv=replace(tensors.kv, key=key)), problem)
+
+
+LISTS: dict[str, dict[str, Any]] = {
+    "plain": {"len_q": 700, "len_k": 1700, "aux": ALL_AUX},
+    "causal": {"len_q": 1700, "is_causal": True, "aux": Aux.LSE},
+    "narrow heads": {"len_q": 1700, "is_causal": True, "head_dim": 64},
+    "wide heads": {"len_q": 700, "is_causal": True, "head_dim": 256},
+    "blocks of 64 keys": {"len_q": 700, "is_causal": True, "block_size": (128, 64)},
+    "blocks of 192 keys": {"len_q": 700, "len_k": 1500, "block_size": (128, 192), **BOTTOM},
+    "large blocks": {"len_q": 1700, "is_causal": True, "block_size": (256, 512)},
+    "to the end": {"len_q": 900, "len_k": 130, "aux": ALL_AUX, **BOTTOM},
+    "window": {"len_q": 1700, "is_causal": True, "window": (500, -1)},
+    "fewer keys than a block": {"len_q": 300, "len_k": 50},
+    "grouped heads": {"len_q": 900, "num_heads": 6, "num_kv_heads": 2, "is_causal": True},
+    "everything": {
+        "len_q": 1000,
+        "softcap": 5.0,
+        "has_sinks": True,
+        "has_alibi": True,
+        "is_causal": True,
+        "aux": ALL_AUX,
+    },
+    "half": {"len_q": 700, "precision": Precision.FP16, "aux": ALL_AUX},
+    "mask": {"len_q": 700, "len_k": 733, "mask": MaskKind.BOOLEAN, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_only_listed_blocks_are_seen(name: str) -> None:
+    """Of random lists: some rows have none, some heads all."""
+    problem = _problem({"block_size": (128, 128)} | LISTS[name])
+    _held_to_the_oracle(make_tensors(problem), problem)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_listed_scores_beyond_the_fixed_reference_are_computed_again(is_causal: bool) -> None:
+    problem = _problem({"block_size": (128, 128), "len_q": 1500, "is_causal": is_causal})
+    tensors = make_tensors(problem)
+    key = tensors.key.clone()
+    key[:, :, :300] *= 60
+    _held_to_the_oracle(replace(tensors, kv=replace(tensors.kv, key=key)), problem)
+
+
+@pytest.mark.parametrize("values", [{}, {"is_causal": True}, {"window": (300, 50)}], ids=str)
+def test_numbers_of_lists_that_nobody_checked_end(values: dict[str, Any]) -> None:
+    problem = _problem({"block_size": (128, 128), "len_q": 1000, "len_k": 1300} | values)
+    tensors = make_tensors(problem)
+    assert tensors.blocks is not None
+    for widest in (20, 2**31 - 1):
+        tensors.blocks.counts.random_(-widest, widest)
+        tensors.blocks.indices.random_(-widest, widest)
+        hopper.run(tensors, problem, GROUP)
+        torch.cuda.synchronize()
+
+
+def test_a_graph_replays_with_other_sequences_and_lists() -> None:
+    problem, tensors = _packed({"lengths_q": (700, 40, 900, 1), "is_causal": True})
+    call = hopper.direct(problem, GROUP)
+    starts = tensors.cu_seqlens_q
+    assert call is not None
+    assert starts is not None
+    given = (tensors.query, tensors.key, tensors.value, None, None, None, starts, starts)
+    call(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(*given)
+    for bounds in ((0, 1, 2, 1000, 1641), (0, 641, 641, 1641, 1641)):
+        starts.copy_(torch.tensor(bounds))
+        graph.replay()
+        assert torch.equal(output, call(*given))

@@ -12,6 +12,7 @@ from adaattn.backends.hopper.launch import (
     edges,
     heads_together,
     key_blocks,
+    packed_view,
     schedule,
     tile_bits,
     tiles_per_head,
@@ -113,10 +114,92 @@ def test_lists_of_a_causal_problem_are_balanced() -> None:
 
 
 def test_tiles_cover_all_rows() -> None:
-    tiling = choose(_problem(len_q=1000)).tiling
-    assert tiles_per_head(1000, tiling) * tiling.block_m >= 1000
-    assert (tiles_per_head(1000, tiling) - 1) * tiling.block_m < 1000
+    problem = _problem(len_q=1000)
+    tiling = choose(problem).tiling
+    assert tiles_per_head(problem, tiling) * tiling.block_m >= 1000
+    assert (tiles_per_head(problem, tiling) - 1) * tiling.block_m < 1000
     assert [tile_bits(count) for count in (1, 2, 3, 4, 5)] == [0, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (127, 1, 128), (0, 0, 0, 5), (129,) * 9, (100, 28, 300), (1,) * 50]
+)
+def test_packed_sequences_have_tiles_enough_at_places_that_depend_on_starts_alone(
+    lengths: tuple[int, ...],
+) -> None:
+    """The kernel looks for the last sequence whose first tile is not behind its own."""
+    problem = make_problem(lengths_q=lengths, precision=Precision.BF16, head_dim=64)
+    tiling = choose(problem).tiling
+    starts = list(itertools.accumulate(lengths, initial=0))
+    first = [start // tiling.block_m + n for n, start in enumerate(starts[:-1])]
+    rows = set()
+    for tile in range(tiles_per_head(problem, tiling)):
+        sequence = max(n for n, place in enumerate(first) if place <= tile)
+        start = (tile - first[sequence]) * tiling.block_m
+        end = min(start + tiling.block_m, lengths[sequence])
+        rows |= {starts[sequence] + row for row in range(start, end)}
+    assert rows == set(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("strides", [(0, 50 * 32, 32, 1), (0, 32, 3 * 32, 1)], ids=str)
+def test_tma_sees_the_rows_of_one_sequence(strides: tuple[int, ...]) -> None:
+    """A box at (row + n, head, num_rows - n) has the n rows from there on, and no more."""
+    num_rows, tokens = 8, 50
+    shape, by, before = packed_view((1, 3, tokens, 32), strides, num_rows)
+    for row, n, head in itertools.product((0, 1, 30, 42), range(num_rows + 1), range(3)):
+        place, third = row + n, num_rows - n
+        assert 0 <= place < shape[0]
+        inside = [
+            place * by[0] + head * by[1] + step * by[2] - before
+            for step in range(third, third + num_rows)
+            if step < shape[2]
+        ]
+        assert inside == [head * strides[1] + (row + i) * strides[2] for i in range(n)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [(128, 64), (128, 128), (256, 192), (384, 512)])
+@pytest.mark.parametrize("mask", MaskKind)
+@pytest.mark.parametrize("len_q", [512, 4096])
+def test_blocks_of_a_list_are_whole_tiles(
+    head_dim: int, block_size: tuple[int, int], mask: MaskKind, len_q: int
+) -> None:
+    for is_causal, softcap in itertools.product((False, True), (0.0, 30.0)):
+        problem = _problem(
+            head_dim=head_dim,
+            block_size=block_size,
+            mask=mask,
+            len_q=len_q,
+            is_causal=is_causal,
+            softcap=softcap,
+        )
+        found = choose(problem)
+        assert block_size[0] % found.tiling.block_m == 0
+        assert found.list_ratio * found.tiling.block_n == block_size[1]
+        assert found.tiling.shared_bytes <= SHARED_BYTES - BARRIER_BYTES
+        assert not found.has_tiles
+
+
+@pytest.mark.parametrize(
+    ("values", "to_end", "unaligned"),
+    [
+        ({"is_causal": True}, False, False),
+        ({"is_causal": True, "align": Align.BOTTOM_RIGHT}, True, True),
+        ({"is_causal": True, "align": Align.BOTTOM_RIGHT, "packed_square": True}, False, False),
+        ({"window": (-1, 5)}, False, True),
+        ({"align": Align.BOTTOM_RIGHT, "has_alibi": True}, True, False),
+    ],
+)
+def test_where_packed_sequences_are_aligned_is_not_known_on_the_host(
+    values: dict[str, Any], to_end: bool, unaligned: bool
+) -> None:
+    packed = {"num_sequences": 3, "len_q": 900, "len_k": 2000, "max_len_q": 300, "max_len_k": 900}
+    found = choose(_problem(**(packed | values)))
+    assert found.is_packed
+    assert found.to_end is to_end
+    assert found.has_unaligned_right is unaligned
+    assert found.is_ragged
+    assert found.may_hide
 
 
 def test_heads_of_a_group_of_key_heads_are_worked_on_together() -> None:
@@ -181,6 +264,19 @@ def test_masks_are_read_where_edges_do_not_fall_on_blocks(
         ({"head_dim": 512}, "it takes head dimensions up to 256, got 512"),
         ({"precision": Precision.FP32}, "it takes bf16, fp16, got fp32"),
         ({"requires_grad": True}, "it does not support gradients"),
+        ({"num_sequences": 3}, ""),
+        ({"dense_columns": False, "stride_bytes": 1}, ""),  # in a graph nobody knows
+        ({"block_size": (256, 192)}, ""),
+        (
+            {"block_size": (64, 128)},
+            "it takes lists of blocks whose rows are multiples of 128 and whose keys are "
+            "multiples of 64, got 64 and 128",
+        ),
+        (
+            {"block_size": (128, 32)},
+            "it takes lists of blocks whose rows are multiples of 128 and whose keys are "
+            "multiples of 64, got 128 and 32",
+        ),
     ],
 )
 def test_what_the_kernel_does_not_take_is_said(values: dict[str, Any], sentence: str) -> None:

@@ -1,0 +1,311 @@
+"""Which tile a block of the Hopper kernel computes, and where its rows and keys stand.
+
+A tile is its number: its head above ``tile_bits``, its place among the head's rows below. Those of
+packed sequences, and of lists of blocks, are looked up beside it. Producer and consumers ask the
+same functions: what one copies the others take.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from adaattn.backends.hopper._gluon import aggregate
+from adaattn.backends.hopper.scores import Sizes
+
+
+@aggregate
+class PackedTile:
+    """A tile of a packed sequence: its first row there, and where the sequence lies."""
+
+    number: gl.tensor
+    first_row: gl.tensor
+    start_q: gl.tensor
+    len_q: gl.tensor
+    start_k: gl.tensor
+    len_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, number, first_row, start_q, len_q, start_k, len_k):
+        self.number = number
+        self.first_row = first_row
+        self.start_q = start_q
+        self.len_q = len_q
+        self.start_k = start_k
+        self.len_k = len_k
+
+
+@aggregate
+class ListedTile:
+    """A tile whose blocks of keys are listed.
+
+    ``num`` entries of its list are there, all blocks where it is -1. ``begin`` to ``end`` are those
+    that its rows see, counted in blocks of the kernel. ``len_k`` is 0 where there are none: then
+    one block is visited, and hidden.
+    """
+
+    number: gl.tensor
+    entries: gl.tensor
+    num: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    first_key: gl.tensor
+    len_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, number, entries, num, begin, end, first_key, len_k):
+        self.number = number
+        self.entries = entries
+        self.num = num
+        self.begin = begin
+        self.end = end
+        self.first_key = first_key
+        self.len_k = len_k
+
+
+@gluon.jit
+def num_own_tiles(c):
+    """How many tiles this block has: of its list, or of the static order."""
+    if c.HAS_TILES:
+        count = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1))
+    else:
+        last = c.tiles_per_block - 1
+        count = last + (static_tile(last) < c.num_tiles).to(gl.int32)
+    return count
+
+
+@gluon.jit
+def static_tile(slot):
+    """Forwards and backwards in turn, so that a list of falling costs is shared out evenly."""
+    blocks = gl.num_programs(0)
+    block = gl.program_id(0)
+    return slot * blocks + gl.where(slot % 2 == 0, block, blocks - 1 - block)
+
+
+@gluon.jit
+def own_tile(c, slot):
+    """A tile of this block, by its place in the block's list or in the static order."""
+    if c.HAS_TILES:
+        tile = gl.load(c.tiles + gl.program_id(0) * (c.tiles_per_block + 1) + 1 + slot)
+    else:
+        number = static_tile(slot)
+        head = number // c.tiles_per_head
+        tile = (head << c.tile_bits) | (number - head * c.tiles_per_head)
+    if c.IS_PACKED:
+        tile = packed_tile(c, tile)
+    elif c.LIST_RATIO:
+        tile = listed_tile(c, tile)
+    return tile
+
+
+@gluon.jit
+def no_tile(c):
+    """What stands before a block's first tile."""
+    tile = gl.to_tensor(-1)
+    if c.IS_PACKED:
+        zero = gl.to_tensor(0)
+        tile = PackedTile(tile, zero, zero, zero, zero, zero)
+    elif c.LIST_RATIO:
+        zero = gl.to_tensor(0)
+        tile = ListedTile(tile, c.lists.indices, zero, zero, zero, zero, zero)
+    return tile
+
+
+@gluon.jit
+def number_of(c, tile):
+    """A tile's number; below 0 for none."""
+    if c.IS_PACKED or c.LIST_RATIO:
+        number = tile.number
+    else:
+        number = tile
+    return number
+
+
+@gluon.jit
+def row_of(c, tile):
+    """A tile's first row, counted in its sequence."""
+    if c.IS_PACKED:
+        row = tile.first_row
+    else:
+        row = (number_of(c, tile) & ((1 << c.tile_bits) - 1)) * c.BLOCK_M
+    return row
+
+
+@gluon.jit
+def sizes_of(c, tile):
+    """The lengths that the positions of a tile depend on."""
+    sizes = c.sizes
+    if c.IS_PACKED:
+        offset = c.sizes.offset
+        if c.TO_END:
+            offset = tile.len_k - tile.len_q
+        sizes = Sizes(tile.len_q, tile.len_k, offset)
+    elif c.LIST_RATIO:
+        sizes = Sizes(c.sizes.len_q, tile.len_k, c.sizes.offset)
+    return sizes
+
+
+@gluon.jit
+def starts_of(c, tile):
+    """Where a tile's sequence begins among all query rows, and among all keys."""
+    start_q = gl.to_tensor(0)
+    start_k = gl.to_tensor(0)
+    if c.IS_PACKED:
+        start_q = tile.start_q
+        start_k = tile.start_k
+    return start_q, start_k
+
+
+@gluon.jit
+def corner(c, batch, start, row, length, ROWS: gl.constexpr):
+    """TMA's first and third coordinate of some rows, which stand at ``row`` of a sequence.
+
+    Packed tensors have their rows in both dimensions, the third of which ends behind ROWS of them
+    (`launch.packed_view`): TMA fills rows beyond a sequence's end with zeros, and stores none.
+    """
+    first = batch
+    third = row
+    if c.IS_PACKED:
+        inside = gl.minimum(gl.maximum(length - row, 0), ROWS)
+        first = start + row + inside
+        third = ROWS - inside
+    return first, third
+
+
+@gluon.jit
+def flag_place(c):
+    """Where this block notes that tiles are to be computed again: any, then each."""
+    return c.flags + gl.program_id(0) * (c.tiles_per_block + 1)
+
+
+@gluon.jit
+def num_tiles_to_do(c, REPAIR: gl.constexpr):
+    """All tiles of the list; for the second pass none where the first noted nothing."""
+    count = num_own_tiles(c)
+    if REPAIR:
+        count = gl.where(gl.load(flag_place(c)) != 0, count, 0)
+    return count
+
+
+@gluon.jit
+def is_wanted(c, tile, slot, REPAIR: gl.constexpr):
+    """Whether a tile is computed in this pass: one of a packed sequence may have no rows."""
+    wanted = True
+    if REPAIR:
+        wanted = gl.load(flag_place(c) + 1 + slot) != 0
+    if c.IS_PACKED:
+        has_rows = (tile.first_row >= 0) & (tile.first_row < tile.len_q)
+        if REPAIR:
+            wanted = wanted & has_rows
+        else:
+            wanted = has_rows
+    return wanted
+
+
+@gluon.jit
+def key_blocks(c, sizes, first_row, num_rows: gl.constexpr):
+    """The blocks of keys that some rows see: the first, and behind the last. One at least."""
+    x = c.terms
+    end = sizes.len_k
+    if x.HAS_RIGHT:
+        last_row = gl.minimum(first_row + num_rows, sizes.len_q) - 1
+        end = gl.minimum(end, gl.maximum(last_row + sizes.offset + x.right + 1, 0))
+    start = gl.to_tensor(0)
+    if x.HAS_LEFT:
+        start = gl.maximum(first_row + sizes.offset - x.left, 0) // c.BLOCK_N
+    return start, gl.maximum(gl.cdiv(end, c.BLOCK_N), start + 1)
+
+
+@gluon.jit
+def bounds(starts, total):
+    """The start and length of a packed sequence, inside of the tensor whatever they say."""
+    start = gl.minimum(gl.maximum(gl.load(starts), 0), total)
+    end = gl.minimum(gl.maximum(gl.load(starts + 1), start), total)
+    return start, end - start
+
+
+@gluon.jit
+def packed_tile(c, number):
+    """The sequence of a tile: sequence n has those from ``starts[n] // BLOCK_M + n`` on.
+
+    That is enough for its rows whatever the starts are; the last ones may have no rows.
+    """
+    starts = c.packing.starts_q
+    tile = number & ((1 << c.tile_bits) - 1)
+    low = gl.to_tensor(0)
+    high = c.packing.num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        first = gl.load(starts + middle) // c.BLOCK_M + middle
+        low = gl.where(first <= tile, middle, low)
+        high = gl.where(first <= tile, high, middle - 1)
+    first_row = (tile - (gl.load(starts + low) // c.BLOCK_M + low)) * c.BLOCK_M
+    start_q, len_q = bounds(starts + low, c.sizes.len_q)
+    start_k, len_k = bounds(c.packing.starts_k + low, c.sizes.len_k)
+    return PackedTile(number, first_row, start_q, len_q, start_k, len_k)
+
+
+@gluon.jit
+def entry(c, entries, num, place):
+    """A number of a list, inside of the keys whatever it says; all blocks where ``num`` is -1."""
+    inside = (place >= 0) & (place < num)
+    found = gl.load(entries + place, mask=inside, other=0)
+    found = gl.minimum(gl.maximum(found, 0), c.lists.num_blocks - 1)
+    return gl.where(num < 0, place, found)
+
+
+@gluon.jit
+def num_below(c, entries, num, count, limit):
+    """How many of a list's rising numbers are below a limit. Usually all are."""
+    is_above = entry(c, entries, num, count - 1) >= limit
+    low = gl.where(is_above, 0, count)
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        is_below = entry(c, entries, num, middle) < limit
+        low = gl.where(is_below, middle + 1, low)
+        high = gl.where(is_below, high, middle)
+    return low
+
+
+@gluon.jit
+def listed_tile(c, number):
+    """The list of a tile's rows, without the blocks that order and windows hide from them all."""
+    lists = c.lists
+    head = number >> c.tile_bits
+    batch = head // c.num_heads
+    head = head - batch * c.num_heads
+    first_row = (number & ((1 << c.tile_bits) - 1)) * c.BLOCK_M
+    line = batch * lists.stride_b + head * lists.stride_h + first_row // lists.rows
+    num = gl.minimum(gl.maximum(gl.load(lists.counts + line), -1), lists.most)
+    entries = lists.indices + line.to(gl.int64) * lists.width
+    start, end = key_blocks(c, c.sizes, first_row, c.BLOCK_M)
+    last = gl.where(num < 0, lists.num_blocks, num)
+    first = gl.to_tensor(0)
+    if c.terms.HAS_RIGHT:
+        last = num_below(c, entries, num, last, gl.cdiv(end, c.LIST_RATIO))
+    if c.terms.HAS_LEFT:
+        first = num_below(c, entries, num, last, start // c.LIST_RATIO)
+    highest = (entry(c, entries, num, last - 1) + 1) * c.LIST_RATIO
+    lowest = entry(c, entries, num, first) * c.LIST_RATIO
+    begin = first * c.LIST_RATIO + gl.maximum(start - lowest, 0)
+    stop = last * c.LIST_RATIO - gl.maximum(highest - end, 0)
+    is_seen = begin < stop
+    return ListedTile(
+        number,
+        entries,
+        num,
+        gl.where(is_seen, begin, 0),
+        gl.where(is_seen, stop, 1),
+        gl.maximum(lowest, start) * c.BLOCK_N,
+        gl.where(is_seen, c.sizes.len_k, 0),
+    )
+
+
+@gluon.jit
+def listed_block(c, tile, visit):
+    """The block of keys of a visit, the last ones first; only the first may end behind the keys."""
+    place = tile.end - 1 - visit
+    which = place // c.LIST_RATIO
+    block = entry(c, tile.entries, tile.num, which) * c.LIST_RATIO + place - which * c.LIST_RATIO
+    first_visit = gl.cdiv(c.sizes.len_k, c.BLOCK_N)
+    most = gl.where(visit == 0, first_visit, c.sizes.len_k // c.BLOCK_N)
+    return gl.maximum(gl.minimum(block, most - 1), 0)

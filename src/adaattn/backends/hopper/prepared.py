@@ -1,0 +1,382 @@
+"""What is worked out once for a layout of tensors, and launched at each call.
+
+Triton's own call of a kernel looks at all 68 arguments each time; here the compiled kernel is kept
+and launched directly.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from adaattn._constants import LOG2_E
+from adaattn.backends.common import output_like
+from adaattn.backends.compiled_before import note
+from adaattn.backends.hopper.launch import (
+    MASK_ALIGNMENT,
+    Sizes,
+    Variant,
+    box_rows,
+    choose,
+    edges,
+    heads_together,
+    key_blocks,
+    packed_view,
+    schedule,
+    tile_bits,
+    tiles_per_head,
+)
+from adaattn.backends.interface import STATISTICS, Result
+from adaattn.backends.masks import stream_of, with_rank
+from adaattn.backends.own_kernels import compiling
+from adaattn.hardware import probe
+from adaattn.spec import AttentionProblem, Aux
+
+__all__ = ["DTYPES", "NOTHING_BESIDE", "Given", "Prepared", "prepare"]
+
+DTYPES: Final = {
+    torch.bool: "i8",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+"""What the kernel reads of masks, sinks and slopes, by Triton's names."""
+
+_MOST_LISTED: Final = 100_000
+"""Tiles up to which a list is made, on the host in half a microsecond each."""
+
+_MOST_KEPT: Final = 4096
+"""Lists of tiles in all. They stay: a CUDA graph may have recorded where."""
+
+_View = tuple[Sizes, Sizes, int]
+_Beside = tuple[torch.Tensor | None, ...]
+
+NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
+"""A call without packed sequences and lists of blocks."""
+
+_NO_ADDRESSES: Final = (0, 0, 0, 0)
+
+
+class Given(NamedTuple):
+    """The tensors of a call, as the kernel reads them.
+
+    Args:
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D].
+        value: [B, Hkv, Sk, Dv].
+        mask: of up to four dimensions.
+        sinks: [Hq].
+        slopes: [B or 1, Hq].
+        starts_q: int32 [N + 1], starts of packed query sequences and their end.
+        starts_k: the same of keys.
+        counts: int32 [B or 1, Hq or 1, Nq], listed blocks of keys.
+        indices: int32 [B or 1, Hq or 1, Nq, K], their numbers.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    starts_q: torch.Tensor | None = None
+    starts_k: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Tiles:
+    """A list of tiles on the device.
+
+    Args:
+        tensor: int32 [blocks, 1 + tiles of a block]: how many, then each.
+        is_copied: where its copy ends among the device's work; None once that has passed.
+    """
+
+    tensor: torch.Tensor
+    is_copied: torch.cuda.Event | None = None
+
+    def settle(self) -> None:
+        """Have the current stream wait for the copy, which another stream may have begun.
+
+        What a CUDA graph records comes behind it: PyTorch waits for the device before a capture.
+        """
+        copied = self.is_copied
+        if copied is None or torch.cuda.is_current_stream_capturing():
+            return
+        if copied.query():
+            self.is_copied = None
+        else:
+            copied.wait()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A launch for one layout.
+
+    Args:
+        launch: the compiled kernel's launch.
+        num_blocks: persistent blocks.
+        descriptor: makes TMA's description of a tensor from a view.
+        views: of q, k, v and the result: shape, strides, and bytes before the tensor.
+        out_shape: shape of the result.
+        out_strides: its strides.
+        num_flags: notes of tiles to be computed again; 0 where there are none.
+        scalars: the arguments between the pointers.
+        constants: the arguments behind them, compile-time ones included.
+        tiles: the list of tiles, or None.
+        is_lasting: what was prepared may serve later calls.
+        aux: row outputs.
+    """
+
+    launch: Callable[..., None]
+    num_blocks: int
+    descriptor: Callable[..., Any]
+    views: tuple[_View, ...]
+    out_shape: Sizes
+    out_strides: Sizes
+    num_flags: int
+    scalars: tuple[Any, ...]
+    constants: tuple[Any, ...]
+    tiles: _Tiles | None
+    is_lasting: bool
+    aux: Aux
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        beside: _Beside,
+    ) -> Result:
+        """Return the result of one launch, of tensors as in `Given`."""
+        out = query.new_empty_strided(self.out_shape, self.out_strides)
+        lse, row_max, entropy = (
+            query.new_empty(self.out_shape[:3], dtype=torch.float32) if self.aux & flag else None
+            for flag in STATISTICS[:3]
+        ) if self.aux else (None, None, None)  # fmt: skip
+        flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
+        if mask is not None:
+            mask = mask if mask.dtype in DTYPES else mask.float()
+        tiles = None
+        if self.tiles is not None:
+            tiles = self.tiles.tensor
+            if self.tiles.is_copied is not None:
+                self.tiles.settle()
+        self.launch(
+            self.num_blocks,
+            stream_of(query),
+            *map(self.descriptor, (query, key, value, out), self.views),
+            *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
+            *self.scalars,
+            *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
+            *self.constants,
+        )
+        return Result(output=out, lse=lse, row_max=row_max, entropy=entropy)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor begins: a number is launched faster than the tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def prepare(problem: AttentionProblem, given: Given) -> Prepared:
+    """Return the launch for tensors of a layout.
+
+    Args:
+        problem: what to compute; sizes are taken from the tensors.
+        given: tensors that TMA can read.
+
+    Raises:
+        ExecutorError: the kernel cannot be compiled here.
+    """
+    query, mask = given.query, given.mask
+    problem = replace(
+        problem,
+        batch=query.shape[0],
+        len_q=query.shape[2],
+        len_k=given.key.shape[2],
+        mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
+    )
+    known_by = choose(problem)
+    num_blocks = probe(query.device).num_processors
+    tiles, lasting = _tiles(problem, known_by, num_blocks, query.device)
+    variant = _for_tensors(replace(known_by, has_tiles=tiles is not None), given)
+    per_head = tiles_per_head(problem, variant.tiling)
+    num_tiles = per_head * problem.batch * problem.num_heads
+    num_blocks = min(num_blocks, num_tiles)
+    per_block = -(-num_tiles // num_blocks) if tiles is None else tiles.tensor.shape[1] - 1
+    out = output_like(query, given.value.shape[3])
+    launch, descriptor, constants = _compiled(variant, query.device)
+    note(("hopper", known_by))
+    return Prepared(
+        launch=launch,
+        num_blocks=num_blocks,
+        descriptor=descriptor,
+        views=_views(variant, (query, given.key, given.value, out)),
+        out_shape=tuple(out.shape),
+        out_strides=out.stride(),
+        num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
+        scalars=(
+            *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
+            *_strides_of(mask, given.slopes),
+        ),
+        constants=(problem.num_sequences, *_lists(problem, given), *constants),
+        tiles=tiles,
+        is_lasting=lasting,
+        aux=problem.aux,
+    )
+
+
+def _for_tensors(variant: Variant, given: Given) -> Variant:
+    """Return the kernel that reads mask, sinks and slopes as they lie."""
+    mask, sinks, slopes = given.mask, given.sinks, given.slopes
+    return replace(
+        variant,
+        mask_is_dense=mask is None or mask.stride(-1) == 1 < mask.shape[-1],
+        mask_is_aligned=mask is None or _is_aligned(mask),
+        mask_dtype="i8" if mask is None else DTYPES.get(mask.dtype, "fp32"),
+        sinks_dtype="fp32" if sinks is None else DTYPES[sinks.dtype],
+        slopes_dtype="fp32" if slopes is None else DTYPES[slopes.dtype],
+    )
+
+
+def _is_aligned(mask: torch.Tensor) -> bool:
+    """Return whether a mask's rows begin at multiples that the kernel can make use of."""
+    rows = zip(mask.shape[:-1], mask.stride(), strict=False)
+    at = mask.data_ptr() % MASK_ALIGNMENT
+    return at == 0 and not any(step % MASK_ALIGNMENT for size, step in rows if size > 1)
+
+
+def _views(variant: Variant, tensors: tuple[torch.Tensor, ...]) -> tuple[_View, ...]:
+    """Return q, k, v and the result as TMA sees them."""
+    made = []
+    for tensor, rows in zip(tensors, box_rows(variant.tiling), strict=True):
+        shape = tuple(tensor.shape)
+        strides, before = _tma_strides(shape, tensor.stride()), 0
+        if variant.is_packed:
+            shape, strides, before = packed_view(shape, strides, rows)
+        made.append((shape, strides, before * tensor.element_size()))
+    return tuple(made)
+
+
+def _scalars(
+    problem: AttentionProblem, num_tiles: int, per_head: int, per_block: int, *, fast_tanh: bool
+) -> tuple[int | float, ...]:
+    """Return scale, softcap and sizes, in the kernel's order."""
+    right, left = edges(problem)
+    scale = problem.scale * LOG2_E
+    if problem.softcap > 0:
+        # The kernel's tanh takes the score itself, or the exponent of its own exponential.
+        scale = (problem.scale if fast_tanh else 2.0 * scale) / problem.softcap
+    return (
+        scale,
+        problem.softcap * LOG2_E,
+        problem.len_q,
+        problem.len_k,
+        num_tiles,
+        per_head,
+        tile_bits(per_head),
+        per_block,
+        problem.num_heads,
+        problem.group_size,
+        0 if problem.num_sequences else problem.offset,
+        left,
+        right,
+    )
+
+
+def _strides_of(mask: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the slopes' stride over sequences and the mask's four; 0 where one stands for all."""
+    by_batch = 0 if slopes is None or slopes.dim() < 2 or slopes.shape[0] == 1 else slopes.stride(0)
+    if mask is None:
+        return by_batch, 0, 0, 0, 0
+    full = with_rank(mask, 4)
+    strides = zip(full.shape, full.stride(), strict=True)
+    return by_batch, *(0 if size == 1 else stride for size, stride in strides)
+
+
+def _lists(problem: AttentionProblem, given: Given) -> tuple[int, ...]:
+    """Return how lists of blocks lie, in the kernel's order."""
+    if given.indices is None:
+        return 0, 0, 0, 0, 0, 0
+    batch, heads, rows, width = given.indices.shape
+    num_blocks = -(-problem.len_k // problem.block_size[1])
+    return (
+        rows * heads if batch > 1 else 0,
+        rows if heads > 1 else 0,
+        problem.block_size[0],
+        width,
+        min(width, num_blocks),
+        num_blocks,
+    )
+
+
+def _tma_strides(shape: Sizes, strides: Sizes) -> Sizes:
+    """Return strides that TMA takes: those over one element may be anything, and are made so."""
+    return tuple(
+        strides[i] if shape[i] > 1 or i == 3 else max(shape[3], 8) for i in range(len(shape))
+    )
+
+
+def _tiles(
+    problem: AttentionProblem, variant: Variant, num_blocks: int, device: torch.device
+) -> tuple[_Tiles | None, bool]:
+    """Return the list of tiles on the device, and whether it may be kept.
+
+    While a CUDA graph is captured none is made: the static order serves, slower, until the next
+    call outside of it.
+    """
+    heads = problem.batch * problem.num_heads
+    per_head = tiles_per_head(problem, variant.tiling)
+    if not variant.has_tiles or per_head * heads > _MOST_LISTED:
+        return None, True
+    tiling = variant.tiling
+    costs = []
+    for tile in range(per_head):
+        first = tile * tiling.block_m
+        start, end = key_blocks(problem, first, tiling.block_m, tiling.block_n)
+        costs.append(end - start)
+    facts = (tuple(costs), heads, heads_together(problem), min(num_blocks, per_head * heads))
+    if (facts, device) not in _LISTED:
+        if len(_LISTED) >= _MOST_KEPT:
+            return None, True
+        if torch.cuda.is_current_stream_capturing():
+            return None, False
+        _LISTED[facts, device] = _copied(schedule(*facts), device)
+    return _LISTED[facts, device], True
+
+
+def _copied(lists: tuple[tuple[int, ...], ...], device: torch.device) -> _Tiles:
+    """Return lists of tiles on the device. The host waits for nothing."""
+    width = max(map(len, lists))
+    rows = [(len(row), *row, *(0,) * (width - len(row))) for row in lists]
+    if device.type != "cuda":
+        return _Tiles(tensor=torch.tensor(rows, dtype=torch.int32, device=device))
+    with torch.cuda.device(device):
+        pinned = torch.tensor(rows, dtype=torch.int32, pin_memory=True)
+        made = _Tiles(tensor=pinned.to(device, non_blocking=True), is_copied=torch.cuda.Event())
+        if made.is_copied is not None:
+            made.is_copied.record()
+    return made
+
+
+_LISTED: Final[dict[Any, _Tiles]] = {}
+
+
+@lru_cache(maxsize=256)
+def _compiled(
+    variant: Variant, device: torch.device
+) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
+    """Return a kernel's launch on a device, what describes tensors for it, and its constants."""
+    with compiling("the Hopper kernel"), torch.cuda.device(device):
+        # Triton is imported when a kernel first runs: importing the package does not need it.
+        from adaattn.backends.hopper import compiled
+
+        return compiled.launcher(variant)

@@ -1,0 +1,382 @@
+"""The Hopper kernel's own device code, run on a CPU: each warpgroup a thread, TMA a copy.
+
+The files of device code are executed with Gluon's words replaced: tiles are tensors, asynchronous
+products are done at once, barriers block. What it shows is that positions, masks and barriers are
+right, and that nothing is read or written outside of a tensor; what it cannot show is whether the
+compiler keeps asynchronous work in order.
+"""
+
+import ast
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn import _constants
+from adaattn.backends import hopper
+from adaattn.backends.hopper import forward as host
+from adaattn.backends.hopper import prepared
+from adaattn.backends.hopper.launch import Variant, box_rows
+
+FILES = ("scores", "places", "pipeline", "kernel")
+PATIENCE_S = 30.0
+"""After which a barrier that nobody reaches is a deadlock."""
+
+_LOCAL = threading.local()
+
+
+class Tile(torch.Tensor):
+    """A number or tile of the device: assignment never changes what another name holds."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __ixor__(self, other: Any) -> Any:
+        return self ^ other
+
+
+def tile(value: Any) -> Any:
+    """Return a value of the device."""
+    made = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    return made.to(torch.int64 if made.dtype == torch.int32 else made.dtype).as_subclass(Tile)
+
+
+class Pointer:
+    """Places in a tensor's memory, in elements of it."""
+
+    def __init__(self, tensor: torch.Tensor | None, places: Any = 0) -> None:
+        self.tensor, self.places = tensor, places
+
+    def __add__(self, steps: Any) -> "Pointer":
+        return Pointer(self.tensor, self.places + steps)
+
+    def memory(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return all elements, the places and which of them are meant: none may be outside."""
+        assert self.tensor is not None, "a tensor that was not given"
+        places = torch.as_tensor(self.places).as_subclass(torch.Tensor)
+        meant = torch.as_tensor(mask).as_subclass(torch.Tensor)
+        places, meant = torch.broadcast_tensors(places, meant)
+        size = 1 + sum(
+            (n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True)
+        )
+        flat = self.tensor.as_strided((size,), (1,))
+        outside = meant & ((places < 0) | (places >= size))
+        assert not outside.any(), f"outside of a tensor of {size}: {places[outside][:4].tolist()}"
+        return flat, places.long(), meant
+
+    # What expand_dims does to pointers.
+    def unsqueeze(self, axis: int) -> "Pointer":
+        """Return the places with one more dimension."""
+        return Pointer(self.tensor, self.places.unsqueeze(axis))
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+    """Return numbers; booleans as bytes."""
+    flat, places, meant = pointer.memory(mask)
+    found = flat[torch.where(meant, places, 0)]
+    found = found.to(torch.int64) if found.dtype in (torch.bool, torch.int32) else found
+    return torch.where(meant, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tile)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    """Write numbers."""
+    flat, places, meant = pointer.memory(mask)
+    value = torch.as_tensor(value).as_subclass(torch.Tensor)
+    places, meant, value = torch.broadcast_tensors(places, meant, value)
+    flat[places[meant]] = value[meant].to(flat.dtype)
+
+
+class Barrier:
+    """An mbarrier, or a named barrier: its phase ends when all have arrived."""
+
+    def __init__(self, world: "World", count: int = 0) -> None:
+        self.world, self.count, self.arrived, self.bytes, self.phase = world, count, 0, 0, 0
+
+    def change(self, arrivals: int = 0, num_bytes: int = 0) -> None:
+        """Note arrivals and bytes that are awaited, or there."""
+        with self.world.changed:
+            self.arrived += arrivals
+            self.bytes += num_bytes
+            assert self.arrived <= self.count, "a barrier that more arrive at than belong to it"
+            if self.arrived == self.count and self.bytes == 0:
+                self.arrived, self.phase = 0, self.phase + 1
+                self.world.changed.notify_all()
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until a phase is over."""
+        with self.world.changed:
+            over = self.world.changed.wait_for(
+                lambda: self.world.failed or is_over(), timeout=PATIENCE_S
+            )
+            assert over, "a deadlock"
+            assert not self.world.failed, "another warpgroup failed"
+
+
+class World:
+    """The shared state of one block of threads."""
+
+    def __init__(self, block: int, num_blocks: int) -> None:
+        self.block, self.num_blocks = block, num_blocks
+        self.changed = threading.Condition()
+        self.failed: list[BaseException] = []
+        self.named: dict[int, Barrier] = {}
+
+    def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Run the partitions at the same time."""
+
+        def guarded(function: Any, arguments: tuple[Any, ...]) -> None:
+            _LOCAL.world = self
+            try:
+                function(*arguments)
+            except BaseException as error:  # noqa: BLE001 raised again by `run`
+                with self.changed:
+                    self.failed.append(error)
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=guarded, args=part) for part in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failed:
+            raise self.failed[0]
+
+
+class Shared:
+    """Stages in shared memory; without numbers until somebody writes them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def index(self, stage: Any) -> "Shared":
+        """Return one stage."""
+        return Shared(self.tensor[int(stage)])
+
+    def permute(self, order: list[int]) -> "Shared":
+        """Return it transposed."""
+        return Shared(self.tensor.permute(order))
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write a tile."""
+        self.tensor.copy_(value)
+
+
+class Barriers:
+    """mbarriers in shared memory."""
+
+    def __init__(self, count: int) -> None:
+        self.made = [Barrier(_LOCAL.world) for _ in range(count)]
+
+    def index(self, place: Any) -> Barrier:
+        """Return one of them."""
+        return self.made[int(place)]
+
+
+def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
+    """Return shared memory."""
+    del layout
+    if dtype is torch.int64:
+        return Barriers(shape[0]) if len(shape) > 1 else Barrier(_LOCAL.world)
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+
+class Descriptor:
+    """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
+
+    def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, int]) -> None:
+        self.tensor, (self.shape, self.strides, before) = tensor, view
+        self.before = before // tensor.element_size()
+        self.dtype, self.layout = tensor.dtype, None
+        nbytes = box[0] * box[1] * tensor.element_size()
+        self.block_type = SimpleNamespace(shape=[1, 1, *box], nbytes=nbytes)
+
+    def box(self, corner: list[Any]) -> Pointer:
+        """Return the places of a box, and note which are inside."""
+        spans = [
+            int(c) + torch.arange(n) for c, n in zip(corner, self.block_type.shape, strict=True)
+        ]
+        grids = torch.meshgrid(*spans, indexing="ij")
+        places = sum(g * s for g, s in zip(grids, self.strides, strict=True)) - self.before
+        inside = torch.ones_like(places, dtype=torch.bool)
+        for grid, size in zip(grids, self.shape, strict=True):
+            inside &= (grid >= 0) & (grid < size)
+        self.inside = inside[0, 0]
+        return Pointer(self.tensor, places[0, 0])
+
+
+def tma_load(source: Descriptor, corner: list[Any], full: Barrier, buffer: Shared) -> None:
+    """Copy a box to shared memory, and tell of it."""
+    with full.world.changed:
+        pointer = source.box(corner)
+        buffer.tensor.copy_(load(pointer, source.inside, 0.0).as_subclass(torch.Tensor))
+    full.change(num_bytes=-source.block_type.nbytes)
+
+
+def tma_store(target: Descriptor, corner: list[Any], buffer: Shared) -> None:
+    """Copy a box from shared memory."""
+    with _LOCAL.world.changed:
+        pointer = target.box(corner)
+        store(pointer, buffer.tensor, target.inside)
+
+
+def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
+    """Return total + left right, in fp32; at once."""
+    del is_async
+    left = left.tensor if isinstance(left, Shared) else left
+    made = left.as_subclass(torch.Tensor).float() @ right.tensor.float()
+    return (total + made if use_acc else made).as_subclass(Tile)
+
+
+def product_wait(pending: int, deps: list[Any]) -> Any:
+    """Return what was waited for."""
+    del pending
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> Any:
+    """Do what the kernel's pieces of assembly do."""
+    del constraints, rest
+    world: World = _LOCAL.world
+    if "tanh" in text:
+        return torch.tanh(arguments[0])
+    if "rcp" in text:
+        return 1.0 / arguments[0]
+    if "bar." in text:
+        found = re.search(r"bar\.\w+ \S+, (\d+);", text)
+        assert found is not None
+        threads, number = int(found[1]), int(arguments[0])
+        with world.changed:
+            named = world.named.setdefault(number, Barrier(world, threads))
+            before = named.phase
+        named.change(arrivals=128)
+        if "bar.sync" in text:
+            named.wait(lambda: named.phase > before)
+    return None
+
+
+def names() -> dict[str, Any]:
+    """Return Gluon's words as this file understands them."""
+
+    def where(condition: Any, this: Any, that: Any) -> Any:
+        return torch.where(torch.as_tensor(condition), tile(this), tile(that)).as_subclass(Tile)
+
+    def binary(function: Any) -> Any:
+        return lambda a, b: function(*torch.broadcast_tensors(tile(a), tile(b))).as_subclass(Tile)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def split(x: Any) -> Any:
+        return x[..., 0], x[..., 1]
+
+    nothing.get_default_for = nothing  # type: ignore[attr-defined]
+    gl = SimpleNamespace(
+        constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None,
+        to_tensor=tile, load=load, store=store, where=where,
+        minimum=binary(torch.minimum), maximum=binary(torch.maximum),
+        cdiv=lambda a, b: (a + b - 1) // b,
+        program_id=lambda axis: tile(_LOCAL.world.block),
+        num_programs=lambda axis: tile(_LOCAL.world.num_blocks),
+        arange=lambda low, high, layout: tile(torch.arange(low, high)),
+        zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
+        expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
+        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
+        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+        split=split, exp2=torch.exp2, log2=torch.log2, abs=torch.abs, static_range=range,
+        SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
+        NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
+        inline_asm_elementwise=assembly, int32=torch.int64, int64=torch.int64,
+        float32=torch.float32,
+        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
+    )  # fmt: skip
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=nothing,
+        init=lambda barrier, count: setattr(barrier, "count", count),
+        expect=lambda barrier, nbytes: barrier.change(arrivals=1, num_bytes=nbytes),
+        arrive=lambda barrier: barrier.change(arrivals=1),
+        wait=lambda barrier, parity: barrier.wait(lambda: barrier.phase % 2 != int(parity)),
+    )
+    return {
+        "gluon": SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
+        "gl": gl,
+        "mbarrier": mbarrier,
+        "tma": SimpleNamespace(tensor_descriptor=None, store_wait=nothing),
+        "aggregate": lambda kind: kind,
+        "barrier": nothing,
+        "shaped_as": lambda buffer, descriptor: buffer,
+        "tma_load": tma_load,
+        "tma_store": tma_store,
+        "fence_async_shared": nothing,
+        "warpgroup_mma": product,
+        "warpgroup_mma_wait": product_wait,
+        "_constants": _constants,
+    }
+
+
+def device_code() -> dict[str, Any]:
+    """Return the functions of the kernel's files, in one namespace."""
+    space = names()
+    for name in FILES:
+        path = Path(hopper.__file__).with_name(f"{name}.py")
+        tree = ast.parse(path.read_text())
+        tree.body = [
+            node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        exec(compile(tree, str(path), "exec"), space)
+    return space
+
+
+POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slopes", "starts_q",
+            "starts_k", "counts", "indices")  # fmt: skip
+
+
+class Machine:
+    """Stands for compiled kernels: runs their source, one block of threads after the other."""
+
+    def __call__(self, variant: Variant, device: torch.device) -> Any:
+        compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
+        code = device_code()["forward"]
+        tiling = variant.tiling
+        columns = (
+            tiling.block_d,
+            tiling.block_d,
+            tiling.block_v,
+            tiling.block_v // tiling.out_parts,
+        )
+        boxes = list(zip(box_rows(tiling), columns, strict=True))
+
+        def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
+            given = []
+            for name, value in zip(inspect.signature(code).parameters, arguments, strict=True):
+                if len(given) < len(boxes):
+                    given.append(Descriptor(*value, boxes[len(given)]))
+                elif name in POINTERS:
+                    given.append(Pointer(value))
+                else:
+                    given.append(tile(value) if name.islower() and type(value) is int else value)
+            for block in range(num_blocks):
+                _LOCAL.world = World(block, num_blocks)
+                code(*given)
+
+        return launch, lambda *both: both, tuple(compiled._constants(variant).values())
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernel's source run in its place, on three processors."""
+    monkeypatch.setattr(prepared, "_compiled", Machine())
+    monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(prepared, "_NO_ADDRESSES", prepared.NOTHING_BESIDE)
+    monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
+    monkeypatch.setattr(prepared, "note", lambda kernel: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    host._bound.cache_clear()
+    prepared._LISTED.clear()
