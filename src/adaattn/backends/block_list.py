@@ -25,8 +25,8 @@ class BlockList:
     """Which blocks of keys each block of query rows sees.
 
     Causal order, windows and masks hide keys of a listed block as they do everywhere. Numbers on
-    a CPU are checked here; those on a GPU are not read, and kernels keep inside of the tensors
-    whatever they say.
+    a CPU are checked here; those on a GPU only where ``ADAATTN_DEBUG`` is set, and kernels keep
+    inside of the tensors whatever they say. The tensors must not be changed afterwards.
 
     Args:
         counts: int32 [B or 1, Hq or 1, Nq], how many blocks of keys are listed for each of the
@@ -36,7 +36,7 @@ class BlockList:
             ``counts`` are not looked at.
         block_q: query rows of a block.
         block_k: keys of a block.
-        least_keys: blocks of keys that there must be for these numbers; 0 where they are on a GPU.
+        num_key_blocks: blocks of keys of its calls, ``ceil(Sk / block_k)``; 0 if any.
 
     Raises:
         ArgumentTypeError: what is no tensor, or no size.
@@ -58,7 +58,8 @@ class BlockList:
     indices: torch.Tensor
     block_q: int = 128
     block_k: int = 128
-    least_keys: int = field(default=0, init=False)
+    num_key_blocks: int = 0
+    _needed: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse what is no list of blocks."""
@@ -77,7 +78,8 @@ class BlockList:
                     expected_got(f"dtype of {name}", "int32", item.dtype, "use .to(torch.int32)")
                 )
         counts, indices = self.counts, self.indices
-        if indices.dim() != 4 or counts.shape != indices.shape[:3] or 0 in indices.shape:
+        sizes = (*indices.shape[:2], indices.shape[-1])
+        if indices.dim() != 4 or counts.shape != indices.shape[:3] or 0 in sizes:
             got = f"{list(counts.shape)} and {list(indices.shape)}"
             raise ShapeError(
                 expected_got("counts and indices", "[B, H, Nq] and [B, H, Nq, K], none empty", got)
@@ -88,19 +90,32 @@ class BlockList:
                     "counts and indices", "one device", f"{counts.device}, {indices.device}"
                 )
             )
+        object.__setattr__(self, "counts", counts.contiguous())
+        object.__setattr__(self, "indices", indices.contiguous())
         if not torch.compiler.is_compiling() and counts.device.type == "cpu":
-            object.__setattr__(self, "least_keys", self._checked())
+            object.__setattr__(self, "_needed", self.check())
 
-    def _checked(self) -> int:
-        """Return the blocks of keys that the numbers ask for, each checked."""
+    @property
+    def needed_blocks(self) -> int:
+        """Blocks of keys that there must be for these numbers; 0 where they are not known."""
+        return self.num_key_blocks or self._needed
+
+    def check(self) -> int:
+        """Return the blocks of keys that the numbers ask for; on a GPU this waits for it.
+
+        Raises:
+            ArgumentError: a number is out of range or out of order.
+        """
         counts, indices = self.counts, self.indices
         most = indices.shape[-1]
+        if counts.numel() == 0:
+            return 0
         low, high = int(counts.min()), int(counts.max())
         if low < ALL_BLOCKS or high > most:
             raise ArgumentError(
                 expected_got("counts of a BlockList", f"-1 to {most}", f"{low} to {high}")
             )
-        listed = torch.arange(most) < counts.unsqueeze(-1)
+        listed = torch.arange(most, device=counts.device) < counts.unsqueeze(-1)
         steps = torch.where(listed, indices, 0)
         if int(steps.min()) < 0:
             raise ArgumentError(
@@ -143,10 +158,19 @@ class BlockList:
         mask = mask[(None,) * (4 - mask.dim())]
         counts = mask.sum(-1, dtype=torch.int32)
         order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        if mask.device.type == "cpu":
+        if mask.device.type == "cpu" and counts.numel():
             order = order[..., : max(int(counts.max()), 1)]
-        indices = order.to(torch.int32).contiguous()
-        return cls(counts=counts, indices=indices, block_q=block_q, block_k=block_k)
+        return cls(
+            counts=counts,
+            indices=order.to(torch.int32),
+            block_q=block_q,
+            block_k=block_k,
+            num_key_blocks=mask.shape[-1],
+        )
+
+    def to(self, device: torch.device | str) -> "BlockList":
+        """Return the list on a device."""
+        return replace(self, counts=self.counts.to(device), indices=self.indices.to(device))
 
     def to_mask(self, num_blocks: int) -> torch.Tensor:
         """Return the mask of blocks: boolean [B or 1, Hq or 1, Nq, num_blocks]."""
@@ -162,10 +186,9 @@ class BlockList:
         first, last = rows.start // self.block_q, -(-rows.stop // self.block_q)
         counts, indices = self.counts[:, :, first:last], self.indices[:, :, first:last]
         mask = _mask_of(counts, indices, -(-cols.stop // self.block_k))
-        blocks = mask[:, :, :, None, :, None]
-        keys = blocks.expand(-1, -1, -1, self.block_q, -1, self.block_k).flatten(2, 3).flatten(3, 4)
-        begin = rows.start - first * self.block_q
-        return keys[:, :, begin : begin + len(rows), cols.start : cols.stop]
+        keys = mask.repeat_interleave(self.block_k, -1)[..., cols.start : cols.stop]
+        numbers = torch.arange(rows.start, rows.stop, device=counts.device)
+        return keys.index_select(2, numbers // self.block_q - first)
 
     def of_heads(self, heads: torch.Tensor) -> "BlockList":
         """Return the lists of some query heads, by their numbers."""
@@ -182,4 +205,4 @@ def _mask_of(counts: torch.Tensor, indices: torch.Tensor, num_blocks: int) -> to
     places = torch.where(listed, indices, num_blocks).clamp(0, num_blocks).long()
     mask = listed.new_zeros((*counts.shape, num_blocks + 1))
     mask = mask.scatter(-1, places, True)[..., :num_blocks]
-    return mask | (counts == ALL_BLOCKS).unsqueeze(-1)
+    return mask | (counts < 0).unsqueeze(-1)

@@ -76,7 +76,7 @@ CAPABILITIES = (
     Capability(
         name="chunked",
         backend="chunked",
-        features=~Feature.DROPPED_MASS,
+        features=~Feature(0),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         skips_hidden=True,
         efficiency=0.5,
@@ -119,7 +119,9 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     if problem.batch_invariant and problem.batch:
         return _each_alone(tensors, problem, group.launch.chunk_rows)
     if is_gathered(problem) and is_plain(problem) and not torch.compiler.is_compiling():
-        return Result(output=attend_listed(tensors, problem))
+        output = attend_listed(tensors, problem, group.launch.chunk_rows)
+        if output is not None:
+            return Result(output=output)
     if not problem.num_sequences:
         return _one_sequence(tensors, problem, group.launch.chunk_rows)
     if _is_one_call(problem):
@@ -342,15 +344,23 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
 
 
 def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
-    """Return output, log-sum-exp, maximum, entropy and weights of some rows."""
+    """Return output, log-sum-exp, maximum, entropy, weights and dropped mass of some rows."""
     bare = replace(tile, mask=None, alibi_slopes=None)
     numbers = torch.arange(len(rows), device=tile.query.device)
     scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
-    bias, seen = tile_masks(tile, problem, rows, cols)
+    wants_dropped = Aux.DROPPED_MASS in problem.aux
+    masked = replace(tile, blocks=None) if wants_dropped else tile
+    bias, seen = tile_masks(masked, problem, rows, cols)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
+    unlisted = None
+    if wants_dropped:
+        assert tile.blocks is not None
+        listed = tile.blocks.seen(rows, cols)
+        unlisted = scores.detach().masked_fill(listed, float("-inf")).logsumexp(-1)
+        scores = scores.masked_fill(~listed, float("-inf"))
     found = softmax_rows(scores, tile.sinks, problem.aux)
     weights = found.weights
     dropped = F.dropout(weights, problem.dropout_p) if problem.dropout_p > 0 else weights
@@ -364,6 +374,9 @@ def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols:
         piece.append(found.entropy)
     if Aux.WEIGHTS in problem.aux:
         piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
+    if unlisted is not None:
+        share = torch.sigmoid(unlisted - found.lse.detach())
+        piece.append(share.masked_fill(unlisted == float("-inf"), 0.0))
     return tuple(piece)
 
 
@@ -378,6 +391,7 @@ def _result(columns: list[torch.Tensor], aux: Aux) -> Result:
         row_max=next(rest) if Aux.ROW_MAX in aux else None,
         entropy=next(rest) if Aux.ENTROPY in aux else None,
         weights=next(rest) if Aux.WEIGHTS in aux else None,
+        dropped_mass=next(rest) if Aux.DROPPED_MASS in aux else None,
     )
 
 

@@ -6,17 +6,23 @@ import torch
 import torch.nn.functional as F
 
 from adaattn.backends.block_list import BlockList
-from adaattn.backends.common import visible_tile
+from adaattn.backends.common import key_range, visible_tile
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, MaskKind, Precision
 
 __all__ = ["attend_gathered", "attend_listed", "is_gathered", "no_rows", "padded_blocks"]
 
-_NEARLY_FULL: Final = 0.6
-"""Share of kept blocks from which on a span with a mask costs less than copies of them: 0.75 of
-4096 keys took 1.06 times as long gathered, 0.9 of them 1.4 times (AMD EPYC 9004, 2 cores,
-2026-11)."""
+_SHARES: Final = {True: 0.6, False: 0.5}
+"""Share of the visible blocks up to which copies of those listed cost less than a mask of all, by
+whether one list serves all heads: half of 2048 keys took 0.8 of a mask's time, 0.75 of them 1.1
+times (AMD EPYC 9004, 2026-11)."""
+
+_LEAST_ROWS: Final = 64
+"""Rows of a block below which a call of SDPA for each costs more than it saves."""
+
+_MOST_ROWS: Final = 512
+"""Rows of a block that are computed at once: each has a mask over its keys."""
 
 
 def attend_gathered(
@@ -38,8 +44,6 @@ def attend_gathered(
     order, valid = kept
     size, device = blocks[0].shape[3], order.device
     on_host = device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host:
-        order, valid = _simplest(order, valid)
     key, value = _gathered(tensors, problem, order, blocks, on_host)
     numbers = (order * size).unsqueeze(-1) + torch.arange(size, device=device)
     numbers = numbers.flatten(2)
@@ -52,19 +56,6 @@ def attend_gathered(
     # On a CPU a mask that hides nothing costs a fifth of the call.
     is_whole = on_host and bool(seen.all())
     return fused_attention(query, key, value, None if is_whole else seen, problem)
-
-
-def _simplest(order: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same blocks as one list for all heads, or as a span that is nearly full."""
-    if bool((order == order[:1, :1]).all() & (valid == valid[:1, :1]).all()):
-        order, valid = order[:1, :1], valid[:1, :1]
-    first, last = int(order.min()), int(order.max())
-    span = last - first + 1
-    if order.shape[-1] == span or order.shape[-1] <= _NEARLY_FULL * span:
-        return order, valid
-    places = torch.where(valid, order - first, span)
-    listed = valid.new_zeros((*valid.shape[:2], span + 1)).scatter(-1, places, True)
-    return torch.arange(first, last + 1)[None, None], listed[..., :span]
 
 
 def _gathered(
@@ -107,40 +98,61 @@ def is_gathered(problem: AttentionProblem) -> bool:
     others = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.dilation > 1
     half = problem.precision in (Precision.BF16, Precision.FP16)
     fits = not others and not (half and problem.requires_grad)
-    return problem.has_blocks and problem.device_type == "cpu" and fits
+    some = problem.len_q > 0 and problem.len_k > 0
+    return problem.has_blocks and problem.device_type == "cpu" and fits and some
 
 
-def attend_listed(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
-    """Return attention over a caller's list of blocks, [B, Hq, Sq, Dv]; see `is_gathered`."""
+def attend_listed(
+    tensors: Tensors, problem: AttentionProblem, chunk_rows: int
+) -> torch.Tensor | None:
+    """Return attention over a list of blocks, [B, Hq, Sq, Dv]; None where a mask is better.
+
+    Args:
+        tensors: of the whole call.
+        problem: see `is_gathered`.
+        chunk_rows: query rows that may be computed at once; 0 if any.
+    """
     blocks = tensors.blocks
     assert blocks is not None
-    num_blocks = -(-problem.len_k // blocks.block_k)
-    if bool((blocks.counts < 0).any()):
-        sizes = {"block_q": blocks.block_q, "block_k": blocks.block_k}
-        blocks = BlockList.from_mask(blocks.to_mask(num_blocks), **sizes)
-    shared = blocks.counts.shape[:2] == (1, 1)
-    if shared and float(blocks.counts.float().mean()) > _NEARLY_FULL * num_blocks:
-        return _in_one_call(tensors, problem, blocks)
+    rows = _rows_of(blocks, problem)
+    if rows is None:
+        return None
     key, value = (padded_blocks(item, blocks.block_k) for item in tensors.kv)
-    most = blocks.counts.amax(dim=(0, 1)).tolist()
+    step = min(chunk_rows or _MOST_ROWS, _MOST_ROWS)
     outputs = []
-    for index, start in enumerate(range(0, problem.len_q, blocks.block_q)):
-        rows = range(start, min(start + blocks.block_q, problem.len_q))
-        room = max(most[index], 1)
-        order = blocks.indices[:, :, index, :room]
-        valid = torch.arange(room) < blocks.counts[:, :, index, None]
-        order = torch.where(valid, order, 0).long()
-        outputs.append(attend_gathered(tensors, problem, (order, valid), (key, value), rows))
+    for span, order, valid in rows:
+        for start in range(span.start, span.stop, step):
+            part = range(start, min(start + step, span.stop))
+            outputs.append(attend_gathered(tensors, problem, (order, valid), (key, value), part))
     return torch.cat(outputs, dim=2)
 
 
-def _in_one_call(tensors: Tensors, problem: AttentionProblem, blocks: BlockList) -> torch.Tensor:
-    """Return attention by one call of SDPA, whose mask serves all heads."""
-    rows, keys = (torch.arange(length) for length in (problem.len_q, problem.len_k))
-    seen = blocks.seen(range(problem.len_q), range(problem.len_k))
-    visible = visible_tile(problem, rows, keys)
-    seen = seen if visible is None else seen & visible
-    return fused_attention(tensors.query, tensors.key, tensors.value, seen, problem)
+def _rows_of(
+    blocks: BlockList, problem: AttentionProblem
+) -> list[tuple[range, torch.Tensor, torch.Tensor]] | None:
+    """Return (rows, numbers of blocks of keys, which of them count) of each block of rows.
+
+    None where there are so many that copies of them cost more than a mask.
+    """
+    if blocks.block_q < _LEAST_ROWS:
+        return None
+    mask = blocks.to_mask(-(-problem.len_k // blocks.block_k))
+    if bool((mask == mask[:1, :1]).all()):
+        mask = mask[:1, :1]
+    found, copied, visible = [], 0, 0
+    for index, start in enumerate(range(0, problem.len_q, blocks.block_q)):
+        rows = range(start, min(start + blocks.block_q, problem.len_q))
+        begin, end = key_range(problem, rows.start, rows.stop)
+        first, last = begin // blocks.block_k, max(-(-end // blocks.block_k), 1)
+        first = min(first, last - 1)
+        listed = mask[:, :, index, first:last]
+        counts = listed.sum(-1, keepdim=True)
+        room = max(int(counts.max()), 1)
+        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :room]
+        found.append((rows, order + first, torch.arange(room) < counts))
+        copied += room
+        visible += last - first
+    return found if copied <= _SHARES[mask.shape[:2] == (1, 1)] * visible else None
 
 
 def padded_blocks(tokens: torch.Tensor, size: int) -> torch.Tensor:

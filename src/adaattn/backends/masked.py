@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import hides_nothing, key_range, packed_tile_seen, part_of, tile_mask
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
@@ -279,6 +280,16 @@ def _bias(
     return aligned_bias(bias, query.dtype)
 
 
+def _listed(blocks: BlockList, rows: range, cols: range, query: torch.Tensor) -> torch.Tensor:
+    """Return which keys of a tile are in listed blocks, boolean [B or 1, Hq or 1, R, C]; kept."""
+    known = identity((blocks.counts, blocks.indices)) if may_keep(query) else None
+    make = partial(blocks.seen, rows, cols)
+    if known is None:
+        return make()
+    sizes = blocks.block_q, blocks.block_k
+    return kept(("blocks", known[0], sizes, rows, cols, stream_of(query)), make, known[1])
+
+
 def _zero_rows(tile: Tensors) -> tuple[torch.Tensor, ...]:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
     tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
@@ -298,7 +309,7 @@ def tile_masks(
     if not hides_nothing(problem, rows, cols):
         seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
     if tile.blocks is not None:
-        listed = tile.blocks.seen(rows, cols)
+        listed = _listed(tile.blocks, rows, cols, tile.query)
         seen = listed if seen is None else listed & seen
     if tile.mask is None:
         return bias, seen

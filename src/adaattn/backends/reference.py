@@ -115,7 +115,7 @@ def attention(
         hidden = of_all.masked_fill(~visible_keys(everything, problem), _NOTHING)
         kept_or_sink = torch.where(visible.any(-1), shift + total.log(), _NOTHING)
         dropped = hidden.masked_fill(visible, _NOTHING).logsumexp(-1)
-        share = torch.sigmoid(dropped - kept_or_sink)
+        share = torch.sigmoid(dropped - kept_or_sink.detach())
         result["dropped_mass"] = share.masked_fill(dropped == _NOTHING, 0.0).to(aux_dtype)
     return Result(output=(kept @ value).to(in_dtype), **result)
 

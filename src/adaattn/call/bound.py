@@ -234,8 +234,9 @@ def _direct(alike: "_Alike", decision: Decision) -> tuple[Bound, int]:
     """
     problem = alike.problem
     group = decision.plan.groups[0]
-    # Debugging goes by `alike`, which checks bounds on a GPU.
-    by_alike = problem.num_sequences and problem.device_type != "cpu" and is_debugging()
+    # Debugging goes by `alike`, which checks numbers on a GPU.
+    unread = problem.num_sequences or problem.has_blocks
+    by_alike = unread and problem.device_type != "cpu" and is_debugging()
     known = None if by_alike else direct(problem, group)
     if known is not None:
         if problem.num_sequences and problem.device_type == "cpu":
@@ -298,6 +299,8 @@ class _Alike:
         """Return the call of canonical tensors; None where their packing makes another problem."""
         problem = self.problem
         seen = None if mask is None else with_rank(mask, 4)
+        if blocks is not None and is_debugging():
+            blocks.check()
         # On a CPU the numbers of the bounds are read, and checked, at each call.
         bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
         tensors = Tensors.of(

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from adaattn._dtypes import precision_of
+from adaattn._settings import is_debugging
 from adaattn.backends import Tensors
 from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, checked_numbers
@@ -300,9 +301,14 @@ def _check_blocks(
         expected = f"[1 or {batch}, 1 or {heads}, {rows}] in blocks of {blocks.block_q} rows"
         raise ShapeError(expected_got("counts of blocks", expected, list(got)))
     there = -(-key.shape[2] // blocks.block_k)
-    if blocks.least_keys > there:
-        expected = f"below {there}, with {key.shape[2]} keys in blocks of {blocks.block_k}"
-        raise ArgumentError(expected_got("indices of blocks", expected, blocks.least_keys - 1))
+    sizes = f"with {key.shape[2]} keys in blocks of {blocks.block_k}"
+    if blocks.num_key_blocks not in (0, there):
+        listed = blocks.num_key_blocks
+        raise ShapeError(expected_got("blocks of keys of a list", f"{there}, {sizes}", listed))
+    needed = blocks.check() if is_debugging() else blocks.needed_blocks
+    if needed > there:
+        expected = f"below {there}, {sizes}"
+        raise ArgumentError(expected_got("indices of blocks", expected, needed - 1))
     return blocks
 
 

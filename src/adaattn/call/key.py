@@ -181,7 +181,7 @@ def _facts(tensor: Tensor) -> tuple[object, ...]:
 
 def _listed(blocks: BlockList) -> tuple[object, ...]:
     """Return what a choice depends on of a list of blocks."""
-    sizes = blocks.block_q, blocks.block_k, blocks.least_keys
+    sizes = blocks.block_q, blocks.block_k, blocks.num_key_blocks, blocks.needed_blocks
     return (*sizes, blocks.indices.shape, blocks.indices.device)
 
 

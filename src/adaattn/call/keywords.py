@@ -14,7 +14,7 @@ _ELSEWHERE: Final = {
     "attention_mask": "attn_mask",
     "attn_bias": "attn_mask",
     "bias": "attn_mask",
-    "block_mask": "attn_mask, or window and is_causal",
+    "block_mask": "blocks, or window and is_causal",
     "bottom_right": 'align="bottom_right"',
     "causal": "is_causal",
     "cu_seq_lens_k": "cu_seqlens_k",

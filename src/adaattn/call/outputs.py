@@ -61,9 +61,10 @@ class AuxOutput:
         row_max: [B, Hq, Sq] after softcap, bias and masks.
         entropy: [B, Hq, Sq] in bits.
         weights: [B, Hq, Sq, Sk] before dropout.
-        dropped_mass: [B, Hq, Sq], in [0, 1]. With tau for it and R for the largest norm of a value,
-            or of its difference from any fixed vector, what the list changes of a row's output is
-            2 tau R at most.
+        dropped_mass: [B, Hq, Sq], in [0, 1], without a gradient. With tau for it and R for the
+            largest norm of a value, what the list changes of a row's output is 2 tau R at most;
+            for rows that see a key, without sinks, R may be the largest distance of a value from
+            any fixed vector.
         _errors: what `error_estimate` returns, or makes when it is read.
 
     B is there as the leading dimensions of the query; a 2-D query drops B and Hq.

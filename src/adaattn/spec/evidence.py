@@ -236,7 +236,7 @@ def problem_class(problem: AttentionProblem) -> str:
         (problem.mask is MaskKind.ADDITIVE, "bias"),
         (problem.mask is not MaskKind.NONE and problem.mask_shape[-2:-1] == (1,), "of_keys"),
         (problem.mask_requires_grad, "bias_gradient"),
-        (problem.has_blocks, "blocks"),
+        (problem.has_blocks, f"blocks{problem.block_size[0]}x{problem.block_size[1]}"),
         (problem.dropout_p > 0, "dropout"),
         (problem.value_dim != problem.head_dim, "value_dim"),
         (bool(problem.aux), f"aux{int(problem.aux)}"),
