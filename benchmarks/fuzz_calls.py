@@ -28,6 +28,7 @@ from benchmarks.fuzz_problems import Problem
 __all__ = ["FuzzCall"]
 
 _KEPT_SHARE = 0.7
+_LISTED_SHARE = 0.5
 _SPARE_ROWS, _SPARE_COLUMNS = 3, 8
 _WORKSPACE_BYTES = 1 << 23
 _NAN = float("nan")
@@ -62,6 +63,7 @@ class FuzzCall:
         if problem.family.has_alibi:
             shape = (problem.batch, problem.heads) if problem.index % 3 else (problem.heads,)
             self.slopes = torch.rand(shape, generator=self.generator, device=device)
+        self.blocks = self._blocks() if problem.family.block_size[1] else None
 
     def refusals(self, backend: str) -> tuple[str, ...]:
         """Return why no executor of a backend serves the problem; () where one does."""
@@ -89,9 +91,7 @@ class FuzzCall:
         unseen = self._unseen().expand(exact.output.shape[:-1])
         output, aux = self._run(backend, exact.output.shape)
         asked = self.problem.family.aux
-        found = {
-            name: getattr(aux, name) for name in ("lse", "row_max", "entropy") if name in asked
-        }
+        found = {name: getattr(aux, name) for name in asked}
         result = Result(output=output, **found)
         summands = num_summands(self.spec, output)
         if bool(output[unseen].any()):
@@ -165,9 +165,7 @@ class FuzzCall:
     def _request(self) -> adaattn.AuxRequest:
         """Return the outputs that are asked for."""
         asked = self.problem.family.aux
-        return adaattn.AuxRequest(
-            lse="lse" in asked, row_max="row_max" in asked, entropy="entropy" in asked
-        )
+        return adaattn.AuxRequest(**dict.fromkeys(asked, True))
 
     def _keywords(self) -> dict[str, Any]:
         """Return the keywords of the public call."""
@@ -185,6 +183,7 @@ class FuzzCall:
             "alibi_slopes": self.slopes,
             "cu_seqlens_q": self.starts_q,
             "cu_seqlens_k": self.starts_k,
+            "blocks": self.blocks,
         }
         if problem.tells_longest and problem.lengths_q:
             found["max_seqlen_q"] = max(problem.lengths_q)
@@ -216,6 +215,7 @@ class FuzzCall:
             cu_seqlens_k=self.starts_k,
             bounds_q=bounds_q,
             bounds_k=bounds_k,
+            blocks=self.blocks,
         )
 
     def _unseen(self) -> torch.Tensor:
@@ -234,6 +234,19 @@ class FuzzCall:
         if not lengths:
             return None
         return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=self.device)
+
+    def _blocks(self) -> adaattn.BlockList:
+        """Return lists of all heads or of each, half of the blocks in them, some of them dense."""
+        problem = self.problem
+        block_q, block_k = problem.family.block_size
+        shape = (-(-problem.len_q // block_q), -(-problem.len_k // block_k))
+        if problem.index % 3:
+            shape = (problem.batch, problem.heads, *shape)
+        kept = torch.rand(shape, generator=self.generator, device=self.device) < _LISTED_SHARE
+        found = adaattn.BlockList.from_mask(kept, block_q=block_q, block_k=block_k)
+        if problem.index % 2:
+            found.counts[:, -1] = -1
+        return found
 
     def _mask(self) -> torch.Tensor:
         """Return the mask, [B or 1, Hq or 1, Sq or 1, Sk or 1]."""

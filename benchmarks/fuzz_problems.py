@@ -22,6 +22,8 @@ _ODD_DIMS = (33, 40, 57, 72, 100, 120, 136, 200, 250)
 _GROUPS = ((1, 1), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1), (3, 1), (6, 2), (5, 5))
 _LAYOUTS = ("dense", "transposed", "packed qkv", "guarded", "guarded transposed", "strided columns")
 _LAYOUT_WEIGHTS = (30, 25, 10, 20, 12, 3)
+_LISTED_SHARE = 1 / 6
+_BLOCK_SIZES = ((128, 128), (128, 128), (128, 64), (256, 128), (64, 64), (16, 48), (33, 20))
 _SCORES = {"cpu": 2**20, "cuda": 2**23}
 """Scores of all heads together: what the oracle writes out several times in float64."""
 
@@ -50,6 +52,7 @@ class Family:
         scale: of the scores; None is 1 / sqrt(D).
         size: standard deviation of q; large ones make rows of nearly one key.
         decodes: few queries on many keys.
+        block_size: rows and keys of a block, where blocks are listed; (0, 0) else.
     """
 
     number: int
@@ -69,6 +72,7 @@ class Family:
     scale: float | None = None
     size: float = 1.0
     decodes: bool = False
+    block_size: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,8 @@ class Problem:
         """Return the problem as the definition of attention takes it."""
         family = self.family
         values: dict[str, Any] = {"scale": family.scale} if family.scale is not None else {}
+        if family.block_size[1]:
+            values["block_size"] = family.block_size
         if family.mask:
             values["mask_shape"] = self.mask_shape
         if not family.is_packed:
@@ -191,7 +197,17 @@ class Problem:
 
 def families(count: int, seed: int) -> list[Family]:
     """Return the families of a run."""
-    return [_family(number, random.Random(f"{seed} family {number}")) for number in range(count)]
+    found = [_family(number, random.Random(f"{seed} family {number}")) for number in range(count)]
+    return [_with_blocks(family, seed) for family in found]
+
+
+def _with_blocks(family: Family, seed: int) -> Family:
+    """Return the family, one in six of those that are not packed with a list of blocks."""
+    source = random.Random(f"{seed} blocks {family.number}")
+    if family.is_packed or source.random() >= _LISTED_SHARE:
+        return family
+    aux = (*family.aux, "dropped_mass") if source.random() < 0.3 else family.aux
+    return replace(family, block_size=source.choice(_BLOCK_SIZES), aux=aux)
 
 
 def _family(number: int, source: random.Random) -> Family:

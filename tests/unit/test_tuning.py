@@ -448,7 +448,7 @@ def test_executors_that_compile_take_part_in_about_20_problems_that_sdpa_lacks()
         "half causal alibi",
         "half causal softcap",
         "half packed causal",
-        "half causal blocks",
+        "half causal blocks128x128",
     }
 
 

@@ -25,15 +25,13 @@ from adaattn.backends.alone import one_by_one
 from adaattn.backends.chunk_rows import choose_chunk_rows, is_fused, row_bytes
 from adaattn.backends.common import (
     accumulation_dtype,
-    grouped_product,
     host_bounds,
     key_range,
     mask_part,
     part_of,
     sequences,
-    softmax_rows,
-    tile_scores,
 )
+from adaattn.backends.explicit import as_result, explicit_tile
 from adaattn.backends.interface import Direct, Result, Tensors, combine
 from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.listed import attend_listed, is_gathered
@@ -42,12 +40,11 @@ from adaattn.backends.masked import (
     is_plain,
     packed_tile,
     sdpa_tile,
-    tile_masks,
     whole_packed,
     whole_tile,
 )
 from adaattn.backends.sdpa_call import fused_attention, needs_care
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, MaskKind
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
 
@@ -222,20 +219,20 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     """Return attention of one dense problem."""
     length = problem.len_q
     step = min(chunk_rows or length, length)
-    chunk: _Chunk = _explicit_chunk
+    chunk: _Chunk = explicit_tile
     if length and is_plain(problem):
         chunk = partial(sdpa_tile, step=step)
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
         columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols))
-        return _result(columns, problem.aux)
+        return as_result(columns, problem.aux)
     spans = [range(start, min(start + step, length)) for start in range(0, length, step)]
     if torch.is_grad_enabled() and problem.requires_grad:
         pieces = _differentiable(chunk, tensors, problem, spans)
         columns = [torch.cat(column, dim=2) for column in zip(*pieces, strict=True)]
     else:
         columns = _written(chunk, tensors, problem, spans)
-    return _result(columns, problem.aux)
+    return as_result(columns, problem.aux)
 
 
 def _keys(problem: AttentionProblem, rows: range) -> range:
@@ -341,58 +338,6 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
     read = blocks[first : max(-(-cols.stop // size), first + 1)]
     joined = read[0] if len(read) == 1 else torch.cat(read, dim=2)
     return joined[:, :, cols.start - first * size : cols.stop - first * size]
-
-
-def _explicit_chunk(tile: Tensors, problem: AttentionProblem, rows: range, cols: range) -> _Piece:
-    """Return output, log-sum-exp, maximum, entropy, weights and dropped mass of some rows."""
-    bare = replace(tile, mask=None, alibi_slopes=None)
-    numbers = torch.arange(len(rows), device=tile.query.device)
-    scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
-    wants_dropped = Aux.DROPPED_MASS in problem.aux
-    masked = replace(tile, blocks=None) if wants_dropped else tile
-    bias, seen = tile_masks(masked, problem, rows, cols)
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
-    unlisted = None
-    if wants_dropped:
-        assert tile.blocks is not None
-        listed = tile.blocks.seen(rows, cols)
-        unlisted = scores.detach().masked_fill(listed, float("-inf")).logsumexp(-1)
-        scores = scores.masked_fill(~listed, float("-inf"))
-    found = softmax_rows(scores, tile.sinks, problem.aux)
-    weights = found.weights
-    dropped = F.dropout(weights, problem.dropout_p) if problem.dropout_p > 0 else weights
-    output = grouped_product(dropped, tile.value.to(weights.dtype)).to(tile.query.dtype)
-    piece: list[torch.Tensor] = [output]
-    if Aux.LSE in problem.aux:
-        piece.append(found.lse)
-    if Aux.ROW_MAX in problem.aux:
-        piece.append(found.row_max)
-    if found.entropy is not None:
-        piece.append(found.entropy)
-    if Aux.WEIGHTS in problem.aux:
-        piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
-    if unlisted is not None:
-        share = torch.sigmoid(unlisted - found.lse.detach())
-        piece.append(share.masked_fill(unlisted == float("-inf"), 0.0))
-    return tuple(piece)
-
-
-def _result(columns: list[torch.Tensor], aux: Aux) -> Result:
-    """Return the result whose auxiliary outputs follow the order of `Aux`."""
-    if aux is Aux.NONE:
-        return Result(output=columns[0])
-    rest = iter(columns[1:])
-    return Result(
-        output=columns[0],
-        lse=next(rest) if Aux.LSE in aux else None,
-        row_max=next(rest) if Aux.ROW_MAX in aux else None,
-        entropy=next(rest) if Aux.ENTROPY in aux else None,
-        weights=next(rest) if Aux.WEIGHTS in aux else None,
-        dropped_mass=next(rest) if Aux.DROPPED_MASS in aux else None,
-    )
 
 
 def _join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

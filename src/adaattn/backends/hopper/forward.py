@@ -17,6 +17,7 @@ from adaattn.backends.hopper.prepared import DTYPES, NOTHING_BESIDE, Given, Prep
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
+from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
 __all__ = ["attend", "output_function"]
@@ -118,6 +119,9 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         return prepared.run(query, key, value, mask, sinks, slopes, beside)
 
     return call
+
+
+on_clear(_bound.cache_clear)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -405,6 +405,7 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
 @pytest.mark.parametrize("name", ["sinks", "transposed", "values of other widths"])
 def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
-    arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, None, None, None)
-    settings = ([problem.scale, 0.0, 0.0], [False, False], [-1, -1, 1, 0, 0, int(problem.aux)])
+    arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
+    sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
+    settings = ([problem.scale, 0.0, 0.0], [False, False], sizes)
     torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings))

@@ -1,0 +1,67 @@
+"""A tile of scores written out: softmax, and whatever can be read off its rows."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from adaattn.backends.common import grouped_product, softmax_rows, tile_scores
+from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.masked import tile_masks
+from adaattn.spec import AttentionProblem, Aux
+
+__all__ = ["as_result", "explicit_tile"]
+
+
+def explicit_tile(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range
+) -> tuple[torch.Tensor, ...]:
+    """Return output, log-sum-exp, maximum, entropy, weights and dropped mass of some rows."""
+    bare = replace(tile, mask=None, alibi_slopes=None)
+    numbers = torch.arange(len(rows), device=tile.query.device)
+    scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
+    wants_dropped = Aux.DROPPED_MASS in problem.aux
+    masked = replace(tile, blocks=None) if wants_dropped else tile
+    bias, seen = tile_masks(masked, problem, rows, cols)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    unlisted = None
+    if wants_dropped:
+        assert tile.blocks is not None
+        listed = tile.blocks.seen(rows, cols)
+        unlisted = scores.detach().masked_fill(listed, float("-inf")).logsumexp(-1)
+        scores = scores.masked_fill(~listed, float("-inf"))
+    found = softmax_rows(scores, tile.sinks, problem.aux)
+    weights = found.weights
+    dropped = F.dropout(weights, problem.dropout_p) if problem.dropout_p > 0 else weights
+    output = grouped_product(dropped, tile.value.to(weights.dtype)).to(tile.query.dtype)
+    piece: list[torch.Tensor] = [output]
+    if Aux.LSE in problem.aux:
+        piece.append(found.lse)
+    if Aux.ROW_MAX in problem.aux:
+        piece.append(found.row_max)
+    if found.entropy is not None:
+        piece.append(found.entropy)
+    if Aux.WEIGHTS in problem.aux:
+        piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
+    if unlisted is not None:
+        share = torch.sigmoid(unlisted - found.lse.detach())
+        piece.append(share.masked_fill(unlisted == float("-inf"), 0.0))
+    return tuple(piece)
+
+
+def as_result(columns: list[torch.Tensor], aux: Aux) -> Result:
+    """Return the result whose auxiliary outputs follow the order of `Aux`."""
+    if aux is Aux.NONE:
+        return Result(output=columns[0])
+    rest = iter(columns[1:])
+    return Result(
+        output=columns[0],
+        lse=next(rest) if Aux.LSE in aux else None,
+        row_max=next(rest) if Aux.ROW_MAX in aux else None,
+        entropy=next(rest) if Aux.ENTROPY in aux else None,
+        weights=next(rest) if Aux.WEIGHTS in aux else None,
+        dropped_mass=next(rest) if Aux.DROPPED_MASS in aux else None,
+    )
