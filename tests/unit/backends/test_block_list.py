@@ -147,23 +147,24 @@ def test_a_mask_of_blocks_comes_back_and_says_which_keys_are_seen(data: st.DataO
 @pytest.mark.parametrize("name", EXECUTORS)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("pattern", [{"is_causal": True}, {"window": (40, 9)}, {}])
 def test_executors_attend_over_what_a_mask_of_blocks_says(
-    name: str, shared: bool, share: float
+    name: str, shared: bool, share: float, pattern: dict[str, Any]
 ) -> None:
     problem = make_problem(
         **{"batch": 2, "num_heads": 4, "num_kv_heads": 2, "len_q": 130, "len_k": 150},
-        block_size=(32, 16),
-        is_causal=True,
+        block_size=(64, 16),
+        **pattern,
     )
     tensors = make_tensors(problem)
-    shape = (1, 1, 5, 10) if shared else (2, 4, 5, 10)
+    shape = (1, 1, 3, 10) if shared else (2, 4, 3, 10)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
-    blocks = BlockList.from_mask(mask, block_q=32, block_k=16)
+    blocks = BlockList.from_mask(mask, block_q=64, block_k=16)
     problem = replace(problem, most_blocks=blocks.indices.shape[-1])
     tensors = replace(tensors, blocks=blocks)
     whole = replace(
         cast_tensors(tensors, torch.float64),
-        mask=mask.repeat_interleave(32, 2).repeat_interleave(16, 3)[:, :, :130, :150],
+        mask=mask.repeat_interleave(64, 2).repeat_interleave(16, 3)[:, :, :130, :150],
         blocks=None,
     )
     bare = replace(problem, block_size=(0, 0), most_blocks=0)
