@@ -157,10 +157,7 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
 
 _MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
 _LISTED: Final = ("blocks", "few blocks")
-_COMPILED: Final = (
-    *("narrow window", "window both ways", "packed", "alibi", "softcap"),
-    "blocks",
-)
+_COMPILED: Final = ("narrow window", "window both ways", "packed", "alibi", "softcap", "blocks")
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 

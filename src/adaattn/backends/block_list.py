@@ -14,7 +14,7 @@ from adaattn.errors import (
     expected_got,
 )
 
-__all__ = ["ALL_BLOCKS", "BlockList"]
+__all__ = ["ALL_BLOCKS", "BlockList", "list_strides", "listed_first"]
 
 ALL_BLOCKS: Final = -1
 """The count of a block of rows that sees every block of keys."""
@@ -156,13 +156,12 @@ class BlockList:
             shape = "[Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]"
             raise ShapeError(expected_got("a mask of blocks", shape, list(mask.shape)))
         mask = mask[(None,) * (4 - mask.dim())]
-        counts = mask.sum(-1, dtype=torch.int32)
-        order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        counts, order = listed_first(mask)
         if mask.device.type == "cpu" and counts.numel():
             order = order[..., : max(int(counts.max()), 1)]
         return cls(
             counts=counts,
-            indices=order.to(torch.int32),
+            indices=order,
             block_q=block_q,
             block_k=block_k,
             num_key_blocks=mask.shape[-1],
@@ -196,6 +195,26 @@ class BlockList:
             return self
         counts, indices = (item.index_select(1, heads) for item in (self.counts, self.indices))
         return replace(self, counts=counts, indices=indices)
+
+
+def list_strides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the lists from one sequence to the next, and from one head; 0 where one serves all.
+
+    Args:
+        shape: of the numbers: [B or 1, Hq or 1, Nq, K].
+    """
+    batch, heads, rows, _ = shape
+    return heads * rows if batch > 1 else 0, rows if heads > 1 else 0
+
+
+def listed_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many blocks of keys each row of a mask has, and all numbers, those first: int32.
+
+    Args:
+        mask: boolean [..., Nk].
+    """
+    order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return mask.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _mask_of(counts: torch.Tensor, indices: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from adaattn.backends.common import grouped_product, softmax_rows, tile_scores
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.masked import tile_masks
+from adaattn.backends.masked import listed_keys, tile_masks
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = ["as_result", "explicit_tile"]
@@ -30,7 +30,7 @@ def explicit_tile(
     unlisted = None
     if wants_dropped:
         assert tile.blocks is not None
-        listed = tile.blocks.seen(rows, cols)
+        listed = listed_keys(tile.blocks, rows, cols, tile.query)
         unlisted = scores.detach().masked_fill(listed, float("-inf")).logsumexp(-1)
         scores = scores.masked_fill(~listed, float("-inf"))
     found = softmax_rows(scores, tile.sinks, problem.aux)

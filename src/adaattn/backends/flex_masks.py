@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.block_list import BlockList
+from adaattn.backends.block_list import BlockList, listed_first
 from adaattn.backends.common import packed_positions
 from adaattn.backends.interface import Tensors
 from adaattn.spec import AttentionProblem
@@ -228,8 +228,8 @@ def _of_tiles(
     from torch.nn.attention.flex_attention import BlockMask
 
     return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
+        *listed_first(partial),
+        *listed_first(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_mod,
         seq_lengths=lengths,
@@ -242,9 +242,3 @@ def _listed_tiles(blocks: BlockList, problem: AttentionProblem) -> torch.Tensor:
     listed = listed.repeat_interleave(blocks.block_q // BLOCK, 2)
     listed = listed.repeat_interleave(blocks.block_k // BLOCK, 3)
     return listed[:, :, : -(-problem.len_q // BLOCK), : -(-problem.len_k // BLOCK)]
-
-
-def _ordered(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (how many blocks of keys each block of queries has, their numbers, kept first)."""
-    order = torch.argsort(kept.int(), dim=-1, descending=True, stable=True)
-    return kept.sum(-1, dtype=torch.int32), order.int()

@@ -5,13 +5,20 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.block_list import BlockList
+from adaattn.backends.block_list import BlockList, listed_first
 from adaattn.backends.common import key_range, visible_tile
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, MaskKind, Precision
 
-__all__ = ["attend_gathered", "attend_listed", "is_gathered", "no_rows", "padded_blocks"]
+__all__ = [
+    "attend_gathered",
+    "attend_listed",
+    "is_gathered",
+    "kept_first",
+    "no_rows",
+    "padded_blocks",
+]
 
 _SHARES: Final = {True: 0.6, False: 0.5}
 """Share of the visible blocks up to which copies of those listed cost less than a mask of all, by
@@ -83,6 +90,13 @@ def _gathered(
     return key, value
 
 
+def kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (block numbers, which of them are kept), [B, Hq, most], the kept ones first."""
+    counts, order = listed_first(keep)
+    order = order[..., :most].long()
+    return order, torch.arange(order.shape[-1], device=order.device) < counts.unsqueeze(-1)
+
+
 def no_rows(tensors: Tensors) -> torch.Tensor:
     """Return zeros, the output where there are no rows or keys, tied to the inputs."""
     shape = (*tensors.query.shape[:-1], tensors.value.shape[-1])
@@ -146,10 +160,9 @@ def _rows_of(
         first, last = begin // blocks.block_k, max(-(-end // blocks.block_k), 1)
         first = min(first, last - 1)
         listed = mask[:, :, index, first:last]
-        counts = listed.sum(-1, keepdim=True)
-        room = max(int(counts.max()), 1)
-        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :room]
-        found.append((rows, order + first, torch.arange(room) < counts))
+        room = max(int(listed.sum(-1).max()), 1)
+        order, valid = kept_first(listed, room)
+        found.append((rows, order + first, valid))
         copied += room
         visible += last - first
     return found if copied <= _SHARES[mask.shape[:2] == (1, 1)] * visible else None

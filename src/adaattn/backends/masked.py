@@ -21,6 +21,7 @@ from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 __all__ = [
     "is_in_order",
     "is_plain",
+    "listed_keys",
     "packed_tile",
     "sdpa_tile",
     "sliding_columns",
@@ -280,7 +281,7 @@ def _bias(
     return aligned_bias(bias, query.dtype)
 
 
-def _listed(blocks: BlockList, rows: range, cols: range, query: torch.Tensor) -> torch.Tensor:
+def listed_keys(blocks: BlockList, rows: range, cols: range, query: torch.Tensor) -> torch.Tensor:
     """Return which keys of a tile are in listed blocks, boolean [B or 1, Hq or 1, R, C]; kept."""
     known = identity((blocks.counts, blocks.indices)) if may_keep(query) else None
     make = partial(blocks.seen, rows, cols)
@@ -309,7 +310,7 @@ def tile_masks(
     if not hides_nothing(problem, rows, cols):
         seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
     if tile.blocks is not None:
-        listed = _listed(tile.blocks, rows, cols, tile.query)
+        listed = listed_keys(tile.blocks, rows, cols, tile.query)
         seen = listed if seen is None else listed & seen
     if tile.mask is None:
         return bias, seen

@@ -74,7 +74,6 @@ def attention(
     aux_dtype = torch.float64 if in_dtype is torch.float64 else torch.float32
     scores = _scores(tensors, problem, compute_dtype or aux_dtype)
     visible = visible_keys(tensors, problem) & (scores != _NOTHING)
-    of_all = scores.detach()
 
     # Hidden scores are replaced before exp, so that no infinity meets a zero gradient.
     row_max = _largest(scores.masked_fill(~visible, _NOTHING))
@@ -112,7 +111,7 @@ def attention(
         result["weights"] = weights.to(aux_dtype)
     if aux & Aux.DROPPED_MASS:
         everything = replace(tensors, blocks=None)
-        hidden = of_all.masked_fill(~visible_keys(everything, problem), _NOTHING)
+        hidden = scores.detach().masked_fill(~visible_keys(everything, problem), _NOTHING)
         kept_or_sink = torch.where(visible.any(-1), shift + total.log(), _NOTHING)
         dropped = hidden.masked_fill(visible, _NOTHING).logsumexp(-1)
         share = torch.sigmoid(dropped - kept_or_sink.detach())

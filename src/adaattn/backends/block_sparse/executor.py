@@ -5,7 +5,7 @@ import torch
 from adaattn.backends.block_sparse.cost import BEST_DENSITY, overhead
 from adaattn.backends.block_sparse.selection import select_blocks
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.listed import attend_gathered, no_rows, padded_blocks
+from adaattn.backends.listed import attend_gathered, kept_first, no_rows, padded_blocks
 from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.spec import (
     AttentionProblem,
@@ -70,16 +70,10 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     outputs = []
     for index, start in enumerate(range(0, problem.len_q, size)):
         stop = min(start + size, problem.len_q)
-        order, valid = _kept_first(keep[:, :, index], max(most[index], 1))
+        order, valid = kept_first(keep[:, :, index], max(most[index], 1))
         outputs.append(
             attend_gathered(
                 tensors, problem, (order, valid), (key_blocks, value_blocks), range(start, stop)
             )
         )
     return Result(output=torch.cat(outputs, dim=2))
-
-
-def _kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (block numbers, which of them are kept), [B, Hq, most], the kept ones first."""
-    order = keep.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
-    return order, keep.gather(-1, order)

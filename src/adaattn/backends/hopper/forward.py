@@ -102,7 +102,7 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
             beside = starts_q.contiguous(), starts_k.contiguous(), None, None
             extras.append(starts_q.shape)
         if blocks is not None:
-            beside = None, None, blocks.counts.contiguous(), blocks.indices.contiguous()
+            beside = None, None, blocks.counts, blocks.indices
             extras.append(blocks.indices.shape)
         at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
         layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.block_list import list_strides
 from adaattn.backends.common import output_like
 from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.launch import (
@@ -306,11 +307,10 @@ def _lists(problem: AttentionProblem, given: Given) -> tuple[int, ...]:
     """Return how lists of blocks lie, in the kernel's order."""
     if given.indices is None:
         return 0, 0, 0, 0, 0, 0
-    batch, heads, rows, width = given.indices.shape
+    width = given.indices.shape[-1]
     num_blocks = -(-problem.len_k // problem.block_size[1])
     return (
-        rows * heads if batch > 1 else 0,
-        rows if heads > 1 else 0,
+        *list_strides(given.indices.shape),
         problem.block_size[0],
         width,
         min(width, num_blocks),

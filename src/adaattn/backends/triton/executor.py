@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from adaattn.backends.block_list import BlockList
+from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
@@ -208,7 +208,7 @@ class _Launcher:
         )
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
-        listed = (0, 0, 0) if lists is None else _list_strides(lists)
+        listed = (0, 0, 0) if lists is None else (*list_strides(lists), lists[-1])
         forward = arguments.forward((programs, splits, 1), strides, sizes, counts, seen, listed)
         combine = None
         if splits > 1:
@@ -220,16 +220,6 @@ class _Launcher:
             combine=combine,
             parts=(splits, batch, heads, len_q, self._problem.value_dim),
         )
-
-
-def _list_strides(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the strides of counts over batch and heads, 0 where one serves all, and a list's room.
-
-    Args:
-        shape: of the lists: [B or 1, Hq or 1, Nq, K].
-    """
-    batch, heads, rows, most = shape
-    return (heads * rows if batch > 1 else 0, rows if heads > 1 else 0, most)
 
 
 def _halved(
