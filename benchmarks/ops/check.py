@@ -139,6 +139,8 @@ class Exact:
         rows = torch.tensor(places, device=device)[:, None]
         keys = torch.arange(cell.shape[4], device=device)
         visible = seen(cell, inputs)(rows, keys)[None, None]
+        if inputs.listed is not None:
+            visible = visible & inputs.listed_keys(places)
         added = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
         if inputs.mask is not None:
             part = inputs.mask[:, :, places]

@@ -7,7 +7,7 @@ a mask, is not timed.
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +16,25 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import adaattn
+from adaattn import AuxRequest
 from adaattn.backends import capabilities
 from adaattn.backends.flex_masks import made_block_mask
 from benchmarks.failures import RefusedError
 from benchmarks.ops.inputs import Inputs, peer_mask, seen
 from benchmarks.ops.registry import Cell
 
-__all__ = ["NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
+__all__ = ["ALL_BLOCKS", "NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
 
 SDPA, NAIVE, CUDNN, FLEX, OURS = "F.sdpa", "naive", "cudnn", "flex", "adaattn"
+ALL_BLOCKS, PLAIN = "F.sdpa, all blocks", "adaattn, no entropy"
+"""What a cell costs without what it asks for: the other result, and its time."""
 
 OWN = ("hopper", "triton")
 """Executors of this library that are timed by name, too."""
 
 _OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 _MOST_DIM_FLEX = 256
+_MOST_MASK_BYTES = 1 << 33
 
 Function = Callable[[], torch.Tensor]
 
@@ -43,11 +47,13 @@ class Call:
         run: the call.
         mask: what was made for it beforehand.
         chosen: what AdaAttn settles on; "" of others.
+        is_the_cell: it computes the cell; else more or less than that, which is not checked.
     """
 
     run: Function
     mask: torch.Tensor | None = None
     chosen: str = ""
+    is_the_cell: bool = True
 
 
 Make = Callable[[Cell, Inputs], Call]
@@ -60,6 +66,8 @@ def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Ma
         cell: what is computed.
         with_flex: FlexAttention takes part where its users would write such a cell.
     """
+    if cell.given.listed:
+        yield ALL_BLOCKS, _sdpa_of_all
     yield SDPA, _sdpa
     yield CUDNN, _cudnn
     if cell.given.is_for_flex and with_flex:
@@ -68,6 +76,8 @@ def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Ma
         yield NAIVE, _naive
     for name, module in _OTHERS.items():
         yield name, partial(_flash_attention, name, module)
+    if cell.given.has_entropy:
+        yield PLAIN, _without_entropy
     yield OURS, partial(_ours, "auto")
     for name in OWN:
         yield f"{OURS}[{name}]", partial(_ours, name)
@@ -77,6 +87,9 @@ def _sdpa(cell: Cell, inputs: Inputs) -> Call:
     """Return PyTorch's function as a user must call it for the cell."""
     if lack := cell.given.sdpa_lacks:
         raise RefusedError(f"it cannot be told {lack}")
+    _, heads, _, len_q, len_k, _ = cell.shape
+    if cell.given.listed and heads * len_q * len_k > _MOST_MASK_BYTES:
+        raise RefusedError("its mask takes more than 8 GiB")
     mask = peer_mask(cell, inputs)
     keywords: dict[str, Any] = {"attn_mask": mask}
     if mask is None:
@@ -85,6 +98,18 @@ def _sdpa(cell: Cell, inputs: Inputs) -> Call:
         keywords["enable_gqa"] = True
     run = partial(F.scaled_dot_product_attention, *inputs.qkv, **keywords)
     return Call(run=run, mask=None if mask is inputs.mask else mask)
+
+
+def _sdpa_of_all(cell: Cell, inputs: Inputs) -> Call:
+    """Return PyTorch's function over all blocks, listed or not."""
+    whole = replace(cell, given=replace(cell.given, listed=0))
+    return replace(_sdpa(whole, inputs), is_the_cell=False)
+
+
+def _without_entropy(cell: Cell, inputs: Inputs) -> Call:
+    """Return our own choice for the cell without the entropy."""
+    plain = replace(cell, given=replace(cell.given, has_entropy=False))
+    return replace(_ours("auto", plain, inputs), is_the_cell=False)
 
 
 def _cudnn(cell: Cell, inputs: Inputs) -> Call:
@@ -138,9 +163,15 @@ def _flex(cell: Cell, inputs: Inputs) -> Call:
         raise RefusedError(f"it takes D up to {_MOST_DIM_FLEX}")
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     is_seen, softcap, slopes = seen(cell, inputs), cell.given.softcap, inputs.slopes
-    blocks = made_block_mask(
-        lambda b, h, i, j: is_seen(i, j), (1, 1, query.shape[2], inputs.key.shape[2]), query.device
-    )
+    lengths = (query.shape[2], inputs.key.shape[2])
+    if inputs.listed is not None:  # whole blocks: nobody writes a function of positions for them
+        counts = inputs.listed.sum(-1, dtype=torch.int32)
+        order = inputs.listed.argsort(-1, descending=True, stable=True).int()
+        blocks = flex.BlockMask.from_kv_blocks(
+            torch.zeros_like(counts), order, counts, order, seq_lengths=lengths
+        )
+    else:
+        blocks = made_block_mask(lambda b, h, i, j: is_seen(i, j), (1, 1, *lengths), query.device)
     changed = None
     if softcap:
         changed = lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)  # noqa: E731 as users do
@@ -193,15 +224,16 @@ def _ours(backend: str, cell: Cell, inputs: Inputs) -> Call:
     if backend in OWN and backend not in {item.backend for item in capabilities()}:
         raise RefusedError("it is not registered")
     keywords = inputs.keywords(cell)
+    asked = {"return_aux": AuxRequest(entropy=True)} if cell.given.has_entropy else {}
     try:
         decision = adaattn.plan_attention(*inputs.qkv, backend=backend, **keywords)
     except adaattn.errors.UnsupportedError as error:
         raise RefusedError("; ".join(error.reasons)) from error
     keywords["backend"] = backend
-    if decision.later is not None:  # what is compiled takes over after some calls
+    if decision.later is not None and not asked:  # what is compiled takes over after some calls
         del keywords["backend"]
         keywords["plan"] = decision.later
     plan = decision.later or decision.plan
     chosen = " + ".join(dict.fromkeys(group.label for group in plan.groups))
-    run = partial(adaattn.scaled_dot_product_attention, *inputs.qkv, **keywords)
-    return Call(run=run, chosen=chosen)
+    attend: Any = partial(adaattn.scaled_dot_product_attention, *inputs.qkv, **keywords, **asked)
+    return Call(run=(lambda: attend()[0]) if asked else attend, chosen="" if asked else chosen)

@@ -1,17 +1,19 @@
 """Tensors of a cell, which keys its rows see, and the masks that PyTorch's function needs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from adaattn import BlockList
 from benchmarks.ops.registry import Cell
 
 __all__ = ["Inputs", "alibi_mask", "make_inputs", "peer_mask", "seen", "tiny"]
 
 _KEPT_SHARE = 0.7
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Inputs:
         sinks: [Hq].
         starts: int32 bounds of packed documents.
         documents: [T] each token's document.
+        listed: boolean [1, Hq, Nq, Nk], the blocks of keys that each block of rows sees.
+        blocks: the same as a list.
         made: masks of PyTorch's function, made once.
     """
 
@@ -40,6 +44,8 @@ class Inputs:
     sinks: torch.Tensor | None = None
     starts: torch.Tensor | None = None
     documents: torch.Tensor | None = None
+    listed: torch.Tensor | None = None
+    blocks: BlockList | None = None
     made: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -51,6 +57,13 @@ class Inputs:
     def is_grouped(self) -> bool:
         """Whether several query heads share a key head."""
         return self.query.shape[1] != self.key.shape[1]
+
+    def listed_keys(self, places: Sequence[int] | slice) -> torch.Tensor:
+        """Return which keys the lists leave to some query rows: boolean [1, Hq, R, Sk]."""
+        assert self.listed is not None
+        rows = torch.arange(self.query.shape[2], device=self.query.device)[places] // _BLOCK
+        keys = torch.arange(self.key.shape[2], device=self.key.device) // _BLOCK
+        return self.listed[:, :, rows][..., keys]
 
     def keywords(self, cell: Cell) -> dict[str, Any]:
         """Return the keywords of ``adaattn.scaled_dot_product_attention``."""
@@ -66,8 +79,13 @@ class Inputs:
             longest = max(cell.lengths)
             found |= {"cu_seqlens_q": self.starts, "cu_seqlens_k": self.starts}
             found |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        named = {"attn_mask": self.mask, "alibi_slopes": self.slopes, "sinks": self.sinks}
-        return found | {name: tensor for name, tensor in named.items() if tensor is not None}
+        named: dict[str, Any] = {
+            "attn_mask": self.mask,
+            "alibi_slopes": self.slopes,
+            "sinks": self.sinks,
+        }
+        named["blocks"] = self.blocks
+        return found | {name: item for name, item in named.items() if item is not None}
 
 
 def make_inputs(cell: Cell, device: str) -> Inputs:
@@ -94,6 +112,10 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
         starts = torch.tensor(bounds, dtype=torch.int32, device=device)
         tokens = torch.arange(len_q, device=device)
         documents = torch.searchsorted(starts[1:].long(), tokens, right=True)
+    listed = blocks = None
+    if cell.given.listed:
+        listed = _some_blocks(cell, generator)
+        blocks = BlockList.from_mask(listed, block_q=_BLOCK, block_k=_BLOCK)
     places = torch.arange(1, heads + 1, device=device)
     return Inputs(
         query=query,
@@ -105,6 +127,22 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
         sinks=normal(heads, dtype=torch.float32) if cell.given.has_sinks else None,
         starts=starts,
         documents=documents,
+        listed=listed,
+        blocks=blocks,
+    )
+
+
+def _some_blocks(cell: Cell, generator: torch.Generator) -> torch.Tensor:
+    """Return a head's own share of the blocks of each row of blocks, its diagonal one included."""
+    _, heads, _, len_q, len_k, _ = cell.shape
+    num_q, num_k = (-(-length // _BLOCK) for length in (len_q, len_k))
+    device = generator.device
+    order = torch.rand((1, heads, num_q, num_k), generator=generator, device=device)
+    rows = torch.arange(num_q, device=device)
+    order[..., rows, rows.clamp(max=num_k - 1)] = -1.0
+    kept = max(round(num_k * cell.given.listed / 100), 1)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(
+        -1, order.argsort(-1)[..., :kept], value=True
     )
 
 
@@ -142,7 +180,8 @@ def _made_mask(cell: Cell, inputs: Inputs) -> torch.Tensor:
     if inputs.slopes is not None:
         return alibi_mask(inputs.query, inputs.key, {"alibi_slopes": inputs.slopes})
     rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
-    return seen(cell, inputs)(rows[:, None], keys)[None, None]
+    visible = seen(cell, inputs)(rows[:, None], keys)[None, None]
+    return visible if inputs.listed is None else visible & inputs.listed_keys(slice(None))
 
 
 def alibi_mask(query: torch.Tensor, key: torch.Tensor, semantics: dict[str, Any]) -> torch.Tensor:
@@ -159,7 +198,9 @@ def tiny(cell: Cell) -> Cell:
     batch, heads, kv_heads, len_q, len_k, dim = cell.shape
     group = heads // kv_heads
     heads = min(heads, 4)
-    shape = (min(batch, 2), heads, max(heads // group, 1), min(len_q, 48), min(len_k, 48), dim // 4)
+    most = 600 if cell.given.listed else 48
+    lengths = (min(len_q, most), min(len_k, most))
+    shape = (min(batch, 2), heads, max(heads // group, 1), *lengths, dim // 4)
     given = replace(
         cell.given,
         window=min(cell.given.window, 8),

@@ -32,6 +32,9 @@ class Given:
         has_alibi: ALiBi's usual slopes.
         mask: "", "boolean" ([1, 1, Sq, Sk], 70 % kept) or "additive" ([1, H, Sq, Sk]).
         longest: of the packed documents; 0 is not packed.
+        listed: percent of the blocks of 128 x 128 that each head's list keeps, its own for each
+            row of blocks; 0 is no list.
+        has_entropy: the row entropy is asked for, which nobody else gives.
     """
 
     is_causal: bool = False
@@ -42,6 +45,8 @@ class Given:
     has_alibi: bool = False
     mask: str = ""
     longest: int = 0
+    listed: int = 0
+    has_entropy: bool = False
 
     @property
     def sdpa_lacks(self) -> str:
@@ -52,12 +57,12 @@ class Given:
     def is_for_flex(self) -> bool:
         """Whether users of FlexAttention would write it so."""
         special = (self.window, self.softcap, self.has_sinks, self.has_alibi, self.longest)
-        return any(special) or self.dilation > 1
+        return any(special) or self.dilation > 1 or self.listed > 0
 
     @property
     def sdpa_needs_mask(self) -> bool:
         """Whether PyTorch's function is given a mask that is made before."""
-        hides = self.window or self.longest or self.dilation > 1 or self.has_alibi
+        hides = self.window or self.longest or self.dilation > 1 or self.has_alibi or self.listed
         return bool(hides or self.mask)
 
 
@@ -109,7 +114,8 @@ class Cell:
             return float(
                 sum(n * (n + 1) // 2 if self.given.is_causal else n * n for n in self.lengths)
             )
-        return self._positions(len_q, len_k).visible_pairs
+        share = self.given.listed / 100 if self.given.listed else 1.0
+        return self._positions(len_q, len_k).visible_pairs * share
 
     def _positions(self, len_q: int, len_k: int) -> AttentionProblem:
         return make_problem(
@@ -154,6 +160,8 @@ def cells(device: str) -> Iterator[Cell]:
     yield from _dense()
     yield from _special()
     yield from _masked()
+    yield from _listed()
+    yield from _entropy()
     yield from _other_sizes()
     yield from _decode()
     yield from _grid()
@@ -206,6 +214,19 @@ def _masked() -> Iterator[Cell]:
         for dim in _DIMS:
             for length in _LENGTHS[:5]:
                 yield _square(kind, dim, length, Given(mask=mask))
+
+
+def _listed() -> Iterator[Cell]:
+    for listed in (50, 25, 10, 5):
+        for length in (16384, 65536):
+            yield _square(f"list {listed} %", 128, length, Given(listed=listed))
+
+
+def _entropy() -> Iterator[Cell]:
+    for dim in _DIMS:
+        for length in (2048, 16384):
+            for is_causal in (False, True):
+                yield _square("entropy", dim, length, Given(is_causal=is_causal, has_entropy=True))
 
 
 def _other_sizes() -> Iterator[Cell]:
