@@ -8,3 +8,6 @@ LOG2_E: Final = math.log2(math.e)
 
 LN_2: Final = math.log(2.0)
 """ln(2): turns bits into nats."""
+
+TMA_WRAP: Final = 1 << 30
+"""Rows whose distance, at 2^34 elements each, is none in addresses of 64 bits."""

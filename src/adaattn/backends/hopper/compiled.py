@@ -49,25 +49,14 @@ def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any],
     def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
         run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    def describe(tensor: torch.Tensor, view: tuple[Any, Any, int]) -> Any:
+    def describe(tensor: torch.Tensor, view: tuple[Any, Any]) -> Any:
         # The class checks each number when it is made, in 3 microseconds: `forward` has checked.
         made = object.__new__(TensorDescriptor)
-        made.shape, made.strides, before = view
-        made.base = _Before(tensor, before) if before else tensor
+        made.shape, made.strides = view
+        made.base = tensor
         return made
 
     return launch, describe, tuple(_constants(variant).values())
-
-
-class _Before:
-    """A tensor's memory from some bytes before it on: what TMA counts the rows of from."""
-
-    def __init__(self, tensor: torch.Tensor, num_bytes: int) -> None:
-        self._address = tensor.data_ptr() - num_bytes
-
-    def data_ptr(self) -> int:
-        """Return the address."""
-        return self._address
 
 
 def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
@@ -82,7 +71,14 @@ def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
 
 def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:
     """Return how a box of one head lies in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, *box], _NAMES[variant.precision])
+    return gl.NVMMASharedLayout.get_default_for(
+        block_shape(variant, box), _NAMES[variant.precision]
+    )
+
+
+def block_shape(variant: Variant, box: tuple[int, int]) -> list[int]:
+    """Return the shape of a copy: rows and columns behind the dimensions of one place."""
+    return [*(1,) * (3 if variant.is_packed else 2), *box]
 
 
 def _constants(variant: Variant) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     short = variant.precision.label
     types = dict.fromkeys(kernel.forward.arg_names, "i32")
     for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
-        shape = f"1,1,{box[0]},{box[1]}"
+        shape = ",".join(map(str, block_shape(variant, box)))
         types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}

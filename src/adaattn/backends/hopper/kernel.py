@@ -88,8 +88,8 @@ def store_part(c, w: gl.constexpr, part, tile, first_row, column):
         batch = (number >> c.tile_bits) // c.num_heads
         head = (number >> c.tile_bits) - batch * c.num_heads
         start, _ = starts_of(c, tile)
-        slab, row = corner(c, batch, start, first_row, sizes_of(c, tile).len_q, 64)
-        tma_store(c.out, [slab, head, row, column], shaped_as(buffer, c.out))
+        place = corner(c, batch, head, start, first_row, sizes_of(c, tile).len_q, column)
+        tma_store(c.out, place, shaped_as(buffer, c.out))
 
 
 @gluon.jit

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from adaattn._constants import TMA_WRAP
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = [
@@ -27,6 +28,9 @@ Sizes = tuple[int, ...]
 
 ROWS: Final = 64
 """Rows of one warpgroup: what one wgmma instruction takes."""
+
+_MOST_PLACES: Final = 0x7FFF0000
+"""Of a dimension that a tensor's description does not bound."""
 
 MASK_ALIGNMENT: Final = 16
 """Bytes of a mask's address, and numbers of its strides."""
@@ -296,27 +300,27 @@ def box_rows(tiling: Tiling) -> tuple[int, int, int, int]:
     return ROWS, tiling.block_n, tiling.block_n, ROWS
 
 
-def packed_view(shape: Sizes, strides: Sizes, num_rows: int) -> tuple[Sizes, Sizes, int]:
+def packed_view(shape: Sizes, strides: Sizes) -> tuple[Sizes, Sizes]:
     """Return packed rows as TMA sees them, so that it knows where a sequence ends.
 
-    Rows stand in two dimensions: (a, h, b) is row a + b - num_rows of head h. What begins at
-    b = num_rows - n has n rows inside of the third dimension: TMA fills the others with zeros, and
-    stores none of them. Row a itself is then the one behind these n.
+    With W = 2^30, (W, e, h, W - n) is row e - n of head h, and the fourth dimension ends behind n
+    rows: TMA fills those beyond with zeros, and stores none. The first dimension takes W rows back:
+    W times 2^34 elements are no distance in addresses of 64 bits. Triton's ``tools/ragged_tma.py``
+    has it so. A description that begins before the tensor instead reads memory there that need not
+    be: an illegal access, now and then (H200, November 2026).
 
     Args:
         shape: [1, H, T, D].
         strides: its strides.
-        num_rows: of a copy.
 
     Returns:
-        Shape, strides, and how many elements before the tensor it begins.
+        Shape and strides.
     """
-    _, heads, tokens, columns = shape
+    _, heads, _, columns = shape
     _, by_head, by_row, _ = strides
     return (
-        (tokens + 1, heads, num_rows, columns),
-        (by_row, by_head, by_row, 1),
-        by_row * num_rows,
+        (_MOST_PLACES, _MOST_PLACES, heads, TMA_WRAP, columns),
+        ((TMA_WRAP << 4) - by_row, by_row, by_head, by_row, 1),
     )
 
 

@@ -258,10 +258,10 @@ def take(c, stage):
 
 
 @gluon.jit
-def copy(source, full, buffer, batch, head, row):
+def copy(source, full, buffer, place):
     """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
     mbarrier.expect(full, source.block_type.nbytes)
-    tma_load(source, [batch, head, row, 0], full, shaped_as(buffer, source))
+    tma_load(source, place, full, shaped_as(buffer, source))
 
 
 @gluon.jit
@@ -290,22 +290,20 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
                 if c.LIST_RATIO:
                     row = next_block * c.BLOCK_N
                     next_block = listed_block(c, tile, i + 1)
-                slab, place = corner(c, batch, start_k, row, sizes.len_k, c.BLOCK_N)
+                place = corner(c, batch, key_head, start_k, row, sizes.len_k, 0)
                 if fills >= c.STAGES_K:
                     take(c, stage_k)
-                copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), slab, key_head, place)
+                copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), place)
                 if i == 0:
                     for w in gl.static_range(c.NUM_WARPGROUPS):
                         q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
                         mbarrier.wait(c.q_empty.index(q_place), ((visits // c.STAGES_Q) & 1) ^ 1)
-                        q_slab, q_row = corner(
-                            c, batch, start_q, first_row + w * 64, sizes.len_q, 64
-                        )
-                        full = c.q_full.index(q_place)
-                        copy(c.query, full, c.q.index(q_place), q_slab, head, q_row)
+                        rows = first_row + w * 64
+                        q_corner = corner(c, batch, head, start_q, rows, sizes.len_q, 0)
+                        copy(c.query, c.q_full.index(q_place), c.q.index(q_place), q_corner)
                 if fills >= c.STAGES_V:
                     take(c, c.STAGES_K + stage_v)
-                copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), slab, key_head, place)
+                copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), place)
                 stage_k = (stage_k + 1) % c.STAGES_K
                 stage_v = (stage_v + 1) % c.STAGES_V
                 fills += 1

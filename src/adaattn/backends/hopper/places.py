@@ -8,8 +8,11 @@ same functions: what one copies the others take.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from adaattn import _constants
 from adaattn.backends.hopper._gluon import aggregate
 from adaattn.backends.hopper.scores import Sizes
+
+WRAP = gl.constexpr(_constants.TMA_WRAP)
 
 
 @aggregate
@@ -155,19 +158,16 @@ def starts_of(c, tile):
 
 
 @gluon.jit
-def corner(c, batch, start, row, length, ROWS: gl.constexpr):
-    """TMA's first and third coordinate of some rows, which stand at ``row`` of a sequence.
+def corner(c, batch, head, start, row, length, column):
+    """TMA's coordinates of some rows, which stand at ``row`` of a sequence of a length.
 
-    Packed tensors have their rows in both dimensions, the third of which ends behind ROWS of them
-    (`launch.packed_view`): TMA fills rows beyond a sequence's end with zeros, and stores none.
+    Those of packed tensors are of `launch.packed_view`: TMA fills rows beyond the sequence's end
+    with zeros, and stores none.
     """
-    first = batch
-    third = row
     if c.IS_PACKED:
-        inside = gl.minimum(gl.maximum(length - row, 0), ROWS)
-        first = start + row + inside
-        third = ROWS - inside
-    return first, third
+        return WRAP, start + length, head, WRAP - length + row, column
+    else:
+        return batch, head, row, column
 
 
 @gluon.jit

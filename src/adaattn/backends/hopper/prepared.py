@@ -19,7 +19,6 @@ from adaattn.backends.hopper.launch import (
     MASK_ALIGNMENT,
     Sizes,
     Variant,
-    box_rows,
     choose,
     edges,
     heads_together,
@@ -51,7 +50,7 @@ _MOST_LISTED: Final = 100_000
 _MOST_KEPT: Final = 4096
 """Lists of tiles in all. They stay: a CUDA graph may have recorded where."""
 
-_View = tuple[Sizes, Sizes, int]
+_View = tuple[Sizes, Sizes]
 _Beside = tuple[torch.Tensor | None, ...]
 
 NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
@@ -122,7 +121,7 @@ class Prepared:
         launch: the compiled kernel's launch.
         num_blocks: persistent blocks.
         descriptor: makes TMA's description of a tensor from a view.
-        views: of q, k, v and the result: shape, strides, and bytes before the tensor.
+        views: of q, k, v and the result: shape and strides.
         out_shape: shape of the result.
         out_strides: its strides.
         num_flags: notes of tiles to be computed again; 0 where there are none.
@@ -220,7 +219,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         launch=launch,
         num_blocks=num_blocks,
         descriptor=descriptor,
-        views=_views(variant, (query, given.key, given.value, out)),
+        views=tuple(_view(variant, item) for item in (query, given.key, given.value, out)),
         out_shape=tuple(out.shape),
         out_strides=out.stride(),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
@@ -255,16 +254,11 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     return at == 0 and not any(step % MASK_ALIGNMENT for size, step in rows if size > 1)
 
 
-def _views(variant: Variant, tensors: tuple[torch.Tensor, ...]) -> tuple[_View, ...]:
-    """Return q, k, v and the result as TMA sees them."""
-    made = []
-    for tensor, rows in zip(tensors, box_rows(variant.tiling), strict=True):
-        shape = tuple(tensor.shape)
-        strides, before = _tma_strides(shape, tensor.stride()), 0
-        if variant.is_packed:
-            shape, strides, before = packed_view(shape, strides, rows)
-        made.append((shape, strides, before * tensor.element_size()))
-    return tuple(made)
+def _view(variant: Variant, tensor: torch.Tensor) -> _View:
+    """Return a tensor as TMA sees it."""
+    shape = tuple(tensor.shape)
+    strides = _tma_strides(shape, tensor.stride())
+    return packed_view(shape, strides) if variant.is_packed else (shape, strides)
 
 
 def _scalars(

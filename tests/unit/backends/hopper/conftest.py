@@ -192,27 +192,29 @@ class Descriptor:
     """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
 
     def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, int]) -> None:
-        self.tensor, (self.shape, self.strides, before) = tensor, view
-        self.before = before // tensor.element_size()
+        self.tensor, (self.shape, self.strides) = tensor, view
         self.dtype, self.layout = tensor.dtype, None
         nbytes = box[0] * box[1] * tensor.element_size()
-        self.block_type = SimpleNamespace(shape=[1, 1, *box], nbytes=nbytes)
+        single = (1,) * (len(self.shape) - 2)
+        self.block_type = SimpleNamespace(shape=[*single, *box], nbytes=nbytes)
 
-    def box(self, corner: list[Any]) -> Pointer:
-        """Return the places of a box, and note which are inside."""
+    def box(self, corner: tuple[Any, ...]) -> Pointer:
+        """Return the places of a box, in 64 bits that wrap around, and note which are inside."""
         spans = [
             int(c) + torch.arange(n) for c, n in zip(corner, self.block_type.shape, strict=True)
         ]
         grids = torch.meshgrid(*spans, indexing="ij")
-        places = sum(g * s for g, s in zip(grids, self.strides, strict=True)) - self.before
+        places = torch.zeros_like(grids[0])
+        for grid, stride in zip(grids, self.strides, strict=True):
+            places += grid * stride
         inside = torch.ones_like(places, dtype=torch.bool)
         for grid, size in zip(grids, self.shape, strict=True):
             inside &= (grid >= 0) & (grid < size)
-        self.inside = inside[0, 0]
-        return Pointer(self.tensor, places[0, 0])
+        self.inside = inside.flatten(0, -3)[0]
+        return Pointer(self.tensor, places.flatten(0, -3)[0])
 
 
-def tma_load(source: Descriptor, corner: list[Any], full: Barrier, buffer: Shared) -> None:
+def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
     """Copy a box to shared memory, and tell of it."""
     with full.world.changed:
         pointer = source.box(corner)
@@ -220,7 +222,7 @@ def tma_load(source: Descriptor, corner: list[Any], full: Barrier, buffer: Share
     full.change(num_bytes=-source.block_type.nbytes)
 
 
-def tma_store(target: Descriptor, corner: list[Any], buffer: Shared) -> None:
+def tma_store(target: Descriptor, corner: tuple[Any, ...], buffer: Shared) -> None:
     """Copy a box from shared memory."""
     with _LOCAL.world.changed:
         pointer = target.box(corner)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from adaattn._constants import TMA_WRAP
 from adaattn.backends.hopper import CAPABILITIES
 from adaattn.backends.hopper.launch import (
     choose,
@@ -143,18 +144,19 @@ def test_packed_sequences_have_tiles_enough_at_places_that_depend_on_starts_alon
 
 @pytest.mark.parametrize("strides", [(0, 50 * 32, 32, 1), (0, 32, 3 * 32, 1)], ids=str)
 def test_tma_sees_the_rows_of_one_sequence(strides: tuple[int, ...]) -> None:
-    """A box at (row + n, head, num_rows - n) has the n rows from there on, and no more."""
+    """A box that begins n rows before a sequence's end has these rows, and no more."""
     num_rows, tokens = 8, 50
-    shape, by, before = packed_view((1, 3, tokens, 32), strides, num_rows)
+    shape, by = packed_view((1, 3, tokens, 32), strides)
+    assert all(0 < 2 * step < 2**40 for step in by[:-1])  # what TMA takes, in bytes
     for row, n, head in itertools.product((0, 1, 30, 42), range(num_rows + 1), range(3)):
-        place, third = row + n, num_rows - n
-        assert 0 <= place < shape[0]
+        first, fourth = TMA_WRAP, TMA_WRAP - n
+        assert first < shape[0]
         inside = [
-            place * by[0] + head * by[1] + step * by[2] - before
-            for step in range(third, third + num_rows)
-            if step < shape[2]
+            2 * (first * by[0] + (row + n) * by[1] + head * by[2] + step * by[3]) % 2**64
+            for step in range(fourth, fourth + num_rows)
+            if step < shape[3]
         ]
-        assert inside == [head * strides[1] + (row + i) * strides[2] for i in range(n)]
+        assert inside == [2 * (head * strides[1] + (row + i) * strides[2]) for i in range(n)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
