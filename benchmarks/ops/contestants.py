@@ -166,7 +166,7 @@ def _flex(cell: Cell, inputs: Inputs) -> Call:
     lengths = (query.shape[2], inputs.key.shape[2])
     if inputs.listed is not None:  # whole blocks: nobody writes a function of positions for them
         counts = inputs.listed.sum(-1, dtype=torch.int32)
-        order = inputs.listed.argsort(-1, descending=True, stable=True).int()
+        order = inputs.listed.int().argsort(dim=-1, descending=True, stable=True).int()
         blocks = flex.BlockMask.from_kv_blocks(
             torch.zeros_like(counts), order, counts, order, seq_lengths=lengths
         )

@@ -4,13 +4,13 @@ Each list begins with what calls most often are. A problem comes the earlier, th
 values are to the heads of their lists, so that a run cut short has measured the usual calls.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, Final
 
 from adaattn.planning import simplify
-from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = ["Asked", "default_grid"]
 
@@ -55,6 +55,7 @@ class _Grid:
         folded: of grouped heads that SDPA serves by math, short and in training too.
         training: of the rest where gradients are wanted.
         decode: of a single query; the lengths are of its keys.
+        statistics: of prefill with the entropy of rows, which few executors know.
         omitted: classes that are left out: one executor alone serves them.
         compiled_lengths: of the problems that executors which compile take part in.
     """
@@ -63,6 +64,7 @@ class _Grid:
     masked: _Lists
     training: _Lists
     decode: _Lists
+    statistics: tuple[_Lists, ...] = ()
     folded: tuple[_Lists, ...] = ()
     omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
@@ -119,6 +121,7 @@ _GRIDS: Final = {
             )
         ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
+        statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
         compiled_lengths=(2048, 512, 8192, 32768),
     ),
 }
@@ -152,6 +155,8 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "thin window both ways": {"window": 32},
     "wide window both ways": {"window": 2},
     "few blocks": {"is_causal": True, "listed": 32},
+    "statistics": {"is_causal": True, "aux": Aux.ENTROPY},
+    "full statistics": {"aux": Aux.ENTROPY},
 }
 """Fields of each class; a window, and the listed blocks, are a share of the length."""
 
@@ -186,7 +191,10 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
         if name in grid.omitted:
             continue
         masked = name in (*_MASKED, *_LISTED)
-        for place, values in grid.masked if masked else grid.square:
+        lists: Iterable[tuple[float, tuple[Any, ...]]] = grid.masked if masked else grid.square
+        if name.endswith("statistics"):
+            lists = chain.from_iterable(grid.statistics)
+        for place, values in lists:
             problem = _problem(name, *values)
             too_long = name == "bias" and problem.len_q > _LONGEST_BIAS
             too_short = name in _LISTED and problem.len_q < _SHORTEST_LISTED

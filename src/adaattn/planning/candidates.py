@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from adaattn.planning.cost import estimate
-from adaattn.planning.evidence import interpolated
+from adaattn.planning.evidence import comparable, interpolated
 from adaattn.planning.precision import (
     UNMEASURED,
     PrecisionChoice,
@@ -316,8 +316,10 @@ def _costed(
     cost = estimate(problem, capability, group, hardware, density=capability.best_density)
     item = replace(_candidate(group, capability, problem), cost=cost)
     if item.is_exact and hardware.timings is not None:
-        measured = interpolated(hardware.timings, problem, capability.name)
-        item = replace(item, measured=measured, source=hardware.timings.source)
+        known = comparable(hardware.timings, problem)
+        measured = interpolated(hardware.timings, known, capability.name)
+        source = hardware.timings.source + ("" if known is problem else ", without statistics")
+        item = replace(item, measured=measured, source=source)
     limit = policy.memory_budget_bytes
     if limit is None:
         limit = hardware.memory_bytes or cost.workspace_bytes

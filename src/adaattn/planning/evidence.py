@@ -6,13 +6,14 @@ a cell gets wrong, such as a warmer card, it gets wrong for all of them.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import AttentionProblem, Cell, Measured, TimingTable
+from adaattn.spec import AttentionProblem, Aux, Cell, Measured, TimingTable
 from adaattn.spec.evidence import problem_class
 
-__all__ = ["DISPLACES", "interpolated", "ratio"]
+__all__ = ["DISPLACES", "comparable", "interpolated", "ratio"]
 
 DISPLACES: Final = 0.95
 """An executor takes the incumbent's place below this share of its time."""
@@ -39,13 +40,24 @@ def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: s
         incumbent: of the executor that it would displace.
     """
     logs = []
-    for distance, cell in _near(table, problem, (name, incumbent)):
+    for distance, cell in _near(table, comparable(table, problem), (name, incumbent)):
         mine, other = cell.times[name], cell.times[incumbent]
         worse = max(mine.device_ms / other.device_ms, mine.wall_ms / other.wall_ms)
         logs.append((distance, math.log(worse)))
     if not logs:
         return None
     return math.exp(max(logs[0][1], _mean(logs)))
+
+
+def comparable(table: TimingTable, problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem whose times speak for this one.
+
+    It is the problem itself; where a table knows nothing of its class, the same without statistics:
+    they cost fused kernels little, and those that write scores out more than that.
+    """
+    if not problem.aux or problem_class(problem) in table.cells:
+        return problem
+    return replace(problem, aux=Aux.NONE)
 
 
 def interpolated(table: TimingTable, problem: AttentionProblem, name: str) -> Measured | None:

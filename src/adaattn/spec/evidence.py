@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from adaattn.errors import TableError, expected_got
-from adaattn.spec.enums import Align, MaskKind, Precision
+from adaattn.spec.enums import Align, Aux, MaskKind, Precision
 from adaattn.spec.facts import AttentionProblem
 
 __all__ = ["Cell", "Measured", "TimingTable", "problem_class"]
@@ -211,7 +211,8 @@ def problem_class(problem: AttentionProblem) -> str:
     """Return the part of a problem that times of another one say nothing of.
 
     Its dtype (the two of 16 bits are one), the features in use, what is to be differentiated
-    and what is wanted beside the output, such as ``"half causal window"``.
+    and what is wanted beside the output, such as ``"half causal window"``. Row maximum and entropy
+    cost the same, with the log-sum-exp or without.
 
     Example:
         >>> problem = AttentionProblem(batch=1, num_heads=8, num_kv_heads=2, len_q=64, len_k=64,
@@ -239,7 +240,10 @@ def problem_class(problem: AttentionProblem) -> str:
         (problem.has_blocks, f"blocks{problem.block_size[0]}x{problem.block_size[1]}"),
         (problem.dropout_p > 0, "dropout"),
         (problem.value_dim != problem.head_dim, "value_dim"),
-        (bool(problem.aux), f"aux{int(problem.aux)}"),
+        (problem.aux == Aux.LSE, "lse"),
+        (bool(problem.aux & (Aux.ROW_MAX | Aux.ENTROPY)), "statistics"),
+        (bool(problem.aux & Aux.WEIGHTS), "weights"),
+        (bool(problem.aux & Aux.DROPPED_MASS), "dropped_mass"),
         (problem.requires_grad, "training"),
         (problem.deterministic and problem.requires_grad, "deterministic"),
     ):
