@@ -11,8 +11,11 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
+    COPIED_BYTES,
     HALVED_ROWS,
+    HALVED_STEP,
     choose_tile,
+    halved_columns,
     invariant_split,
     is_halved,
     num_splits,
@@ -205,13 +208,16 @@ class Arguments:
             name="halve",
             grid=(batch * heads * -(-rows // HALVED_ROWS), 1, 1),
             numbers=(*strides[:3], heads, rows),
-            constants=(columns, padded(columns), HALVED_ROWS, self._given_align),
+            constants=(
+                *(columns, halved_columns(columns), padded(columns)),
+                *(HALVED_ROWS, self._given_align),
+            ),
             options=(("num_warps", 4),),
         )
 
     def halved_strides(self, heads: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the strides of the halves of keys and of values."""
-        widths = self._problem.head_dim, self._problem.value_dim
+        widths = map(halved_columns, (self._problem.head_dim, self._problem.value_dim))
         key, value = ((heads * rows * width, rows * width, width) for width in widths)
         return key, value
 
@@ -247,20 +253,26 @@ class Arguments:
         """What is compiled in of a list of blocks: their sizes, and whether others are weighed."""
         return (*self._problem.block_size, Aux.DROPPED_MASS in self._problem.aux)
 
+    @property
+    def are_copied(self) -> bool:
+        """Whether q, k and v lie so that the kernels read contiguous copies of them."""
+        return not self._problem.dense_columns or self._problem.stride_bytes < COPIED_BYTES
+
     @cached_property
     def _given_align(self) -> int:
         """What strides of q, k and v are known to be multiples of, in elements."""
-        if not self._problem.dense_columns:
-            return 1  # what is read then is a copy
-        return max(self._problem.stride_bytes * 8 // self._problem.precision.bits, 1)
+        problem = self._problem
+        number_bytes = problem.precision.bits // 8
+        if self.are_copied:
+            return math.gcd(problem.head_dim, problem.value_dim, 16 // number_bytes)
+        return max(problem.stride_bytes // number_bytes, 1)
 
     @cached_property
     def _aligns(self) -> tuple[int, int]:
         """What strides are known to be multiples of: the query's and output's, the keys'."""
         problem, known = self._problem, self._given_align
         own = known if problem.value_dim % known == 0 else 1
-        halved = math.gcd(problem.head_dim, problem.value_dim, 8)
-        return own, halved if self.is_halved else known
+        return own, HALVED_STEP if self.is_halved else known
 
     @cached_property
     def _dot(self) -> str:

@@ -5,7 +5,7 @@ from typing import Final
 
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.triton.arguments import Arguments
-from adaattn.backends.triton.launch import LEAST_BLOCK
+from adaattn.backends.triton.launch import COPIED_BYTES, LEAST_BLOCK
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -63,6 +63,22 @@ def _blocks(problem: AttentionProblem) -> str:
     return f"it takes blocks in steps of {LEAST_BLOCK}, got {rows} rows and {keys} keys"
 
 
+def _halfwords(problem: AttentionProblem) -> str:
+    """Return why 16-bit rows are not read, or "".
+
+    Those that begin anywhere come 2 bytes at a time, which no asynchronous copy does; what Triton
+    3.6 made of products of such tiles was wrong on an H200, for D 57 beside Dv 32.
+    """
+    if problem.precision is Precision.FP32:
+        return ""
+    dims = problem.head_dim, problem.value_dim
+    if dims[0] % 2 or dims[1] % 2:
+        return f"it takes an even D and Dv in 16 bits, got {dims[0]} and {dims[1]}"
+    if problem.dense_columns and problem.stride_bytes < COPIED_BYTES:
+        return f"it takes 16-bit rows that begin at multiples of {COPIED_BYTES} bytes"
+    return ""
+
+
 CAPABILITIES = (
     Capability(
         name="triton",
@@ -80,7 +96,7 @@ CAPABILITIES = (
         # Behind FlexAttention: a user of PyTorch has it without this package.
         order=lambda problem: 45,
         compiles=True,
-        rules=(_blocks,),
+        rules=(_blocks, _halfwords),
         overhead=_overhead,
         compile_ms=1500.0,  # 1 to 2 s (Triton 3.6, 2026-11)
     ),

@@ -15,6 +15,7 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.launch import halved_columns
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HeadGroup
 
@@ -136,8 +137,8 @@ class _Launcher:
         """
         problem = self._problem
         check_untransformed(query, key, value)
-        if not problem.dense_columns:
-            query, key, value = map(with_dense_columns, (query, key, value))
+        if self._arguments.are_copied:
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = output_like(query, problem.value_dim)
         seen = _NO_MASK
         if mask is not None:
@@ -228,12 +229,14 @@ def _halved(
     """Return keys and values as sums of two fp16 numbers, and the powers of two that undo scales.
 
     Returns:
-        Both as fp16 [2, B, Hkv, Sk, D], high halves first, and fp32 [2, B, Hkv, Sk].
+        Both as fp16 [2, B, Hkv, Sk, D], high halves first, D in steps of 8, and fp32
+        [2, B, Hkv, Sk].
     """
     lifts = key.new_empty((2, *key.shape[:3]))
     made = []
     for matrix, lift, take_apart in zip((key, value), lifts, prepared.halve, strict=True):
-        both = matrix.new_empty((2, *matrix.shape), dtype=torch.float16)
+        shape = (2, *matrix.shape[:-1], halved_columns(matrix.shape[-1]))
+        both = matrix.new_empty(shape, dtype=torch.float16)
         take_apart(matrix, both, lift)
         made.append(both)
     return made[0], made[1], lifts

@@ -162,7 +162,8 @@ def forward(
         row_max_ptr: fp32 likewise; where IS_SPLIT maxima in units of log 2.
         entropy_ptr: fp32 likewise, bits; where IS_SPLIT sums of weight times exponent.
         mask_ptr: bytes where MASK is 1, numbers to add where it is 2.
-        key_ptr: where IS_HALVED fp16 [2, B, Hkv, Sk, D], high halves and low ones; values likewise.
+        key_ptr: where IS_HALVED fp16 [2, B, Hkv, Sk, KEY_COLUMNS], high halves and low ones;
+            values likewise.
         lifts_ptr: where IS_HALVED fp32 [2, B, Hkv, Sk]: by which power of two each key, and each
             value, is to be multiplied.
         scale: factor of q k^T before the cap; the rest of the way to units of log 2 is in softcap.
@@ -184,6 +185,9 @@ def forward(
             the mask's.
         WIDE: a tile of keys spans more than 2^31 elements.
     """
+    # Rows of keys and values as they lie: those of halves end with zeros.
+    KEY_COLUMNS: tl.constexpr = (D + 7) // 8 * 8 if IS_HALVED else D
+    VALUE_COLUMNS: tl.constexpr = (DV + 7) // 8 * 8 if IS_HALVED else DV
     tile = tl.program_id(0) % num_tiles
     head_slot = (tl.program_id(0) // num_tiles) % (num_heads // PACK)
     batch = tl.program_id(0) // num_tiles // (num_heads // PACK)
@@ -371,7 +375,7 @@ def forward(
             keys = start + within
             block_ptr = key_base + start.to(tl.int64) * key_step
             key_block = load_rows(
-                block_ptr, within_wide, key_step, high - start, D, BLOCK_D, PHASE != 0
+                block_ptr, within_wide, key_step, high - start, KEY_COLUMNS, BLOCK_D, PHASE != 0
             )
             if IS_HALVED:
                 key_low = load_rows(
@@ -379,7 +383,7 @@ def forward(
                     within_wide,
                     key_step,
                     high - start,
-                    D,
+                    KEY_COLUMNS,
                     BLOCK_D,
                     PHASE != 0,
                 )
@@ -456,7 +460,13 @@ def forward(
                     weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 block_ptr = value_base + start.to(tl.int64) * value_step
                 value_block = load_rows(
-                    block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, PHASE != 0
+                    block_ptr,
+                    within_wide,
+                    value_step,
+                    high - start,
+                    VALUE_COLUMNS,
+                    BLOCK_DV,
+                    PHASE != 0,
                 )
                 if IS_HALVED:
                     value_low = load_rows(
@@ -464,7 +474,7 @@ def forward(
                         within_wide,
                         value_step,
                         high - start,
-                        DV,
+                        VALUE_COLUMNS,
                         BLOCK_DV,
                         PHASE != 0,
                     )

@@ -26,6 +26,7 @@ def halve(
     num_heads,
     num_rows,
     COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -34,7 +35,8 @@ def halve(
 
     Args, beyond their names:
         matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
-        halves_ptr: fp16 [2, B, H, num_rows, COLUMNS]: high halves, then low ones.
+        halves_ptr: fp16 [2, B, H, num_rows, WIDTH]: high halves, then low ones; zeros behind
+            COLUMNS.
         lifts_ptr: fp32 [B, H, num_rows].
     """
     blocks = tl.cdiv(num_rows, ROWS)
@@ -51,8 +53,8 @@ def halve(
     first = head.to(tl.int64) * num_rows + block * ROWS
     tl.store(lifts_ptr + first + rows, lift, mask=rows < left)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < left)[:, None] & (columns < COLUMNS)[None, :]
-    pointers = halves_ptr + first * COLUMNS + rows[:, None] * COLUMNS + columns[None, :]
-    plane = (tl.num_programs(0) // blocks).to(tl.int64) * num_rows * COLUMNS
+    inside = (rows < left)[:, None] & (columns < WIDTH)[None, :]
+    pointers = halves_ptr + first * WIDTH + rows[:, None] * WIDTH + columns[None, :]
+    plane = (tl.num_programs(0) // blocks).to(tl.int64) * num_rows * WIDTH
     tl.store(pointers, high, mask=inside)
     tl.store(pointers + plane, low, mask=inside)

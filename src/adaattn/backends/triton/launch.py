@@ -7,10 +7,13 @@ from typing import Final
 from adaattn.spec import AttentionProblem, Precision
 
 __all__ = [
+    "COPIED_BYTES",
     "HALVED_ROWS",
+    "HALVED_STEP",
     "LEAST_BLOCK",
     "Tile",
     "choose_tile",
+    "halved_columns",
     "invariant_split",
     "is_halved",
     "num_splits",
@@ -20,6 +23,9 @@ __all__ = [
 
 LEAST_BLOCK: Final = 16
 """Rows, and keys, of the least tile that a matrix product takes."""
+
+COPIED_BYTES: Final = 4
+"""What one asynchronous copy takes at least: rows of keys and values begin at multiples of it."""
 
 _LEAST_SPLIT: Final = 256
 """Keys of the shortest split: below, adding up the parts costs more than it saves."""
@@ -38,6 +44,9 @@ _MANY_HEADS: Final = 256
 
 HALVED_ROWS: Final = 64
 """Rows of keys or values that one program takes apart."""
+
+HALVED_STEP: Final = 8
+"""Halves of a row begin at multiples of so many: copies take 16 bytes."""
 
 _HALVED_FROM: Final = 128
 """Query rows from which on taking keys and values apart beforehand pays."""
@@ -83,6 +92,16 @@ def padded(columns: int) -> int:
         (16, 128)
     """
     return max(LEAST_BLOCK, 1 << (columns - 1).bit_length())
+
+
+def halved_columns(columns: int) -> int:
+    """Return the columns of halves, those behind the matrix's own being zeros.
+
+    Example:
+        >>> halved_columns(57), halved_columns(64)
+        (64, 64)
+    """
+    return -(-columns // HALVED_STEP) * HALVED_STEP
 
 
 def packed_heads(problem: AttentionProblem) -> int:
