@@ -316,7 +316,7 @@ def softmax_rows(
     weights = weights / divisor if weights.requires_grad else weights.div_(divisor)
     lse = (reference + safe_total.log()).masked_fill(unseen, float("-inf"))
     entropy = None
-    if Aux.ENTROPY in aux:
+    if aux.value & Aux.ENTROPY.value:
         entropy = _entropy(weights)
         if sink_weight is not None:
             sink_entropy = _entropy((sink_weight / safe_total)[..., None])

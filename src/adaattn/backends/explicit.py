@@ -20,7 +20,7 @@ def explicit_tile(
     bare = replace(tile, mask=None, alibi_slopes=None)
     numbers = torch.arange(len(rows), device=tile.query.device)
     scores = tile_scores(bare, problem, numbers, range(len(cols)), all_seen=True)
-    wants_dropped = Aux.DROPPED_MASS in problem.aux
+    wants_dropped = problem.wants(Aux.DROPPED_MASS)
     masked = replace(tile, blocks=None) if wants_dropped else tile
     bias, seen = tile_masks(masked, problem, rows, cols)
     if bias is not None:
@@ -38,13 +38,13 @@ def explicit_tile(
     dropped = F.dropout(weights, problem.dropout_p) if problem.dropout_p > 0 else weights
     output = grouped_product(dropped, tile.value.to(weights.dtype)).to(tile.query.dtype)
     piece: list[torch.Tensor] = [output]
-    if Aux.LSE in problem.aux:
+    if problem.wants(Aux.LSE):
         piece.append(found.lse)
-    if Aux.ROW_MAX in problem.aux:
+    if problem.wants(Aux.ROW_MAX):
         piece.append(found.row_max)
     if found.entropy is not None:
         piece.append(found.entropy)
-    if Aux.WEIGHTS in problem.aux:
+    if problem.wants(Aux.WEIGHTS):
         piece.append(F.pad(weights, (cols.start, problem.len_k - cols.stop)))
     if unlisted is not None:
         share = torch.sigmoid(unlisted - found.lse.detach())
@@ -59,9 +59,9 @@ def as_result(columns: list[torch.Tensor], aux: Aux) -> Result:
     rest = iter(columns[1:])
     return Result(
         output=columns[0],
-        lse=next(rest) if Aux.LSE in aux else None,
-        row_max=next(rest) if Aux.ROW_MAX in aux else None,
-        entropy=next(rest) if Aux.ENTROPY in aux else None,
-        weights=next(rest) if Aux.WEIGHTS in aux else None,
-        dropped_mass=next(rest) if Aux.DROPPED_MASS in aux else None,
+        lse=next(rest) if aux.value & Aux.LSE.value else None,
+        row_max=next(rest) if aux.value & Aux.ROW_MAX.value else None,
+        entropy=next(rest) if aux.value & Aux.ENTROPY.value else None,
+        weights=next(rest) if aux.value & Aux.WEIGHTS.value else None,
+        dropped_mass=next(rest) if aux.value & Aux.DROPPED_MASS.value else None,
     )

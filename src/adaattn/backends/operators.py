@@ -79,7 +79,7 @@ def operator(name: str, run: _Run) -> _Run:
             *_taken_apart(problem),
         )
         lse, row_max, entropy, dropped = (
-            item if flag in problem.aux else None
+            item if problem.wants(flag) else None
             for item, flag in zip(statistics, STATISTICS, strict=True)
         )
         return Result(
@@ -104,7 +104,7 @@ def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], li
     return (
         [problem.scale, problem.softcap, problem.dropout_p],
         [problem.is_causal, problem.align is Align.BOTTOM_RIGHT],
-        [*problem.window, problem.dilation, *longest, int(problem.aux), *problem.block_size],
+        [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
     )
 
 

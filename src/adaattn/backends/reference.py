@@ -168,7 +168,7 @@ def positions(
     to_end = problem.align is Align.BOTTOM_RIGHT
     bounds_q, bounds_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if bounds_q is None or bounds_k is None:
-        return rows + to_end * (len_k - len_q), keys, torch.ones(1, 1, device=device).bool()
+        return rows + (len_k - len_q if to_end else 0), keys, torch.ones(1, 1, device=device).bool()
     starts_q, ends_q = bounds_q.long().unfold(0, 2, 1).T
     starts_k, ends_k = bounds_k.long().unfold(0, 2, 1).T
     row_sequence = torch.bucketize(rows, ends_q.contiguous(), right=True)

@@ -37,7 +37,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     if goes_through_sdpa(problem, group):
         return Result(output=_through_sdpa(tensors, problem))
     result = _KERNELS[group.capability](tensors, problem)
-    return result if Aux.LSE in problem.aux else Result(output=result.output)
+    return result if problem.wants(Aux.LSE) else Result(output=result.output)
 
 
 def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
@@ -121,7 +121,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     )
     if lse.dim() == 2:
         lse = lse.unsqueeze(0)
-    if Aux.LSE in problem.aux:
+    if problem.wants(Aux.LSE):
         lse = lse.masked_fill(lse == float("inf"), float("-inf"))
     return Result(output=output[..., : problem.value_dim], lse=lse)
 
@@ -217,7 +217,7 @@ def _biased_call(
     kernel takes no grouped heads: k and v are repeated for it.
     """
     repeats = problem.group_size > 1 and name == "sdpa.efficient"
-    wants_lse = Aux.LSE in problem.aux or problem.requires_grad
+    wants_lse = problem.wants(Aux.LSE) or problem.requires_grad
     fixed: tuple[bool | float, ...] = (wants_lse, problem.dropout_p, problem.is_causal)
     operator = _ATEN._scaled_dot_product_efficient_attention.default
     if name == "sdpa.cudnn":
@@ -283,7 +283,7 @@ def _masked_lse(
     lse: torch.Tensor | None, tensors: Tensors, problem: AttentionProblem
 ) -> torch.Tensor | None:
     """Return the log-sum-exp with -inf where a mask hides every key; kernels differ there."""
-    if lse is None or tensors.mask is None or Aux.LSE not in problem.aux:
+    if lse is None or tensors.mask is None or not problem.wants(Aux.LSE):
         return lse
     seen = tensors.mask if tensors.mask.dtype == torch.bool else tensors.mask > float("-inf")
     return lse.masked_fill(~seen.any(-1), float("-inf"))

@@ -91,7 +91,8 @@ def careful_sdpa(
         dropout_p=dropout_p,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        # Heads may be symbols in a graph: what is compared is then no bool until it is asked.
+        **({"enable_gqa": True} if query.shape[1] != key.shape[1] else {}),
     )
 
 

@@ -339,7 +339,7 @@ def _result(call: Call, outcome: Outcome, return_aux: AuxRequest | bool | None) 
     lossy = decision is not None and is_lossy(decision.plan, problem)
     if errors is None and not lossy:
         errors = torch.zeros(problem.batch, problem.num_heads, device=output.device)
-    if Aux.LSE not in problem.aux:
+    if not problem.wants(Aux.LSE):
         result = replace(result, lse=None)
     errors = None if errors is None else errors.float()
     return output, AuxOutput.of(result, decision, errors, call.restore)

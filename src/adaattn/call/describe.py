@@ -279,7 +279,7 @@ def _check_blocks(
     """Return the list of blocks, whose sizes are the call's."""
     blocks = arguments.blocks
     if blocks is None:
-        # By their numbers: torch.compile of PyTorch 2.11 does not follow ``in`` for flags.
+        # By numbers, as in `AttentionProblem.wants`.
         if aux.value & Aux.DROPPED_MASS.value:
             hint = "without a list of blocks nothing is dropped"
             raise ArgumentError(expected_got("dropped_mass", "a call with blocks", "none", hint))

@@ -100,13 +100,14 @@ def check_plan(call: Call, plan: Plan) -> None:
             found = (*found, f"its method is {own}, the plan asks for {asked}")
         if scheme != Scheme.of(scheme.inputs):
             found = (*found, f"it computes in one format, the plan asks for {scheme.label}")
-        if plan.error_budget == 0.0 and not scheme.keeps(problem.precision):
+        other = scheme.inputs is not problem.precision
+        if plan.error_budget == 0.0 and other and not scheme.keeps(problem.precision):
             found = (
                 *found,
                 f"the plan computes in {scheme.label} and allows no error, "
                 f"the input is {problem.precision.label}",
             )
-        if problem.batch_invariant and scheme.inputs is not problem.precision:
+        if problem.batch_invariant and other:
             found = (
                 *found,
                 "its error is audited on the whole batch, which batch_invariant excludes",

@@ -66,19 +66,19 @@ _RULES: Final[tuple[_Rule, ...]] = (
         lambda p: p.requires_grad and p.deterministic,
         "a deterministic backward pass",
     ),
-    (Feature.LSE, lambda p: Aux.LSE in p.aux, "the log-sum-exp as an output"),
+    (Feature.LSE, lambda p: p.wants(Aux.LSE), "the log-sum-exp as an output"),
     (
         Feature.LSE_GRADIENT,
-        lambda p: Aux.LSE in p.aux and p.requires_grad,
+        lambda p: p.wants(Aux.LSE) and p.requires_grad,
         "a gradient through the log-sum-exp",
     ),
-    (Feature.ROW_MAX, lambda p: Aux.ROW_MAX in p.aux, "the row maximum as an output"),
-    (Feature.ENTROPY, lambda p: Aux.ENTROPY in p.aux, "the row entropy as an output"),
-    (Feature.WEIGHTS, lambda p: Aux.WEIGHTS in p.aux, "the weights as an output"),
+    (Feature.ROW_MAX, lambda p: p.wants(Aux.ROW_MAX), "the row maximum as an output"),
+    (Feature.ENTROPY, lambda p: p.wants(Aux.ENTROPY), "the row entropy as an output"),
+    (Feature.WEIGHTS, lambda p: p.wants(Aux.WEIGHTS), "the weights as an output"),
     (Feature.BLOCK_LIST, lambda p: p.has_blocks, "a list of blocks"),
     (
         Feature.DROPPED_MASS,
-        lambda p: Aux.DROPPED_MASS in p.aux,
+        lambda p: p.wants(Aux.DROPPED_MASS),
         "the mass of blocks that are not listed, as an output",
     ),
     (
@@ -117,9 +117,9 @@ def reasons(
     found += [f"it does not support {text}" for text in _missing(capability.features, problem)]
     if problem.kv_kind not in capability.kv_kinds:
         found.append(f"it does not support {problem.kv_kind.value}")
-    found += _size_reasons(capability, problem)
+    found += list(_size_reasons(capability, problem))
     if hardware is not None and problem.device_type == "cuda":
-        found += _generation_reasons(capability, hardware)
+        found += list(_generation_reasons(capability, hardware))
     if capability.waits and not problem.may_wait:
         found.append('it reads the device on the host, which only check="always" allows')
     found += [why for rule in capability.rules if (why := rule(problem))]

@@ -125,6 +125,13 @@ class AttentionProblem:
         """Whether blocks of keys are listed for blocks of rows."""
         return self.block_size[1] > 0
 
+    def wants(self, aux: Aux) -> bool:
+        """Return whether an output beside the result is asked for.
+
+        By numbers: torch.compile of PyTorch 2.11 follows no other words for flags.
+        """
+        return bool(self.aux.value & aux.value)
+
     @property
     def attended_pairs(self) -> int:
         """(query, key) pairs of packed sequences at most, causality left out."""

@@ -112,8 +112,8 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     kind = "fp16" if arguments.is_halved else _TYPES[problem.precision]
     is_split = problem.len_q == 1
     result = "fp32" if is_split else _TYPES[problem.precision]
-    rows = ["*fp32" if is_split or flag in problem.aux else None for flag in STATISTICS[:3]]
-    if is_split and Aux.ENTROPY not in problem.aux:
+    rows = ["*fp32" if is_split or problem.wants(flag) else None for flag in STATISTICS[:3]]
+    if is_split and not problem.wants(Aux.ENTROPY):
         rows[2] = None
     mask, seen = None, MaskLayout()
     if problem.mask is not MaskKind.NONE:
@@ -131,7 +131,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
         "*i64" if problem.dropout_p else None,
         "*fp32" if arguments.is_halved else None,
         *(lists, lists),
-        "*fp32" if Aux.DROPPED_MASS in problem.aux else None,
+        "*fp32" if problem.wants(Aux.DROPPED_MASS) else None,
     )
     sizes = (problem.num_heads, problem.len_q, problem.len_k)
     grid = (1, 2 if is_split else 1, 1)

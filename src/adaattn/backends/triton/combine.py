@@ -40,6 +40,7 @@ def combine(
     HAS_LSE: tl.constexpr,
     HAS_ROW_MAX: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Add the parts of one row: the weighted sum of what `forward` wrote for each split.
 
@@ -47,7 +48,10 @@ def combine(
         parts_ptr: fp32 [splits, B, Hq, Sq, Dv], unnormalised; the others [splits, B, Hq, Sq].
         num_rows: B * Hq * Sq.
         SPLITS: a power of two, num_splits at least.
+        FOLLOWS: it is launched before `forward` has ended.
     """
+    if FOLLOWS:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
     is_split = splits < num_splits

@@ -15,13 +15,16 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
-from adaattn.backends.triton.launch import halved_columns
+from adaattn.backends.triton.launch import HALVED_ROWS, halved_columns
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
 
 _KEPT: Final = 256
+_OVERLAPS_FROM: Final = (9, 0)
+"""Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
+
 _NO_MASK: Final = MaskLayout()
 _NO_STATISTICS: Final = (None,) * len(STATISTICS)
 
@@ -43,7 +46,7 @@ def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     query = tensors.query
     shape = query.shape[:3]
     lse, row_max, entropy, dropped = statistics = tuple(
-        query.new_empty(shape, dtype=torch.float32) if flag in problem.aux else None
+        query.new_empty(shape, dtype=torch.float32) if problem.wants(flag) else None
         for flag in STATISTICS
     )
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
@@ -210,10 +213,15 @@ class _Launcher:
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
         listed = (0, 0, 0) if lists is None else (*list_strides(lists), lists[-1])
-        forward = arguments.forward((programs, splits, 1), strides, sizes, counts, seen, listed)
+        overlaps = (facts.compute_capability or (0, 0)) >= _OVERLAPS_FROM
+        forward = arguments.forward(
+            (programs, splits, 1), strides, sizes, counts, seen, listed, overlaps=overlaps
+        )
         combine = None
         if splits > 1:
-            combine = arguments.combine(output_strides, splits, batch, heads, len_q)
+            combine = arguments.combine(
+                output_strides, splits, batch, heads, len_q, overlaps=overlaps
+            )
         return _Prepared(
             layout=layout,
             forward=forward,
@@ -229,14 +237,19 @@ def _halved(
     """Return keys and values as sums of two fp16 numbers, and the powers of two that undo scales.
 
     Returns:
-        Both as fp16 [2, B, Hkv, Sk, D], high halves first, D in steps of 8, and fp32
-        [2, B, Hkv, Sk].
+        Both as fp16 [2, B, Hkv, Sk, D], high halves first, D in steps of 8; and the powers of keys,
+        of values, and the bounds of both in one fp32 tensor.
     """
-    lifts = key.new_empty((2, *key.shape[:3]))
+    batch, heads, rows, _ = key.shape
+    sizes = (batch * heads * rows, 2 * batch * heads * -(-rows // HALVED_ROWS))
+    num_lifts, num_bounds = (-(-size // 4) * 4 for size in sizes)  # 16 bytes: fit to be launched
+    lifts = key.new_empty(2 * (num_lifts + num_bounds))
     made = []
-    for matrix, lift, take_apart in zip((key, value), lifts, prepared.halve, strict=True):
+    for place, (matrix, take_apart) in enumerate(zip((key, value), prepared.halve, strict=True)):
+        lift = lifts[place * num_lifts :]
+        bounds = lifts[2 * num_lifts + place * num_bounds :]
         shape = (2, *matrix.shape[:-1], halved_columns(matrix.shape[-1]))
         both = matrix.new_empty(shape, dtype=torch.float16)
-        take_apart(matrix, both, lift)
+        take_apart(matrix, both, lift, bounds)
         made.append(both)
     return made[0], made[1], lifts

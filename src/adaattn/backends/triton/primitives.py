@@ -18,6 +18,7 @@ __all__ = [
     "halves",
     "is_kept",
     "key_ranges",
+    "level_of",
     "load_entries",
     "load_rows",
     "log2_or_nothing",
@@ -172,15 +173,41 @@ def load_entries(base_ptr, start, step, offsets, within, high, MASKED: tl.conste
 
 
 @triton.jit
-def power_of_two(largest):
-    """Return (scale, -log2(scale)): the power of two that brings magnitudes to 2^14 or above.
+def power_of_two(largest, STEP: tl.constexpr):
+    """Return (scale, -log2(scale)): a power of two that brings magnitudes below 2^15.
 
-    fp16 holds numbers below 2^16, and all bits of those from 2^-14 on.
+    Its exponent is a multiple of STEP: magnitudes are above 2^(14 - STEP) then. fp16 holds numbers
+    below 2^16, and all bits of those from 2^-14 on.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    shift = tl.minimum(tl.maximum(127 + 14 - exponent, -126), 126)
+    shift = (127 + 14 - exponent + 128 * STEP) // STEP * STEP - 128 * STEP
+    shift = tl.minimum(tl.maximum(shift, -126), 126)
     scale = ((127 + shift) << 23).to(tl.float32, bitcast=True)
     return scale, -shift.to(tl.float32)
+
+
+@triton.jit
+def level_of(bounds_ptr, plane, num_blocks, CHUNK: tl.constexpr):
+    """Return whether all rows of a matrix have one power of two, and its exponent.
+
+    Args:
+        bounds_ptr: fp32 [num_blocks], the least exponent of each block of rows; the largest ones
+            stand ``plane`` numbers behind them.
+        plane: see there.
+        num_blocks: of this head.
+        CHUNK: how many are read at a time.
+    """
+    places = tl.arange(0, CHUNK)
+    low = tl.full([CHUNK], float("inf"), tl.float32)
+    high = tl.full([CHUNK], _NOTHING, tl.float32)
+    for first in range(0, num_blocks, CHUNK):
+        inside = first + places < num_blocks
+        low = tl.minimum(low, tl.load(bounds_ptr + first + places, mask=inside, other=float("inf")))
+        more = tl.load(bounds_ptr + plane + first + places, mask=inside, other=_NOTHING)
+        high = tl.maximum(high, more)
+    least = tl.min(low, 0)
+    most = tl.max(high, 0)
+    return least >= most, tl.where(most == _NOTHING, 0.0, most)
 
 
 @triton.jit
