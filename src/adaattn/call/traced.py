@@ -22,7 +22,7 @@ from adaattn.call.operator import asks_for_invariance, decided_at_run_time, poli
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import check_plan, run_plan
 from adaattn.errors import UnsupportedError
-from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan, Scheme
+from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan, Policy, Scheme
 
 __all__ = ["traced"]
 
@@ -44,7 +44,10 @@ def traced(
         choice: a plan is followed, a backend too.
     """
     policy, plan, _, backend, layer, return_aux = choice
-    if arguments.batch_invariant or asks_for_invariance(policy):
+    # A policy's own fields are read here: PyTorch 2.11 takes no object for a constant.
+    given = policy if isinstance(policy, Policy) else None
+    invariant = asks_for_invariance(policy) if given is None else given.batch_invariant
+    if arguments.batch_invariant or invariant:
         found = ["a graph's products are its compiler's, which follow the size of the batch"]
         raise UnsupportedError(
             "torch.compile with batch_invariant", found, "Call it outside of the compiled function."
@@ -53,7 +56,8 @@ def traced(
     if plan is not None:
         outcome = run_plan(call, plan)
     else:
-        token = policy_token(policy) if _may_lose(call, backend) else ""
+        may_lose = _may_lose(call, backend) and (given is None or given.allows_loss)
+        token = policy_token(policy) if may_lose else ""
         result = _lossy(call, token, layer) if token else _exact(call, backend)
         outcome = Outcome(result=result, decision=None)
     output = call.restore(outcome.result.output)

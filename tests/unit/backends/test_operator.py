@@ -51,7 +51,7 @@ softmax_attention.register_autograd(_backward, setup_context=_keep)
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     output, lse = softmax_attention(tensors.query, tensors.key, tensors.value, problem.scale)
-    return Result(output=output, lse=lse if Aux.LSE in problem.aux else None)
+    return Result(output=output, lse=lse if problem.wants(Aux.LSE) else None)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,12 @@ from typing import Final
 
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.triton.arguments import Arguments
-from adaattn.backends.triton.launch import COPIED_BYTES, LEAST_BLOCK
+from adaattn.backends.triton.launch import (
+    COPIED_BYTES,
+    LEAST_BLOCK,
+    halved_columns,
+    lift_sizes,
+)
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -39,8 +44,10 @@ def _overhead(
     arguments = Arguments(problem)
     size, launches = 0.0, 0
     if arguments.is_halved:
-        numbers = problem.batch * problem.num_kv_heads * problem.len_k
-        size += 4.0 * numbers * (problem.head_dim + problem.value_dim + 2)
+        heads = problem.batch * problem.num_kv_heads
+        columns = halved_columns(problem.head_dim) + halved_columns(problem.value_dim)
+        beside = 2 * sum(lift_sizes(heads, problem.len_k))
+        size += 4.0 * (heads * problem.len_k * columns + beside)
         launches += 2
     sizes = problem.batch, problem.num_heads, problem.len_q
     programs, _ = arguments.programs(*sizes, problem.num_sequences)

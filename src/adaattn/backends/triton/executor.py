@@ -15,7 +15,7 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
-from adaattn.backends.triton.launch import HALVED_ROWS, halved_columns
+from adaattn.backends.triton.launch import halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HeadGroup
 
@@ -213,7 +213,7 @@ class _Launcher:
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
         listed = (0, 0, 0) if lists is None else (*list_strides(lists), lists[-1])
-        overlaps = (facts.compute_capability or (0, 0)) >= _OVERLAPS_FROM
+        overlaps = facts.compute_capability >= _OVERLAPS_FROM
         forward = arguments.forward(
             (programs, splits, 1), strides, sizes, counts, seen, listed, overlaps=overlaps
         )
@@ -241,8 +241,7 @@ def _halved(
         of values, and the bounds of both in one fp32 tensor.
     """
     batch, heads, rows, _ = key.shape
-    sizes = (batch * heads * rows, 2 * batch * heads * -(-rows // HALVED_ROWS))
-    num_lifts, num_bounds = (-(-size // 4) * 4 for size in sizes)  # 16 bytes: fit to be launched
+    num_lifts, num_bounds = lift_sizes(batch * heads, rows)
     lifts = key.new_empty(2 * (num_lifts + num_bounds))
     made = []
     for place, (matrix, take_apart) in enumerate(zip((key, value), prepared.halve, strict=True)):

@@ -32,6 +32,7 @@ from adaattn.backends.triton.primitives import (
     bounds,
     exp2_sum,
     find_sequence,
+    halved_product,
     halves,
     is_kept,
     key_ranges,
@@ -42,6 +43,7 @@ from adaattn.backends.triton.primitives import (
     power_of_two,
     seen,
     soft_capped,
+    store_rows,
     times,
     with_sink,
 )
@@ -361,7 +363,11 @@ def forward(
     running_lift = tl.full([BLOCK_M], _NOTHING, tl.float32)
     dropped_max = tl.full([BLOCK_M], _NOTHING, tl.float32)
     dropped_sum = tl.zeros([BLOCK_M], tl.float32)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # A block's own sum beside that of all takes too many registers for 256 columns at once.
+    PARTS: tl.constexpr = 2 if IS_HALVED and BLOCK_DV > 128 else 1
+    PART: tl.constexpr = BLOCK_DV // PARTS
+    accumulator = tl.zeros([BLOCK_M, PART], tl.float32)
+    others = tl.zeros([BLOCK_M, PART], tl.float32)
     # First the blocks that all rows see whole, then those at the edges, then what is not listed.
     for PHASE in tl.static_range(3 if HAS_DROPPED else 2):
         count = whole
@@ -472,72 +478,84 @@ def forward(
                     kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
                     weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
                 block_ptr = value_base + start.to(tl.int64) * value_step
-                value_block = load_rows(
-                    block_ptr,
-                    within_wide,
-                    value_step,
-                    high - start,
-                    VALUE_COLUMNS,
-                    BLOCK_DV,
-                    PHASE != 0,
-                )
                 if IS_HALVED:
-                    value_low = load_rows(
-                        block_ptr + value_plane,
+                    weights, weights_low = halves(weights * WEIGHT_SCALE)
+                    product = halved_product(
+                        weights,
+                        weights_low,
+                        block_ptr,
+                        value_plane,
                         within_wide,
                         value_step,
                         high - start,
                         VALUE_COLUMNS,
+                        PART,
+                        PHASE != 0,
+                    )
+                    accumulator = tl.fma(accumulator, decay[:, None], product)
+                    if PARTS == 2:
+                        product = halved_product(
+                            weights,
+                            weights_low,
+                            block_ptr + PART,
+                            value_plane,
+                            within_wide,
+                            value_step,
+                            high - start,
+                            VALUE_COLUMNS - PART,
+                            PART,
+                            PHASE != 0,
+                        )
+                        others = tl.fma(others, decay[:, None], product)
+                else:
+                    value_block = load_rows(
+                        block_ptr,
+                        within_wide,
+                        value_step,
+                        high - start,
+                        DV,
                         BLOCK_DV,
                         PHASE != 0,
                     )
-                    weights, weights_low = halves(weights * WEIGHT_SCALE)
-                    product = tl.dot(weights_low, value_block)
-                    product = tl.dot(weights, value_low, product)
-                    product = tl.dot(weights, value_block, product)
-                    accumulator = tl.fma(accumulator, decay[:, None], product)
-                elif DOT == "tf32x3":
-                    product = tl.dot(weights, value_block, input_precision=DOT)
-                    accumulator = tl.fma(accumulator, decay[:, None], product)
-                else:
-                    accumulator = accumulator * decay[:, None]
-                    accumulator = tl.dot(weights.to(value_block.dtype), value_block, accumulator)
+                    if DOT == "tf32x3":
+                        product = tl.dot(weights, value_block, input_precision=DOT)
+                        accumulator = tl.fma(accumulator, decay[:, None], product)
+                    else:
+                        weights = weights.to(value_block.dtype)
+                        accumulator = accumulator * decay[:, None]
+                        accumulator = tl.dot(weights, value_block, accumulator)
 
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if IS_HALVED:
         unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
         unit = tl.where(values_are_level, value_level, unit)
-        accumulator = accumulator * (tl.exp2(unit) / WEIGHT_SCALE)[:, None]
-    out_columns = tl.arange(0, BLOCK_DV)
-    out_inside = is_row[:, None] & (out_columns < DV)[None, :]
+        factor = tl.exp2(unit) / WEIGHT_SCALE
     if IS_SPLIT:
         if IS_FOLLOWED:
             tl.extra.cuda.gdc_launch_dependents()
         # B * Hq * Sq rows of each split.
         rows_of_split = (tl.num_programs(0) // num_tiles).to(tl.int64) * PACK * total_q
         row_of_all += tl.program_id(1) * rows_of_split
-        out_pointers = output_ptr + (row_of_all * DV)[:, None] + out_columns[None, :]
-        tl.store(out_pointers, accumulator, mask=out_inside)
+        out_rows = output_ptr + row_of_all * DV
         tl.store(row_max_ptr + row_of_all, running_max, mask=is_row)
         tl.store(lse_ptr + row_of_all, running_sum, mask=is_row)
         if HAS_ENTROPY:
             tl.store(entropy_ptr + row_of_all, running_product, mask=is_row)
     else:
+        out_rows = output_ptr + times(batch, stride_ob, ALIGN)
+        out_rows += times(heads, stride_oh, ALIGN) + times(q_rows, stride_om, ALIGN)
         largest = running_max
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
             running_max, running_sum, running_product, decay = with_sink(
                 running_max, running_sum, running_product, sink
             )
-            accumulator = accumulator * decay[:, None]
+            factor *= decay
         if HAS_DROPPED:
             share = dropped_share(dropped_max, dropped_sum, running_max, running_sum)
             tl.store(dropped_ptr + row_of_all, share, mask=is_row)
         inverse = 1.0 / tl.where(running_sum == 0.0, 1.0, running_sum)
-        accumulator = accumulator * inverse[:, None]
-        out_base = output_ptr + times(batch, stride_ob, ALIGN)
-        out_starts = times(heads, stride_oh, ALIGN) + times(q_rows, stride_om, ALIGN)
-        out_pointers = out_base + out_starts[:, None] + out_columns[None, :]
-        tl.store(out_pointers, accumulator.to(output_ptr.dtype.element_ty), mask=out_inside)
+        factor *= inverse
         if HAS_LSE:
             lse = log2_or_nothing(running_sum, running_max) / LOG2_E
             tl.store(lse_ptr + row_of_all, lse, mask=is_row)
@@ -547,3 +565,6 @@ def forward(
             bits = log2_or_nothing(running_sum, running_sum * 0.0) - running_product * inverse
             bits = tl.where(running_sum == 0.0, 0.0, bits)
             tl.store(entropy_ptr + row_of_all, bits, mask=is_row)
+    store_rows(out_rows, accumulator * factor[:, None], is_row, DV)
+    if PARTS == 2:
+        store_rows(out_rows + PART, others * factor[:, None], is_row, DV - PART)

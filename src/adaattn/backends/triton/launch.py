@@ -16,6 +16,7 @@ __all__ = [
     "halved_columns",
     "invariant_split",
     "is_halved",
+    "lift_sizes",
     "num_splits",
     "packed_heads",
     "padded",
@@ -29,10 +30,6 @@ COPIED_BYTES: Final = 4
 
 _LEAST_SPLIT: Final = 256
 """Keys of the shortest split: below, adding up the parts costs more than it saves."""
-
-_PROGRAMS: Final = 2
-"""Programs for each multiprocessor that splitting aims at, of a short tile: more of them take 5 to
-10 % longer over 32K keys (H200, 2026-11)."""
 
 _INVARIANT_SPLIT: Final = 512
 _MOST_INVARIANT_SPLITS: Final = 64
@@ -61,12 +58,14 @@ class Tile:
         keys: BLOCK_N.
         warps: warps of a program.
         stages: tiles of keys and values in flight.
+        programs: of a multiprocessor that splits of the keys are for.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    programs: int = 1
 
 
 _TILES: Final = {
@@ -102,6 +101,23 @@ def halved_columns(columns: int) -> int:
         (64, 64)
     """
     return -(-columns // HALVED_STEP) * HALVED_STEP
+
+
+def lift_sizes(num_heads: int, num_rows: int) -> tuple[int, int]:
+    """Return the powers of two of all rows of keys, or values, and their bounds.
+
+    Each in steps of four, 16 bytes, at which what is read begins.
+
+    Args:
+        num_heads: of keys, in all sequences.
+        num_rows: of a head.
+
+    Example:
+        >>> lift_sizes(2, 65)
+        (132, 8)
+    """
+    bounds = 2 * num_heads * -(-num_rows // HALVED_ROWS)
+    return -(-num_heads * num_rows // 4) * 4, -(-bounds // 4) * 4
 
 
 def packed_heads(problem: AttentionProblem) -> int:
@@ -160,11 +176,19 @@ def _usual_tile(problem: AttentionProblem) -> Tile:
     if is_halved(problem):
         return _HALVED_TILES[_size(columns)]
     if problem.precision is Precision.FP32:
-        return Tile(rows=min(padded(rows), 64), keys=32, warps=4, stages=2 if columns <= 128 else 1)
+        few = min(padded(rows), 64)
+        stages = 2 if columns <= 128 else 1
+        return Tile(rows=few, keys=32, warps=4, stages=stages, programs=2 if few <= 32 else 1)
     if rows <= 2 * LEAST_BLOCK and not _is_blind(problem):
         many = problem.batch * problem.num_kv_heads >= _MANY_HEADS and not problem.batch_invariant
         keys = 128 if many and columns <= 128 else 64
-        return Tile(rows=padded(rows), keys=keys, warps=4, stages=3 if columns <= 128 else 2)
+        if columns != 128:
+            stages = 3 if columns < 128 else 2
+            return Tile(rows=padded(rows), keys=keys, warps=4, stages=stages, programs=2)
+        # H200: 1.03, 1.01 and 1.00 of cuDNN at (B, Sk) of (1, 32K), (1, 128K) and (16, 8K); with
+        # two programs of three stages 1.03, 1.00 and 0.98, with four or 128 keys below that.
+        # Many heads, unsplit: 128 keys 1.01, 64 keys 0.89 to 1.00.
+        return Tile(rows=padded(rows), keys=keys, warps=4, stages=3 if many else 4)
     if rows <= 64 or _is_blind(problem) or (columns <= 128 and _is_ragged(problem)):
         return Tile(rows=64, keys=64, warps=4, stages=3 if columns <= 128 else 2)
     return _TILES[_size(columns)]
@@ -192,11 +216,11 @@ def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -
         num_processors: of the device.
 
     Example:
-        >>> tile = Tile(rows=16, keys=64, warps=4, stages=3)
+        >>> tile = Tile(rows=16, keys=64, warps=4, stages=4)
         >>> num_splits(8, tile, 32768, 132), num_splits(4096, tile, 32768, 132)
-        (32, 1)
+        (16, 1)
     """
-    wanted = num_processors * (_PROGRAMS if tile.rows <= 2 * LEAST_BLOCK else 1)
+    wanted = num_processors * tile.programs
     if num_programs * 2 > wanted:
         return 1
     most = max(len_k // _LEAST_SPLIT, 1)

@@ -15,6 +15,7 @@ __all__ = [
     "bounds",
     "exp2_sum",
     "find_sequence",
+    "halved_product",
     "halves",
     "is_kept",
     "key_ranges",
@@ -25,6 +26,7 @@ __all__ = [
     "power_of_two",
     "seen",
     "soft_capped",
+    "store_rows",
     "times",
     "with_sink",
 ]
@@ -215,6 +217,40 @@ def halves(numbers):
     """Return fp32 numbers as the sum of two in fp16: 22 bits of them."""
     high = numbers.to(tl.float16)
     return high, (numbers - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def halved_product(
+    weights,
+    weights_low,
+    base_ptr,
+    plane,
+    rows,
+    row_stride,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return weights times rows of values, all in halves: three products of fp16, fp32 sums.
+
+    The low halves of the values stand ``plane`` behind the high ones; the rest is as in
+    `load_rows`.
+    """
+    high = load_rows(base_ptr, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
+    low = load_rows(base_ptr + plane, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
+    product = tl.dot(weights_low, high)
+    product = tl.dot(weights, low, product)
+    return tl.dot(weights, high, product)
+
+
+@triton.jit
+def store_rows(row_ptrs, numbers, is_row, COLUMNS: tl.constexpr):
+    """Write rows of numbers [R, BLOCK] to where each begins, without columns beyond the last."""
+    columns = tl.arange(0, numbers.shape[1])
+    inside = is_row[:, None] & (columns < COLUMNS)[None, :]
+    numbers = numbers.to(row_ptrs.dtype.element_ty)
+    tl.store(row_ptrs[:, None] + columns[None, :], numbers, mask=inside)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from adaattn.backends.common import layout_facts
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.triton import compiled, direct, executor
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.backends.triton.forward import forward
 from adaattn.errors import ExecutorError
 from adaattn.spec import (
     Align,
@@ -333,7 +334,10 @@ def test_a_mask_whose_entries_lie_far_apart_is_read_in_64_bits(
     seen = MaskLayout(2, strides, torch.float16)
     steps = (*[8] * 12, *strides, 0)
     launch = Arguments(problem).forward((1, 1, 1), steps, (2, 130, 130), (0, 3, 64, 2), seen)
-    assert launch.constants[-3] is is_wide
+    constants = dict(
+        zip(forward.arg_names[-len(launch.constants) :], launch.constants, strict=True)
+    )
+    assert constants["WIDE"] is is_wide
 
 
 def test_what_is_prepared_is_dropped_with_the_facts_that_it_rests_on() -> None:

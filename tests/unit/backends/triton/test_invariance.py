@@ -126,7 +126,7 @@ def test_no_size_of_the_device_changes_a_bit(
     for processors in (1, 3, 132):
         monkeypatch.setattr(
             "adaattn.backends.triton.executor.probe",
-            lambda name, count=processors: type("Facts", (), {"num_processors": count}),
+            lambda name, count=processors: replace(probe("cpu"), num_processors=count),
         )
         splits.add(Arguments(problem).splits(2, 1500, processors))
         run = direct(problem, HeadGroup(capability="triton"))
