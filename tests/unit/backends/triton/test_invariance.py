@@ -14,6 +14,7 @@ from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.triton import direct
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.launch import choose_tile, is_halved, packed_heads
+from adaattn.hardware import probe
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
 
