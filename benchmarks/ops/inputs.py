@@ -115,7 +115,8 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
     listed = blocks = None
     if cell.given.listed:
         listed = _some_blocks(cell, generator)
-        blocks = BlockList.from_mask(listed, block_q=_BLOCK, block_k=_BLOCK)
+        # On a CPU its room is that of the longest list: planning looks at it.
+        blocks = BlockList.from_mask(listed.cpu(), block_q=_BLOCK, block_k=_BLOCK).to(device)
     places = torch.arange(1, heads + 1, device=device)
     return Inputs(
         query=query,

@@ -155,14 +155,18 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "thin window both ways": {"window": 32},
     "wide window both ways": {"window": 2},
     "few blocks": {"is_causal": True, "listed": 32},
+    "all blocks": {"listed": 1},
     "statistics": {"is_causal": True, "aux": Aux.ENTROPY},
     "full statistics": {"aux": Aux.ENTROPY},
 }
 """Fields of each class; a window, and the listed blocks, are a share of the length."""
 
 _MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
-_LISTED: Final = ("blocks", "few blocks")
-_COMPILED: Final = ("narrow window", "window both ways", "packed", "alibi", "softcap", "blocks")
+_LISTED: Final = ("blocks", "few blocks", "all blocks")
+_COMPILED: Final = (
+    *("narrow window", "window both ways", "packed", "alibi", "softcap"),
+    *("blocks", "all blocks"),
+)
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 

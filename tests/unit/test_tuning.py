@@ -439,7 +439,7 @@ def test_the_usual_problems_come_first() -> None:
 
 def test_executors_that_compile_take_part_in_about_20_problems_that_sdpa_lacks() -> None:
     chosen = [item.problem for item in default_grid("cuda") if item.compiles]
-    assert 15 <= len(chosen) <= 25
+    assert 15 <= len(chosen) <= 28
     assert {problem.len_q for problem in chosen} == {512, 2048, 8192, 32768}
     names = {problem_class(problem) for problem in chosen}
     assert names == {
@@ -448,7 +448,7 @@ def test_executors_that_compile_take_part_in_about_20_problems_that_sdpa_lacks()
         "half causal alibi",
         "half causal softcap",
         "half packed causal",
-        "half causal blocks128x128",
+        "half blocks128x128",
     }
 
 

@@ -147,7 +147,7 @@ def _is_of(ref: weakref.ref[torch.Tensor], source: torch.Tensor) -> bool:
 
 
 def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
-    """Return the block mask, None if all is seen; without a boolean mask and a list it is kept."""
+    """Return the block mask, None if all is seen; without a boolean mask it is kept."""
     boolean, device = _boolean(tensors), tensors.query.device
     packed = tensors.cu_seqlens_q is not None
     if boolean is None and not (problem.is_positional or packed or problem.has_blocks):
@@ -175,9 +175,16 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
         device,
     )
     if tensors.blocks is not None:
-        partial, full = tiles() if boolean is not None else _kept(("tiles", *facts), (), tiles)
-        listed = _listed_tiles(tensors.blocks, problem)
-        return _of_tiles(partial & listed, full & listed, mask_mod, shape[2:])
+        blocks = tensors.blocks
+
+        def of_list() -> Any:
+            partial, full = tiles() if boolean is not None else _kept(("tiles", *facts), (), tiles)
+            listed = _listed_tiles(blocks, problem)
+            return _of_tiles(partial & listed, full & listed, mask_mod, shape[2:])
+
+        if boolean is not None:
+            return of_list()
+        return _kept((problem.block_size, *facts), (blocks.counts, blocks.indices), of_list)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     return _kept(facts, tuple(item for item in starts if item is not None), made)
 

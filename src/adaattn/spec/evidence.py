@@ -212,7 +212,8 @@ def problem_class(problem: AttentionProblem) -> str:
 
     Its dtype (the two of 16 bits are one), the features in use, what is to be differentiated
     and what is wanted beside the output, such as ``"half causal window"``. Row maximum and entropy
-    cost the same, with the log-sum-exp or without.
+    cost the same, with the log-sum-exp or without; with a list of blocks, causal order is a mask of
+    a few of them.
 
     Example:
         >>> problem = AttentionProblem(batch=1, num_heads=8, num_kv_heads=2, len_q=64, len_k=64,
@@ -226,7 +227,7 @@ def problem_class(problem: AttentionProblem) -> str:
     corner = not square and problem.is_positional and problem.align is Align.BOTTOM_RIGHT
     for used, word in (
         (problem.num_sequences > 0, "packed"),
-        (problem.is_causal, "causal"),
+        (problem.is_causal and not problem.has_blocks, "causal"),
         (problem.window != (-1, -1), "window"),
         (problem.dilation > 1, "dilation"),
         (corner, "to_end"),

@@ -284,6 +284,29 @@ def test_a_block_mask_is_made_once(made: list[object], values: dict[str, Any]) -
     assert len(made) == 1
 
 
+def test_the_block_mask_of_a_list_is_made_once_and_again_when_it_is_written_over(
+    stand_in: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made at each call it took as long as the attention of 5 % of 16384 tokens (H200)."""
+    found: list[object] = []
+    make = flex_masks._of_tiles
+
+    def noting(*arguments: Any) -> object:
+        found.append(make(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(flex_masks, "_of_tiles", noting)
+    tensors, problem = draw(FEATURES["blocks"])
+    for _ in range(3):
+        check(tensors, problem)
+    assert len(found) == 1
+    blocks = tensors.blocks
+    assert blocks is not None
+    blocks.counts.zero_()
+    check(tensors, problem)
+    assert len(found) == 2
+
+
 def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:
     tensors, problem = draw(PACKED, is_causal=True)
     others, _ = draw({**OTHER, "lengths_q": (20, 30, 78), "lengths_k": (50, 60, 50)})
