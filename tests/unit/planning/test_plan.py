@@ -13,10 +13,11 @@ from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.low_rank.ranks import methods
 from adaattn.planning import decide, head_budgets, worth_measuring
 from adaattn.planning.cost import estimate
-from adaattn.planning.evidence import DISPLACES
+from adaattn.planning.evidence import DISPLACES, ratio
 from adaattn.planning.plan import MARGIN
 from adaattn.spec import (
     AttentionProblem,
+    Aux,
     Capability,
     Cell,
     Decision,
@@ -541,6 +542,32 @@ def test_times_are_extrapolated_by_a_factor_of_two_and_to_no_other_class(
 ) -> None:
     times = {"best": _time(0.5), "pytorch": _time(1.0)}
     assert _taken(times, **values)[1] == taken
+
+
+@pytest.mark.parametrize("aux", [Aux.ENTROPY, Aux.LSE | Aux.ROW_MAX, Aux.LSE])
+def test_statistics_go_by_the_times_without_them_where_nobody_measured_them(aux: Aux) -> None:
+    decision, taken = _taken({"best": _time(0.5), "pytorch": _time(1.0)}, aux=aux)
+    assert taken == "best"
+    assert "(table of a test, without statistics)" in _entries(decision)["best/fp32"].reason
+
+
+def test_statistics_that_were_measured_go_by_their_own_times() -> None:
+    measured_on = _problem("cpu", sdpa_default="pytorch")
+    tables = [
+        _table(measured_on, {"best": _time(0.5), "pytorch": _time(1.0)}),
+        _table(replace(measured_on, aux=Aux.ENTROPY), {"best": _time(2.0), "pytorch": _time(1.0)}),
+    ]
+    table = TimingTable(source="table", cells=tables[0].cells | tables[1].cells)
+    for aux, expected in ((Aux.NONE, 0.5), (Aux.ENTROPY, 2.0), (Aux.ROW_MAX | Aux.LSE, 2.0)):
+        problem = replace(measured_on, aux=aux)
+        assert ratio(table, problem, "best", "pytorch") == pytest.approx(expected)
+
+
+def test_a_list_of_blocks_is_one_class_with_causal_order_and_without() -> None:
+    listed = _problem("cpu", block_size=(128, 128), most_blocks=4)
+    assert problem_class(listed) == problem_class(replace(listed, is_causal=True))
+    plain = _problem("cpu")
+    assert problem_class(plain) != problem_class(replace(plain, is_causal=True))
 
 
 def test_what_has_to_be_compiled_waits_until_calls_have_lost_what_that_costs() -> None:

@@ -92,6 +92,11 @@ CASES: dict[str, dict[str, Any]] = {
     "one column": {"head_dim": 1},
     "96 columns": {"head_dim": 96, "len_q": 65, "is_causal": True},
     "256 columns": {"head_dim": 256, "len_q": 130},
+    "values of 136 columns": {"head_dim": 40, "value_dim": 136, "len_q": 130, "has_sinks": True},
+    "wide values of groups, split": GROUPS
+    | {"head_dim": 16, "value_dim": 160, "len_q": 40, "len_k": 3000, "is_causal": True}
+    | {"align": Align.BOTTOM_RIGHT},
+    "odd columns": {"head_dim": 57, "value_dim": 31, "len_q": 130, "mask": MaskKind.ADDITIVE},
     "packed": {"lengths_q": (9, 0, 170, 1)},
     "packed, other keys": {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 0)},
     "packed in a window": GROUPS
@@ -288,9 +293,26 @@ def test_fp32_is_as_right_beside_numbers_that_are_hidden_and_huge(name: str, siz
     assert_matches(result, exact, eager, summands=num_summands(problem, result))
 
 
-def test_values_of_very_different_sizes_keep_their_weights() -> None:
+@pytest.mark.parametrize("zeros", [slice(0, 70), slice(64, 128), slice(None)], ids=str)
+def test_rows_of_zeros_have_any_power_of_two(zeros: slice) -> None:
+    """A padded batch has some: they must not take the others off the fast path, nor be NaN."""
+    problem = make_problem(len_q=140, len_k=200, precision=Precision.FP32, aux=STATISTICS)
+    tensors = make_tensors(problem)
+    key, value = tensors.key.clone(), tensors.value.clone()
+    key[:, :, zeros] = 0.0
+    value[:, :, zeros] = 0.0
+    tensors = replace(tensors, kv=replace(tensors.kv, key=key, value=value))
+    result = run(tensors, problem)
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem)
+    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+@pytest.mark.parametrize("value_dim", [16, 160])
+def test_values_of_very_different_sizes_keep_their_weights(value_dim: int) -> None:
     """A heavy key with small values, and a light one with large: both count."""
-    problem = make_problem(len_q=140, len_k=200, precision=Precision.FP32, scale=1.0)
+    sizes = {"len_q": 140, "len_k": 200, "value_dim": value_dim}
+    problem = make_problem(**sizes, precision=Precision.FP32, scale=1.0)
     tensors = make_tensors(problem)
     sizes = torch.logspace(-8, 8, 200)[None, None, :, None]
     tensors = replace(tensors, kv=replace(tensors.kv, value=tensors.value * sizes))

@@ -9,6 +9,7 @@ import torch
 
 from adaattn.backends import capabilities
 from adaattn.backends.triton import CAPABILITIES, direct
+from adaattn.backends.triton import forward as kernels
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
@@ -20,7 +21,7 @@ from adaattn.backends.triton.launch import (
     padded,
 )
 from adaattn.hardware import probe
-from adaattn.planning import decide
+from adaattn.planning import decide, reasons
 from adaattn.spec import AttentionProblem, HeadGroup, Policy, Precision, Scheme, Why
 from adaattn.testing import fake_facts, make_problem, make_tensors
 
@@ -164,6 +165,41 @@ def test_planning_knows_of_all_that_a_call_allocates(
     beside = [item for item in allocated if item.data_ptr() != output.data_ptr()]
     assert overhead.workspace_bytes == sum(item.nbytes for item in beside)
     assert bool(overhead.launches) == (name != "nothing")
+
+
+def test_odd_columns_are_for_fp32_alone() -> None:
+    (capability,) = CAPABILITIES
+    gpu = {"device_type": "cuda", "dense_columns": True, "head_dim": 57, "stride_bytes": 4}
+    for precision, is_served in ((Precision.FP32, True), (Precision.BF16, False)):
+        why = reasons(capability, make_problem(**gpu, precision=precision), None)
+        assert any("even D and Dv" in text for text in why) is not is_served
+    rows = gpu | {"head_dim": 64, "precision": Precision.FP16}
+    for step, is_served in ((2, False), (4, True), (16, True)):
+        why = reasons(capability, make_problem(**(rows | {"stride_bytes": step})), None)
+        assert any("begin at multiples of 4" in text for text in why) is not is_served
+    # In a graph strides are known when it runs: then q, k and v are copied.
+    unknown = make_problem(**(rows | {"dense_columns": False, "stride_bytes": 1}))
+    assert not any("begin at multiples" in text for text in reasons(capability, unknown, None))
+    assert Arguments(unknown).are_copied
+    assert not Arguments(make_problem(**(rows | {"stride_bytes": 16}))).are_copied
+
+
+@pytest.mark.parametrize(("capability", "overlaps"), [((8, 9), False), ((9, 0), True)])
+def test_what_adds_up_splits_is_launched_early_where_gpus_can(
+    capability: tuple[int, int], overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(**DECODE, precision=Precision.FP16)
+    facts = replace(probe("cpu"), num_processors=13, compute_capability=capability)
+    monkeypatch.setattr("adaattn.backends.triton.executor.probe", lambda name: facts)
+    launched: list[Launch] = []
+    monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: launched.append(self))
+    tensors = make_tensors(problem)
+    direct(problem, HeadGroup(capability="triton"))(tensors.query, tensors.key, tensors.value)
+    forward, combine = launched
+    names = kernels.forward.arg_names[-len(forward.constants) :]
+    assert forward.constants[names.index("IS_FOLLOWED")] is overlaps
+    assert combine.constants[-1] is overlaps
+    assert (("launch_pdl", True) in combine.options) is overlaps
 
 
 def test_a_budget_too_small_for_the_parts_of_split_keys_takes_another_executor() -> None:
