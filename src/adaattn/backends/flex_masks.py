@@ -141,6 +141,11 @@ def _kept(
     return made
 
 
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Return whether a CUDA graph records what is computed with a tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _is_of(ref: weakref.ref[torch.Tensor], source: torch.Tensor) -> bool:
     """Return whether a reference is to this very tensor."""
     return ref() is source
@@ -178,11 +183,13 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
         blocks = tensors.blocks
 
         def of_list() -> Any:
-            partial, full = tiles() if boolean is not None else _kept(("tiles", *facts), (), tiles)
+            own = boolean is not None or _is_recorded(blocks.counts)
+            partial, full = tiles() if own else _kept(("tiles", *facts), (), tiles)
             listed = _listed_tiles(blocks, problem)
             return _of_tiles(partial & listed, full & listed, mask_mod, shape[2:])
 
-        if boolean is not None:
+        # Recorded by a CUDA graph it is made at each replay, of the numbers that are there then.
+        if boolean is not None or _is_recorded(blocks.counts):
             return of_list()
         return _kept((problem.block_size, *facts), (blocks.counts, blocks.indices), of_list)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)

@@ -318,7 +318,8 @@ def _costed(
     if item.is_exact and hardware.timings is not None:
         known = comparable(hardware.timings, problem)
         measured = interpolated(hardware.timings, known, capability.name)
-        source = hardware.timings.source + ("" if known is problem else ", without statistics")
+        borrowed = measured is not None and known is not problem
+        source = hardware.timings.source + (", without statistics" if borrowed else "")
         item = replace(item, measured=measured, source=source)
     limit = policy.memory_budget_bytes
     if limit is None:

@@ -52,10 +52,11 @@ def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: s
 def comparable(table: TimingTable, problem: AttentionProblem) -> AttentionProblem:
     """Return the problem whose times speak for this one.
 
-    It is the problem itself; where a table knows nothing of its class, the same without statistics:
-    they cost fused kernels little, and those that write scores out more than that.
+    It is the problem itself; where a table knows nothing of its class, the same without statistics
+    of rows: they cost fused kernels little, and those that write scores out more than that.
     """
-    if not problem.aux or problem_class(problem) in table.cells:
+    of_rows = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
+    if not problem.aux or problem.aux & ~of_rows or problem_class(problem) in table.cells:
         return problem
     return replace(problem, aux=Aux.NONE)
 

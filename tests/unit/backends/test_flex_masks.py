@@ -305,6 +305,11 @@ def test_the_block_mask_of_a_list_is_made_once_and_again_when_it_is_written_over
     blocks.counts.zero_()
     check(tensors, problem)
     assert len(found) == 2
+    # A CUDA graph makes it anew at each replay: nothing that was kept serves it, nothing is kept.
+    kept = dict(flex_masks._KEPT)
+    monkeypatch.setattr(flex_masks, "_is_recorded", lambda tensor: True)
+    check(tensors, problem)
+    assert len(found) == 3 and dict(flex_masks._KEPT) == kept
 
 
 def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:

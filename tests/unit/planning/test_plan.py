@@ -551,6 +551,15 @@ def test_statistics_go_by_the_times_without_them_where_nobody_measured_them(aux:
     assert "(table of a test, without statistics)" in _entries(decision)["best/fp32"].reason
 
 
+def test_the_dropped_mass_takes_the_scores_of_all_blocks_and_goes_by_its_own_times_alone() -> None:
+    listed = {"block_size": (128, 128), "most_blocks": 4}
+    measured_on = _problem("cpu", **listed)
+    table = _table(measured_on, {"best": _time(0.5), "pytorch": _time(1.0)})
+    assert ratio(table, measured_on, "best", "pytorch") == pytest.approx(0.5)
+    dropped = replace(measured_on, aux=Aux.DROPPED_MASS)
+    assert ratio(table, dropped, "best", "pytorch") is None
+
+
 def test_statistics_that_were_measured_go_by_their_own_times() -> None:
     measured_on = _problem("cpu", sdpa_default="pytorch")
     tables = [

@@ -179,7 +179,9 @@ class Arguments:
                     *(is_split, is_split and overlaps),
                 ),
                 *(*self._asked(is_split), *self._aligns, is_wide),
-                *(self.is_halved, HALVED_ROWS, self._dot),
+                # Keys of other sequences may not choose where they are to have no say.
+                *(self.is_halved, not (problem.batch_invariant and problem.num_sequences)),
+                *(HALVED_ROWS, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
         )

@@ -15,7 +15,7 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
-from adaattn.backends.triton.launch import halved_columns, lift_sizes
+from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HeadGroup
 
@@ -142,6 +142,8 @@ class _Launcher:
         check_untransformed(query, key, value)
         if self._arguments.are_copied:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % COPIED_BYTES:
+            query, key, value = map(_at_multiples, (query, key, value))
         output = output_like(query, problem.value_dim)
         seen = _NO_MASK
         if mask is not None:
@@ -213,7 +215,8 @@ class _Launcher:
         sizes = (heads, len_q, len_k)
         counts = (sequences, tiles, split_keys, batch * kv_heads)
         listed = (0, 0, 0) if lists is None else (*list_strides(lists), lists[-1])
-        overlaps = facts.compute_capability >= _OVERLAPS_FROM
+        # On AMD's GPUs the numbers are others.
+        overlaps = torch.version.hip is None and facts.compute_capability >= _OVERLAPS_FROM
         forward = arguments.forward(
             (programs, splits, 1), strides, sizes, counts, seen, listed, overlaps=overlaps
         )
@@ -229,6 +232,13 @@ class _Launcher:
             combine=combine,
             parts=(splits, batch, heads, len_q, self._problem.value_dim),
         )
+
+
+def _at_multiples(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that begins where asynchronous copies may, of the same strides."""
+    if tensor.data_ptr() % COPIED_BYTES == 0:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def _halved(

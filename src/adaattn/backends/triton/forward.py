@@ -158,6 +158,7 @@ def forward(
     KEY_ALIGN: tl.constexpr,
     WIDE: tl.constexpr,
     IS_HALVED: tl.constexpr,
+    MAY_BE_LEVEL: tl.constexpr,
     HALVED_ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -183,6 +184,7 @@ def forward(
         stride_lb: of counts over batch, 0 where one serves all.
         stride_lh: of counts over heads, likewise.
         IS_FOLLOWED: what adds up the splits is launched while this still runs, and waits for it.
+        MAY_BE_LEVEL: what all rows of the head's keys are like may choose the arithmetic.
         LIST_ROWS: a multiple of BLOCK_M; 0 where no blocks are listed.
         LIST_KEYS: a multiple of BLOCK_N.
         GROUP: query heads that share a key head.
@@ -258,13 +260,19 @@ def forward(
         rows_of_all = total_k.to(tl.int64) * halved_heads
         num_lifts = tl.cdiv(rows_of_all, 4) * 4
         num_bounds = tl.cdiv(total_k, HALVED_ROWS)
-        bounds_ptr = lifts_ptr + 2 * num_lifts + head_of_all * num_bounds
-        plane = halved_heads * num_bounds
-        keys_are_level, key_level = level_of(bounds_ptr, plane, num_bounds, 256)
-        bounds_ptr += tl.cdiv(plane, 2) * 4
-        values_are_level, value_level = level_of(bounds_ptr, plane, num_bounds, 256)
         row_scale = scale * tl.exp2(query_lift)
-        row_scale = (row_scale * tl.where(keys_are_level, tl.exp2(key_level), 1.0))[:, None]
+        if MAY_BE_LEVEL:
+            bounds_ptr = lifts_ptr + 2 * num_lifts + head_of_all * num_bounds
+            plane = halved_heads * num_bounds
+            keys_are_level, key_level = level_of(bounds_ptr, plane, num_bounds, 256)
+            bounds_ptr += tl.cdiv(plane, 2) * 4
+            values_are_level, value_level = level_of(bounds_ptr, plane, num_bounds, 256)
+            row_scale *= tl.where(keys_are_level, tl.exp2(key_level), 1.0)
+        else:
+            keys_are_level = False
+            values_are_level = False
+            value_level = 0.0
+        row_scale = row_scale[:, None]
     key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
     value_base = (
         value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
@@ -467,16 +475,19 @@ def forward(
                             mask=keys < high,
                             other=0.0,
                         )
-                        lifted = scores - reference[:, None] + value_lifts[None, :]
-                        moved_lift = running_lift + (running_max - reference)
-                        running_lift = tl.maximum(moved_lift, tl.max(lifted, 1))
-                        unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
-                        decay = tl.exp2(moved_lift - unit)
-                        weights = tl.exp2(lifted - unit[:, None])
+                        # Units are whole, so that powers far from 0 cost the exponents no bits.
+                        exponents = scores - reference[:, None]
+                        largest = tl.max(exponents + value_lifts[None, :], 1)
+                        moved = running_max - reference
+                        new_lift = tl.ceil(tl.maximum(running_lift + moved, largest))
+                        unit = tl.where(new_lift == _NOTHING, 0.0, new_lift)
+                        decay = tl.exp2(moved + (running_lift - unit))
+                        weights = tl.exp2(exponents + (value_lifts[None, :] - unit[:, None]))
+                        running_lift = new_lift
                 running_max = new_max
                 if HAS_DROPOUT:
                     kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
-                    weights = tl.where(kept, weights / (1.0 - dropout_p), 0.0)
+                    weights = tl.where(kept, weights, 0.0)
                 block_ptr = value_base + start.to(tl.int64) * value_step
                 if IS_HALVED:
                     weights, weights_low = halves(weights * WEIGHT_SCALE)
@@ -526,10 +537,15 @@ def forward(
                         accumulator = tl.dot(weights, value_block, accumulator)
 
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if HAS_DROPOUT:
+        factor /= 1.0 - dropout_p
     if IS_HALVED:
         unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
         unit = tl.where(values_are_level, value_level, unit)
-        factor = tl.exp2(unit) / WEIGHT_SCALE
+        # Apart from the rest of the factor: together they would be too small for a number.
+        accumulator *= tl.exp2(unit)[:, None]
+        others *= tl.exp2(unit)[:, None]
+        factor /= WEIGHT_SCALE
     if IS_SPLIT:
         if IS_FOLLOWED:
             tl.extra.cuda.gdc_launch_dependents()

@@ -178,8 +178,8 @@ def load_entries(base_ptr, start, step, offsets, within, high, MASKED: tl.conste
 def power_of_two(largest, STEP: tl.constexpr):
     """Return (scale, -log2(scale)): a power of two that brings magnitudes below 2^15.
 
-    Its exponent is a multiple of STEP: magnitudes are above 2^(14 - STEP) then. fp16 holds numbers
-    below 2^16, and all bits of those from 2^-14 on.
+    Its exponent is a multiple of STEP: magnitudes are 2^(15 - STEP) at least then, those beyond
+    2^-111 excepted. fp16 holds numbers below 2^16, and all bits of those from 2^-14 on.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     shift = (127 + 14 - exponent + 128 * STEP) // STEP * STEP - 128 * STEP

@@ -247,7 +247,7 @@ def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[in
     assert torch.equal(guarded, before)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e15])
+@pytest.mark.parametrize("size", [1e-36, 1e-30, 1e-3, 1e4, 1e15])
 def test_fp32_keeps_its_accuracy_at_any_magnitude(size: float) -> None:
     """Keys and values are scaled before they are taken apart: fp16 holds neither extreme."""
     problem = make_problem(len_q=140, precision=Precision.FP32, scale=0.25 / size)
@@ -377,9 +377,10 @@ def test_transforms_and_tangents_are_refused_and_auto_goes_on() -> None:
         run(tensors, problem)
 
 
-def test_dropout_drops_its_share_and_scales_what_it_keeps() -> None:
+@pytest.mark.parametrize(("len_q", "dropout_p"), [(64, 0.3), (128, 0.3), (128, 0.9)])
+def test_dropout_drops_its_share_and_scales_what_it_keeps(len_q: int, dropout_p: float) -> None:
     """With v the identity the output shows which weights were dropped."""
-    problem = make_problem(len_q=64, len_k=64, dropout_p=0.3, precision=Precision.FP32)
+    problem = make_problem(len_q=len_q, len_k=64, dropout_p=dropout_p, precision=Precision.FP32)
     tensors = make_tensors(problem)
     identity = torch.eye(64).expand(1, 2, 64, 64).contiguous()
     problem = replace(problem, value_dim=64)
@@ -388,12 +389,27 @@ def test_dropout_drops_its_share_and_scales_what_it_keeps() -> None:
     weights = attention(tensors, replace(problem, dropout_p=0.0, aux=Aux.WEIGHTS)).weights
     assert weights is not None
     kept = first != 0
-    torch.testing.assert_close(first, weights * kept / 0.7)
-    six_sigma = 6 * (0.3 * 0.7 / kept.numel()) ** 0.5
-    assert abs(float((~kept).float().mean()) - 0.3) < six_sigma
+    torch.testing.assert_close(first, weights * kept / (1.0 - dropout_p))
+    six_sigma = 6 * (dropout_p * (1.0 - dropout_p) / kept.numel()) ** 0.5
+    assert abs(float((~kept).float().mean()) - dropout_p) < six_sigma
     assert not torch.equal(kept, second != 0)
     rows = kept.float().reshape(-1, 64)
     assert not torch.equal(rows[0], rows[1])
+
+
+def test_what_begins_between_multiples_of_four_bytes_is_copied() -> None:
+    """Its rows are four bytes apart, and would be read two at a time."""
+    problem = make_problem(len_q=40, head_dim=64, precision=Precision.FP16, stride_bytes=4)
+    problem = replace(problem, dense_columns=True)
+    tensors = make_tensors(problem)
+    around = tensors.key.new_full((*tensors.key.shape[:3], 66), float("nan"))
+    key = around[..., 1:65].copy_(tensors.key)
+    assert key.data_ptr() % 4 == 2
+    read = executor._at_multiples(key)
+    assert read.data_ptr() % 4 == 0 and read.stride() == key.stride() and torch.equal(read, key)
+    assert executor._at_multiples(tensors.query) is tensors.query
+    shifted = replace(tensors, kv=replace(tensors.kv, key=key))
+    assert torch.equal(run(shifted, problem).output, run(tensors, problem).output)
 
 
 def test_strides_of_tensors_that_are_copied_first_say_nothing_of_the_copy() -> None:

@@ -204,6 +204,21 @@ def test_usual_calls_have_other_tiles_in_large_batches() -> None:
     assert choose_tile(one) != choose_tile(replace(one, batch=200))
 
 
+@interpreted
+@pytest.mark.parametrize("what", ["key", "value"])
+def test_a_packed_sequence_has_the_same_bits_beside_numbers_of_another_size(what: str) -> None:
+    """fp32 has another arithmetic where the keys of a head do not share a power of two."""
+    problem = make_problem(
+        lengths_q=(140, 60), precision=Precision.FP32, is_causal=True, batch_invariant=True
+    )
+    tensors = make_tensors(problem, lengths_q=(140, 60))
+    numbers = getattr(tensors, what).clone()
+    numbers[:, :, 140:] *= 4096
+    others = replace(tensors, kv=replace(tensors.kv, **{what: numbers}))
+    first, second = (run(item, problem).output[:, :, :140] for item in (tensors, others))
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16], ids=lambda it: it.label)
 def test_no_neighbour_has_a_say_in_the_tiles_of_packed_sequences(precision: Precision) -> None:
     one, many = (
