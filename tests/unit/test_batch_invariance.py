@@ -282,7 +282,10 @@ def test_a_policy_that_asks_for_it_survives_its_file(tmp_path: Any) -> None:
     assert adaattn.load_policy(tmp_path / "policy.json") == INVARIANT
 
 
-def test_a_call_that_asks_for_it_is_exact_under_a_budget() -> None:
+def test_a_call_that_asks_for_it_is_exact_under_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine that computes bf16: on others no lower precision is a candidate.
+    facts = fake_facts("cpu_amx")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
     x = torch.randn(1, 4, 512, 64)
     decision = plan_attention(x, x, x, policy="speed", batch_invariant=True)
     assert decision.plan.is_exact
