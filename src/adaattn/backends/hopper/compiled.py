@@ -11,11 +11,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.launch import MASK_ALIGNMENT, Variant, box_rows
-from adaattn.spec import Precision
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
+from adaattn.spec import MaskKind, Precision
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
+_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 _NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
 _NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
@@ -25,6 +26,8 @@ _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 def compile_variant(variant: Variant) -> Any:
     """Return Triton's compiled kernel for sm_90a; its loading waits for the first launch."""
     constants = _constants(variant)
+    if not variant.tiling.mask_bytes:
+        constants["staged"] = None
     source = GluonASTSource(
         kernel.forward,
         signature=_signature(variant, constants),
@@ -114,6 +117,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK": int(variant.mask),
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
+        "MASK_IS_STAGED": variant.tiling.mask_bytes > 0,
     }
 
 
@@ -137,6 +141,10 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
         shape = ",".join(map(str, block_shape(variant, box)))
         types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
+    columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
+    box, dtype = [1, 1, ROWS, columns], variant.mask_dtype.replace("i8", "i16")
+    layout = gl.NVMMASharedLayout.get_default_for(box, _TYPES[dtype])
+    types["staged"] = f"tensordesc<{dtype}[{','.join(map(str, box))}],{layout!r}>"
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types["slopes"] = f"*{variant.slopes_dtype}"

@@ -40,6 +40,7 @@ from adaattn.backends.hopper.pipeline import (
     advance,
     arrive,
     arrive_late,
+    arrive_mask,
     producer,
 )
 from adaattn.backends.hopper.places import (
@@ -57,6 +58,7 @@ from adaattn.backends.hopper.places import (
     starts_of,
 )
 from adaattn.backends.hopper.scores import (
+    BOOLEAN,
     LOG2_E,
     NOTHING,
     Sizes,
@@ -170,6 +172,25 @@ def score_product(c, q, stage):
 
 
 @gluon.jit
+def read_mask(c, w: gl.constexpr, mask, stage_k, phase_k):
+    """The staged tile of the mask, and its place freed; else what was loaded.
+
+    It is filled as often as stages of keys are, whose ring tells the phase. Booleans of two
+    neighbouring keys are one number of 16 bits.
+    """
+    if c.terms.MASK_IS_STAGED:
+        mbarrier.wait(c.m_full.index(w), (phase_k * c.STAGES_K + stage_k) & 1)
+        if c.terms.MASK == BOOLEAN:
+            scores = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
+            left, _ = gl.split(gl.reshape(scores, [64, c.BLOCK_N // 2, 2]))
+            mask = c.m.index(w).load(left.type.layout).to(gl.int32)
+        else:
+            mask = c.m.index(w).load(c.score_layout)
+        arrive_mask(c, w)
+    return mask
+
+
+@gluon.jit
 def sum_in_thread(c, x):
     """8 partial sums a row, all of one thread's numbers: the shuffles wait for the tile's end."""
     return gl.sum(gl.reshape(x, [64, c.BLOCK_N // 8, 8]), 1)
@@ -222,8 +243,8 @@ def key_step(
 
 @gluon.jit
 def attend_blocks(
-    c, tile, sizes, q, q_place, first_row, last_block, row_terms, begin, end, count,
-    weights, accumulator, row_sum, moment, reference,
+    c, w: gl.constexpr, tile, sizes, q, q_place, first_row, last_block, row_terms, begin, end,
+    count, weights, accumulator, row_sum, moment, reference,
     stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
     MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
@@ -242,6 +263,7 @@ def attend_blocks(
         mask = load_mask(
             c.terms, sizes, row_terms, first_row, block, c.BLOCK_N, c.score_layout, False
         )
+        mask = read_mask(c, w, mask, stage_k, phase_k)
         s = warpgroup_mma_wait(1, deps=[s_async])
         if not c.LATE:
             arrive(c, stage_k)
@@ -271,13 +293,16 @@ def attend_blocks(
 
 
 @gluon.jit
-def skip_blocks(c, count, stage_k, phase_k, stage_v, phase_v):
+def skip_blocks(c, w: gl.constexpr, count, stage_k, phase_k, stage_v, phase_v):
     """Frees stages that other warpgroups of the tile need and this one does not."""
     for _ in range(count):
         mbarrier.wait(c.k_full.index(stage_k), phase_k)
         arrive(c, stage_k)
         mbarrier.wait(c.v_full.index(stage_v), phase_v)
         arrive(c, c.STAGES_K + stage_v)
+        if c.terms.MASK_IS_STAGED:
+            mbarrier.wait(c.m_full.index(w), (phase_k * c.STAGES_K + stage_k) & 1)
+            arrive_mask(c, w)
         stage_k, phase_k = advance(stage_k, phase_k, c.STAGES_K)
         stage_v, phase_v = advance(stage_v, phase_v, c.STAGES_V)
     return stage_k, phase_k, stage_v, phase_v
@@ -305,7 +330,7 @@ def attend_tile(
         own_end = gl.minimum(gl.maximum(own_end, start + 1), end)
         own_start = gl.minimum(own_start, own_end - 1)
         stage_k, phase_k, stage_v, phase_v = skip_blocks(
-            c, end - own_end, stage_k, phase_k, stage_v, phase_v
+            c, w, end - own_end, stage_k, phase_k, stage_v, phase_v
         )
         behind = own_start - start
         start = own_start
@@ -329,6 +354,7 @@ def attend_tile(
         x, sizes, row_terms, first_row, first_block, c.BLOCK_N, c.score_layout,
         x.IS_RAGGED or x.HAS_LEFT,
     )  # fmt: skip
+    mask = read_mask(c, w, mask, stage_k, phase_k)
     if early:
         s, accumulator = warpgroup_mma_wait(0, deps=[s_async, sum_async])
         arrive(c, stage_k)
@@ -392,7 +418,7 @@ def attend_tile(
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
         ) = attend_blocks(
-            c, tile, sizes, q, q_place, first_row, end - 1, row_terms, 1, masked_end, count,
+            c, w, tile, sizes, q, q_place, first_row, end - 1, row_terms, 1, masked_end, count,
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             x.HAS_RIGHT or x.HAS_LEFT, FIXED and not REPAIR,
@@ -402,8 +428,8 @@ def attend_tile(
             weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
         ) = attend_blocks(
-            c, tile, sizes, q, q_place, first_row, end - 1, row_terms, masked_end, plain_end, count,
-            weights, accumulator, row_sum, moment, reference,
+            c, w, tile, sizes, q, q_place, first_row, end - 1, row_terms, masked_end, plain_end,
+            count, weights, accumulator, row_sum, moment, reference,
             stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             False, FIXED,
         )  # fmt: skip
@@ -412,8 +438,8 @@ def attend_tile(
                 weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
             ) = attend_blocks(
-                c, tile, sizes, q, q_place, first_row, end - 1, row_terms, plain_end, count, count,
-                weights, accumulator, row_sum, moment, reference,
+                c, w, tile, sizes, q, q_place, first_row, end - 1, row_terms, plain_end, count,
+                count, weights, accumulator, row_sum, moment, reference,
                 stage_k, phase_k, stage_v, phase_v, held_v, held_phase,
                 True, FIXED,
             )  # fmt: skip
@@ -421,7 +447,7 @@ def attend_tile(
         mbarrier.arrive(c.q_empty.index(q_place))
     if x.HAS_LEFT and not c.LIST_RATIO:
         stage_k, phase_k, stage_v, phase_v = skip_blocks(
-            c, behind, stage_k, phase_k, stage_v, phase_v
+            c, w, behind, stage_k, phase_k, stage_v, phase_v
         )
     return (
         tile, slot, visits + 1, weights, accumulator, row_sum, moment, reference,
@@ -489,7 +515,8 @@ def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
 
 @gluon.jit
 def forward(
-    query, key, value, out, lse, row_max, entropy, tiles, flags, mask, sinks, slopes, scale, cap,
+    query, key, value, out, staged, lse, row_max, entropy, tiles, flags, mask, sinks, slopes,
+    scale, cap,
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
     starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
@@ -503,7 +530,7 @@ def forward(
     IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
-    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_STAGED: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -523,6 +550,18 @@ def forward(
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], single)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], single)
     done = gl.allocate_shared_memory(gl.int64, [1], single)
+    # A mask that is not staged has no place: what stands for it is never touched.
+    source = query
+    m = q
+    m_full = q_full
+    if MASK_IS_STAGED:
+        source = staged
+        columns: gl.constexpr = BLOCK_N // 2 if MASK == BOOLEAN else BLOCK_N
+        m_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, columns], staged.dtype)
+        m = gl.allocate_shared_memory(staged.dtype, [NUM_WARPGROUPS, 64, columns], m_layout)
+        m_full = gl.allocate_shared_memory(gl.int64, [NUM_WARPGROUPS, 1], single)
+        for i in gl.static_range(NUM_WARPGROUPS):
+            mbarrier.init(m_full.index(i), count=1)
     for i in gl.static_range(places):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -536,7 +575,7 @@ def forward(
         scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
         mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
         MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE,
+        MASK_IS_DENSE, MASK_IS_STAGED,
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(
@@ -544,11 +583,11 @@ def forward(
         list_blocks,
     )  # fmt: skip
     c = Call(
-        query, key, value, out, lse, row_max, entropy, tiles, flags, x,
+        query, key, value, out, source, lse, row_max, entropy, tiles, flags, x,
         Sizes(len_q, len_k, offset), packing, lists, num_tiles, tiles_per_head, tile_bits,
-        tiles_per_block, num_heads, group_size, q, k, v, o, q_full, q_empty, k_full, v_full, done,
-        NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES,
-        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full,
+        m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS,
+        LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     )  # fmt: skip
     if FIXED:
         lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))

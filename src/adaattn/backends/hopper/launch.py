@@ -18,6 +18,7 @@ __all__ = [
     "edges",
     "heads_together",
     "key_blocks",
+    "mask_bytes",
     "packed_view",
     "schedule",
     "tile_bits",
@@ -51,6 +52,7 @@ class Tiling:
         out_parts: in how many parts a tile's result passes through shared memory.
         late: a stage of keys is freed behind the softmax, which keeps the wait for the product
             of the values behind it too.
+        mask_bytes: of a number of a mask that passes through shared memory too; 0 where none does.
     """
 
     warpgroups: int
@@ -62,6 +64,7 @@ class Tiling:
     stages_q: int = 1
     out_parts: int = 1
     late: bool = True
+    mask_bytes: int = 0
 
     @property
     def block_m(self) -> int:
@@ -70,12 +73,13 @@ class Tiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of queries, stages and results; a block has 227 KiB, barriers included."""
+        """Shared memory of all stages and results; a block has 227 KiB, barriers included."""
         rows = self.stages_q * self.block_m * self.block_d
         keys = self.stages_k * self.block_n * self.block_d
         values = self.stages_v * self.block_n * self.block_v
         result = self.block_m * self.block_v // self.out_parts
-        return 2 * (rows + keys + values + result)
+        mask = self.mask_bytes * self.block_m * self.block_n
+        return 2 * (rows + keys + values + result) + mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,18 +146,21 @@ class Variant:
         return self.has_softcap and self.precision is Precision.BF16
 
 
-def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Variant:
+def choose(
+    problem: AttentionProblem, *, has_tiles: bool | None = None, staged: bool = True
+) -> Variant:
     """Return the kernel for a problem.
 
     Args:
         problem: what to compute; sizes, precision and features are read.
         has_tiles: whether tiles come from a list; None: where their costs differ and the host
             knows them.
+        staged: whether TMA can read the mask.
     """
-    modified = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.softcap > 0
     right, left = edges(problem)
     fixed = _is_fixed(problem)
-    tiling = _tiling(problem, modified=modified, fixed=fixed)
+    has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
+    tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square
@@ -184,7 +191,7 @@ def choose(problem: AttentionProblem, *, has_tiles: bool | None = None) -> Varia
         has_alibi=problem.has_alibi,
         mask=problem.mask,
         mask_dtype=_mask_dtype(problem),
-        mask_has_rows=problem.mask_shape[2:3] not in ((), (1,)),
+        mask_has_rows=has_rows,
     )
 
 
@@ -197,17 +204,18 @@ def edges(problem: AttentionProblem) -> tuple[int, int]:
 def _is_fixed(problem: AttentionProblem) -> bool:
     """Return whether the first block's maximum may stay the reference of a row.
 
-    Not in fp16, whose weights have 5 bits of exponent; not where a mask of the caller may hide
-    a row's first block, nor for the row maximum, which only a running one knows.
+    Not in fp16, whose weights have 5 bits of exponent; not with a boolean mask, whose rows that
+    see nothing would all be computed again, nor for the row maximum, which only a running one
+    knows.
     """
     return (
         problem.precision is Precision.BF16
-        and problem.mask is MaskKind.NONE
+        and problem.mask is not MaskKind.BOOLEAN
         and not problem.aux & Aux.ROW_MAX
     )
 
 
-def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling:
+def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     """Return the shapes for head sizes and what is done to the scores.
 
     H200, torch 2.11, Triton 3.6, November 2026, 16K tokens, hidden 2048; speed over cuDNN of the
@@ -225,6 +233,7 @@ def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
     masked = problem.mask is not MaskKind.NONE
+    modified = masked or problem.has_alibi or problem.softcap > 0
     sees_all = edges(problem) == (-1, -1)
     len_q, len_k = _longest(problem)
     short = not sees_all and len_k <= 1024
@@ -238,6 +247,13 @@ def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling
         return Tiling(
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
             stages_k=4, stages_v=4, stages_q=2, late=fixed,
+        )  # fmt: skip
+    num_bytes = mask_bytes(problem) if staged and masked else 0
+    if widest == 128 and num_bytes:
+        return Tiling(
+            warpgroups=2, block_n=64 if narrow or num_bytes == 4 else 128, block_d=block_d,
+            block_v=block_v, stages_k=2, stages_v=2, out_parts=2 if block_v == 128 else 1,
+            late=fixed, mask_bytes=num_bytes,
         )  # fmt: skip
     if widest == 128:
         return Tiling(
@@ -253,6 +269,7 @@ def _tiling(problem: AttentionProblem, *, modified: bool, fixed: bool) -> Tiling
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
         block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=len_k < 8192,
+        mask_bytes=num_bytes,
     )  # fmt: skip
 
 
@@ -278,6 +295,11 @@ def _mask_dtype(problem: AttentionProblem) -> str:
     if problem.mask is not MaskKind.ADDITIVE:
         return "i8"
     return "fp32" if problem.mask_is_wide else problem.precision.label
+
+
+def mask_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes of a number of the mask."""
+    return {"i8": 1, "fp32": 4}.get(_mask_dtype(problem), 2)
 
 
 def tiles_per_head(problem: AttentionProblem, tiling: Tiling) -> int:

@@ -112,6 +112,7 @@ class Call:
     key: tma.tensor_descriptor
     value: tma.tensor_descriptor
     out: tma.tensor_descriptor
+    mask: tma.tensor_descriptor
     lse: gl.tensor
     row_max: gl.tensor
     entropy: gl.tensor
@@ -131,10 +132,12 @@ class Call:
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
+    m: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
+    m_full: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor
     NUM_WARPGROUPS: gl.constexpr
     BLOCK_M: gl.constexpr
@@ -158,16 +161,17 @@ class Call:
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, value, out, lse, row_max, entropy, tiles, flags, terms, sizes, packing,
-        lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size, q, k,
-        v, o, q_full, q_empty, k_full, v_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K,
-        STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE,
-        HAS_ROW_MAX, HAS_ENTROPY,
+        self, query, key, value, out, mask, lse, row_max, entropy, tiles, flags, terms, sizes,
+        packing, lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads,
+        group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full, m_full, done, NUM_WARPGROUPS,
+        BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, IS_PACKED,
+        TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     ):  # fmt: skip
         self.query = query
         self.key = key
         self.value = value
         self.out = out
+        self.mask = mask
         self.lse = lse
         self.row_max = row_max
         self.entropy = entropy
@@ -187,10 +191,12 @@ class Call:
         self.k = k
         self.v = v
         self.o = o
+        self.m = m
         self.q_full = q_full
         self.q_empty = q_empty
         self.k_full = k_full
         self.v_full = v_full
+        self.m_full = m_full
         self.done = done
         self.NUM_WARPGROUPS = gl.constexpr(NUM_WARPGROUPS)
         self.BLOCK_M = gl.constexpr(64 * NUM_WARPGROUPS)
@@ -258,6 +264,22 @@ def take(c, stage):
 
 
 @gluon.jit
+def arrive_mask(c, w: gl.constexpr):
+    """Frees a warpgroup's place of the mask, which it alone reads."""
+    asm: gl.constexpr = barrier_asm("arrive", 1)
+    number = gl.to_tensor(FIRST_BARRIER + c.STAGES_K + c.STAGES_V + w)
+    gl.inline_asm_elementwise(asm, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_mask(c, w: gl.constexpr):
+    """Waits until a warpgroup has freed its place of the mask."""
+    asm: gl.constexpr = barrier_asm("sync", 1)
+    number = gl.to_tensor(FIRST_BARRIER + c.STAGES_K + c.STAGES_V + w)
+    gl.inline_asm_elementwise(asm, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def copy(source, full, buffer, place):
     """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
     mbarrier.expect(full, source.block_type.nbytes)
@@ -301,6 +323,18 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
                         rows = first_row + w * 64
                         q_corner = corner(c, batch, head, start_q, rows, sizes.len_q, 0)
                         copy(c.query, c.q_full.index(q_place), c.q.index(q_place), q_corner)
+                if c.terms.MASK_IS_STAGED:
+                    # 0 in dimensions that one mask serves, whose stride is 0.
+                    mask_batch = gl.where(c.terms.mask_stride_b != 0, batch, 0)
+                    mask_head = gl.where(c.terms.mask_stride_h != 0, head, 0)
+                    for w in gl.static_range(c.NUM_WARPGROUPS):
+                        mask_row = start_q + first_row + w * 64
+                        # Two booleans are one number of 16 bits.
+                        column = (start_k + row) // gl.constexpr(2 if c.terms.MASK == 1 else 1)
+                        mask_place = mask_batch, mask_head, mask_row, column
+                        if fills > 0:
+                            take_mask(c, w)
+                        copy(c.mask, c.m_full.index(w), c.m.index(w), mask_place)
                 if fills >= c.STAGES_V:
                     take(c, c.STAGES_K + stage_v)
                 copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), place)

@@ -23,6 +23,7 @@ from adaattn.backends.hopper.launch import (
     edges,
     heads_together,
     key_blocks,
+    mask_bytes,
     packed_view,
     schedule,
     tile_bits,
@@ -121,7 +122,7 @@ class Prepared:
         launch: the compiled kernel's launch.
         num_blocks: persistent blocks.
         descriptor: makes TMA's description of a tensor from a view.
-        views: of q, k, v and the result: shape and strides.
+        views: of q, k, v, the result, and the mask where TMA reads it: shape and strides.
         out_shape: shape of the result.
         out_strides: its strides.
         num_flags: notes of tiles to be computed again; 0 where there are none.
@@ -173,6 +174,7 @@ class Prepared:
             self.num_blocks,
             stream_of(query),
             *map(self.descriptor, (query, key, value, out), self.views),
+            None if len(self.views) == 4 else self.descriptor(mask, self.views[4]),
             *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
             *self.scalars,
             *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
@@ -204,7 +206,8 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         len_k=given.key.shape[2],
         mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
-    known_by = choose(problem)
+    staged = mask is not None and _is_staged(problem, mask)
+    known_by = choose(problem, staged=staged)
     num_blocks = probe(query.device).num_processors
     tiles, lasting = _tiles(problem, known_by, num_blocks, query.device)
     variant = _for_tensors(replace(known_by, has_tiles=tiles is not None), given)
@@ -219,7 +222,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         launch=launch,
         num_blocks=num_blocks,
         descriptor=descriptor,
-        views=tuple(_view(variant, item) for item in (query, given.key, given.value, out)),
+        views=_views(variant, given, out),
         out_shape=tuple(out.shape),
         out_strides=out.stride(),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
@@ -252,6 +255,43 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     rows = zip(mask.shape[:-1], mask.stride(), strict=False)
     at = mask.data_ptr() % MASK_ALIGNMENT
     return at == 0 and not any(step % MASK_ALIGNMENT for size, step in rows if size > 1)
+
+
+def _is_staged(problem: AttentionProblem, mask: torch.Tensor) -> bool:
+    """Return whether TMA can read a mask: its rows begin at multiples of 16 bytes.
+
+    Booleans are read in pairs, of which a packed sequence may begin with the second.
+    """
+    full = with_rank(mask, 4)
+    num_bytes = mask_bytes(problem)
+    rows = zip(full.shape[:3], full.stride(), strict=False)
+    halves = full.dtype is torch.bool and (problem.num_sequences > 0 or full.shape[3] % 2 == 1)
+    return (
+        not halves
+        and full.element_size() == num_bytes
+        and full.stride(3) == 1
+        and full.stride(2) > 0
+        and full.data_ptr() % 16 == 0
+        and not any(stride * num_bytes % 16 for size, stride in rows if size > 1)
+    )
+
+
+def _views(variant: Variant, given: Given, out: torch.Tensor) -> tuple[_View, ...]:
+    """Return what TMA reads and writes."""
+    views = tuple(_view(variant, item) for item in (given.query, given.key, given.value, out))
+    if given.mask is None or not variant.tiling.mask_bytes:
+        return views
+    mask = with_rank(given.mask, 4)
+    # What one mask serves, expanded or not, is one place: the kernel's coordinate there is 0.
+    strides = tuple(
+        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
+    )
+    places = [size if stride else 1 for size, stride in zip(mask.shape, strides, strict=True)]
+    rows = [stride or mask.stride(2) for stride in strides[:3]]
+    if mask.dtype is torch.bool:  # two of them are one number of 16 bits
+        rows = [stride // 2 for stride in rows]
+        places[3] //= 2
+    return (*views, (tuple(places), (*rows, 1)))
 
 
 def _view(variant: Variant, tensor: torch.Tensor) -> _View:

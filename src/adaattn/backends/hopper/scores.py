@@ -19,6 +19,10 @@ ADDITIVE = gl.constexpr(2)
 # One unit in the last place; the exact division takes eight instructions.
 # A relative error of 2^-11, where eager PyTorch rounds scores to 8 bits: for bf16 alone.
 TANH = gl.constexpr("tanh.approx.f32 $0, $1;")
+# Two bf16 numbers of one register as fp32: two instructions, where a conversion takes three.
+UNPACK = gl.constexpr(
+    "{.reg .b32 t; shl.b32 t, $2, 16; mov.b32 $0, t; and.b32 t, $2, 0xffff0000; mov.b32 $1, t;}"
+)
 RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
@@ -66,13 +70,14 @@ class Terms:
     MASK: gl.constexpr
     MASK_HAS_ROWS: gl.constexpr
     MASK_IS_DENSE: gl.constexpr
+    MASK_IS_STAGED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b,
         mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT,
         IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE,
+        MASK_IS_DENSE, MASK_IS_STAGED,
     ):  # fmt: skip
         self.scale = scale
         self.cap = cap
@@ -91,7 +96,7 @@ class Terms:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.IS_RAGGED = gl.constexpr(IS_RAGGED)
         self.MAY_HIDE = gl.constexpr(MAY_HIDE)
-        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI or MASK)
+        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
@@ -99,11 +104,12 @@ class Terms:
         self.MASK = gl.constexpr(MASK)
         self.MASK_HAS_ROWS = gl.constexpr(MASK_HAS_ROWS)
         self.MASK_IS_DENSE = gl.constexpr(MASK_IS_DENSE)
+        self.MASK_IS_STAGED = gl.constexpr(MASK_IS_STAGED)
 
 
 @gluon.jit
 def terms_of(x, head, num_heads, start_q, start_k):
-    """What a tile's head needs: its slope, and where the mask of its sequence begins."""
+    """What a tile's head needs: its slope, where the mask of its sequence begins, and its unit."""
     batch = head // num_heads
     head = head % num_heads
     slope = x.scale
@@ -113,7 +119,11 @@ def terms_of(x, head, num_heads, start_q, start_k):
     if x.MASK != NO_MASK:
         mask += batch.to(gl.int64) * x.mask_stride_b + head.to(gl.int64) * x.mask_stride_h
         mask += start_q.to(gl.int64) * x.mask_stride_m + start_k.to(gl.int64) * x.mask_stride_n
-    return slope, mask
+    # A mask joins the scores before their scale where nothing else does: one operation less.
+    unit = slope
+    if x.MASK == ADDITIVE:
+        unit = x.scale * 0.0 + LOG2_E if x.IS_MODIFIED else LOG2_E / x.scale
+    return slope, mask, unit
 
 
 @gluon.jit
@@ -123,7 +133,7 @@ def load_mask(
 ):  # fmt: skip
     """The mask's tile, early, so that its latency passes behind the products; else nothing."""
     found = block
-    if x.MASK != NO_MASK:
+    if x.MASK != NO_MASK and not x.MASK_IS_STAGED:
         start = block * BLOCK_N
         cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         inside = cols < sizes.len_k - start
@@ -151,7 +161,7 @@ def load_mask(
 
 @gluon.jit
 def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
-    """Scores in units of log 2 after softcap, ALiBi and mask; as they are if there is none."""
+    """Scores after softcap, ALiBi and mask; in units of log 2 with one of the first two."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
         if x.FAST_TANH:
@@ -174,10 +184,26 @@ def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr
         distance = (gl.expand_dims(cols, 0) - gl.expand_dims(rows, 1)).to(gl.float32)
         s = s - row_terms[0] * gl.abs(distance)
     if x.MASK == BOOLEAN:
-        s = gl.where(seen_by(x, mask) != 0, s, NOTHING)
+        if x.MASK_IS_STAGED:
+            left, right = gl.split(gl.reshape(s, [64, BLOCK_N // 2, 2]))
+            left = gl.where((mask & 0xFF) != 0, left, NOTHING)
+            right = gl.where((mask & 0xFF00) != 0, right, NOTHING)
+            s = gl.convert_layout(gl.reshape(gl.join(left, right), [64, BLOCK_N]), layout)
+        else:
+            s = gl.where(seen_by(x, mask) != 0, s, NOTHING)
     if x.MASK == ADDITIVE:
-        s = s + seen_by(x, mask).to(gl.float32) * LOG2_E
+        s = s + numbers(seen_by(x, mask)) * row_terms[2]
     return s
+
+
+@gluon.jit
+def numbers(mask):
+    """The numbers of an additive mask in fp32."""
+    if mask.dtype == gl.bfloat16:
+        mask = gl.inline_asm_elementwise(
+            UNPACK, "=f,=f,r", [mask], dtype=gl.float32, is_pure=True, pack=2
+        )
+    return mask.to(gl.float32)
 
 
 @gluon.jit

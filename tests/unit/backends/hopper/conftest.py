@@ -22,7 +22,8 @@ from adaattn import _constants
 from adaattn.backends import hopper
 from adaattn.backends.hopper import forward as host
 from adaattn.backends.hopper import prepared
-from adaattn.backends.hopper.launch import Variant, box_rows
+from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
+from adaattn.spec import MaskKind
 
 FILES = ("scores", "places", "pipeline", "kernel")
 PATIENCE_S = 30.0
@@ -164,6 +165,11 @@ class Shared:
         """Return it transposed."""
         return Shared(self.tensor.permute(order))
 
+    def load(self, layout: Any) -> Any:
+        """Read a tile."""
+        del layout
+        return tile(self.tensor.clone())
+
     def store(self, value: torch.Tensor) -> None:
         """Write a tile."""
         self.tensor.copy_(value)
@@ -185,13 +191,16 @@ def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
     del layout
     if dtype is torch.int64:
         return Barriers(shape[0]) if len(shape) > 1 else Barrier(_LOCAL.world)
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    poison = float("nan") if dtype.is_floating_point else -1
+    return Shared(torch.full(shape, poison, dtype=dtype))
 
 
 class Descriptor:
     """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
 
     def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, int]) -> None:
+        # Two booleans are one number.
+        tensor = tensor.view(torch.int16) if tensor.dtype is torch.bool else tensor
         self.tensor, (self.shape, self.strides) = tensor, view
         self.dtype, self.layout = tensor.dtype, None
         nbytes = box[0] * box[1] * tensor.element_size()
@@ -218,7 +227,8 @@ def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer:
     """Copy a box to shared memory, and tell of it."""
     with full.world.changed:
         pointer = source.box(corner)
-        buffer.tensor.copy_(load(pointer, source.inside, 0.0).as_subclass(torch.Tensor))
+        found = load(pointer, source.inside, 0).as_subclass(torch.Tensor)
+        buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
     full.change(num_bytes=-source.block_type.nbytes)
 
 
@@ -251,6 +261,8 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         return torch.tanh(arguments[0])
     if "rcp" in text:
         return 1.0 / arguments[0]
+    if "shl" in text:
+        return arguments[0].float()
     if "bar." in text:
         found = re.search(r"bar\.\w+ \S+, (\d+);", text)
         assert found is not None
@@ -292,7 +304,8 @@ def names() -> dict[str, Any]:
         expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
-        split=split, exp2=torch.exp2, log2=torch.log2, abs=torch.abs, static_range=range,
+        split=split, join=lambda a, b: torch.stack((a, b), -1), exp2=torch.exp2, log2=torch.log2,
+        abs=torch.abs, static_range=range, bfloat16=torch.bfloat16,
         SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
         inline_asm_elementwise=assembly, int32=torch.int64, int64=torch.int64,
@@ -358,7 +371,10 @@ class Machine:
         def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
             given = []
             for name, value in zip(inspect.signature(code).parameters, arguments, strict=True):
-                if len(given) < len(boxes):
+                if name == "staged":
+                    columns = tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
+                    given.append(value and Descriptor(*value, (ROWS, columns)))
+                elif len(given) < len(boxes):
                     given.append(Descriptor(*value, boxes[len(given)]))
                 elif name in POINTERS:
                     given.append(Pointer(value))

@@ -18,8 +18,9 @@ from adaattn.testing import make_problem, make_tensors
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 NUM_POINTERS = 8
-# Behind the number of blocks, the stream and the descriptors.
-FIRST_POINTER = 2 + 4
+# Behind the number of blocks, the stream and the descriptors, one of them that of a staged mask.
+STAGED = 2 + 4
+FIRST_POINTER = STAGED + 1
 FIRST_SCALAR = FIRST_POINTER + NUM_POINTERS
 # Behind 13 sizes and the slopes' stride.
 MASK_STRIDES = FIRST_SCALAR + 14
@@ -86,7 +87,7 @@ def test_strides_of_single_elements_are_made_what_tma_takes(launches: Launches) 
     tensors = make_tensors(problem)
     odd = tensors.query.as_strided(tensors.query.shape, (3, 5, 7, 1))
     _run(problem, replace(tensors, query=odd))
-    for _, strides in launches.arguments[0][2:FIRST_POINTER]:
+    for _, strides in launches.arguments[0][2:STAGED]:
         assert strides[3] == 1
         assert all(step > 0 and step % 8 == 0 for step in strides[:3])
 

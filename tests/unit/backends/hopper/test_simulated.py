@@ -8,6 +8,7 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -55,6 +56,51 @@ def test_dense(name: str) -> None:
     held_to_the_oracle(make_tensors(problem), problem)
 
 
+BIAS: dict[str, Any] = {"mask": MaskKind.ADDITIVE}
+BOOLEAN: dict[str, Any] = {"mask": MaskKind.BOOLEAN}
+STAGED: dict[str, dict[str, Any]] = {
+    "plain": {"len_q": 300, "len_k": 272, **BIAS, "aux": Aux.LSE | Aux.ENTROPY},
+    "causal, a tile's warpgroups see different keys": {"len_q": 400, **BIAS, **TO_END},
+    "window": {"len_q": 400, "is_causal": True, "window": (70, -1), **BIAS},
+    "wide numbers": {"len_q": 300, "len_k": 260, **BIAS, "mask_is_wide": True, "head_dim": 128},
+    "half": {"len_q": 150, "len_k": 400, **BIAS, "precision": Precision.FP16, "aux": ALL_AUX},
+    "columns of 128": {"len_q": 300, "len_k": 400, **BIAS, "head_dim": 128, "is_causal": True},
+    "for all heads": {"len_q": 150, "len_k": 304, **BIAS, "mask_shape": (1, 1, 150, 304)},
+    "of each batch": {"batch": 2, "len_q": 70, "len_k": 272, **BOOLEAN,
+                      "mask_shape": (2, 1, 70, 272)},
+    "of two dimensions": {"len_q": 150, "len_k": 304, **BOOLEAN, "mask_shape": (150, 304)},
+    "booleans": {"len_q": 300, "len_k": 400, **BOOLEAN, "head_dim": 128, "aux": ALL_AUX},
+    "booleans, causal": {"len_q": 400, **BOOLEAN, **TO_END},
+    "more than a bias": {"len_q": 200, "len_k": 272, **BIAS, "softcap": 5.0, "has_alibi": True,
+                         "has_sinks": True, "is_causal": True},
+    "grouped heads": {"len_q": 150, "len_k": 208, "num_heads": 4, "num_kv_heads": 2, **BIAS},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_hidden_rows", [0, 70])
+@pytest.mark.parametrize("name", STAGED)
+def test_masks_that_pass_through_shared_memory(name: str, num_hidden_rows: int) -> None:
+    problem = make_problem(**(USUAL | STAGED[name]))
+    assert choose(problem).tiling.mask_bytes
+    held_to_the_oracle(make_tensors(problem, num_hidden_rows=num_hidden_rows), problem)
+
+
+def test_a_staged_mask_may_be_a_view() -> None:
+    """Expanded over heads, with rows further apart than they are long."""
+    problem = make_problem(**(USUAL | {"len_q": 150, "len_k": 200, **BIAS}))
+    mask = torch.randn(1, 1, 150, 208).bfloat16()[..., :200].expand(1, 2, 150, 200)
+    held_to_the_oracle(replace(make_tensors(problem), mask=mask), problem)
+
+
+def test_scores_beyond_the_fixed_reference_are_computed_again_with_their_bias() -> None:
+    problem = make_problem(**(USUAL | {"len_q": 300, "len_k": 400, **BIAS}))
+    tensors = make_tensors(problem)
+    assert tensors.mask is not None
+    bias = tensors.mask.clone()
+    bias[..., 70:150, :60] = 300.0
+    held_to_the_oracle(replace(tensors, mask=bias), problem)
+
+
 PACKED: dict[str, dict[str, Any]] = {
     "ragged": {"lengths_q": (9, 0, 170, 1, 65), "aux": ALL_AUX},
     "causal": {"lengths_q": (130, 64, 3, 200), "is_causal": True},
@@ -72,6 +118,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "half": {"lengths_q": (130, 40), "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"lengths_q": (130, 40, 70), "mask": MaskKind.BOOLEAN},
     "bias": {"lengths_q": (130, 40, 70), "mask": MaskKind.ADDITIVE, "is_causal": True},
+    "bias of unaligned rows": {"lengths_q": (130, 40, 71), "mask": MaskKind.ADDITIVE},
     "mask of keys": {"lengths_q": (90, 70), "mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 160)},
     "wide heads": {"lengths_q": (70, 130), "head_dim": 256, "is_causal": True},
     "long, so that three warpgroups serve": {"lengths_q": (193, 191), "head_dim": 64},
