@@ -26,7 +26,7 @@ _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 def compile_variant(variant: Variant) -> Any:
     """Return Triton's compiled kernel for sm_90a; its loading waits for the first launch."""
     constants = _constants(variant)
-    if not variant.tiling.mask_bytes:
+    if not variant.tiling.stages_m:
         constants["staged"] = None
     source = GluonASTSource(
         kernel.forward,
@@ -95,6 +95,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "STAGES_K": tiling.stages_k,
         "STAGES_V": tiling.stages_v,
         "STAGES_Q": tiling.stages_q,
+        "STAGES_M": tiling.stages_m,
         "OUT_PARTS": tiling.out_parts,
         "LATE": tiling.late,
         "FIXED": variant.fixed,
@@ -117,7 +118,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK": int(variant.mask),
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
-        "MASK_IS_STAGED": variant.tiling.mask_bytes > 0,
+        "MASK_IS_STAGED": tiling.stages_m > 0,
     }
 
 

@@ -40,8 +40,10 @@ from adaattn.backends.hopper.pipeline import (
     advance,
     arrive,
     arrive_late,
-    arrive_mask,
+    pass_mask,
     producer,
+    read_mask,
+    wait_for_mask,
 )
 from adaattn.backends.hopper.places import (
     corner,
@@ -106,7 +108,7 @@ def finish_tile(
     number = number_of(c, tile)
     sizes = sizes_of(c, tile)
     first_row = row_of(c, tile) + w * 64
-    head = number >> c.tile_bits
+    head = gl.maximum(number, 0) >> c.tile_bits  # before the first tile there is none to read for
     rows = first_row + gl.arange(0, 64, layout=layout)
     inside = (rows < sizes.len_q) & (number >= 0)
     if FIXED:
@@ -169,25 +171,6 @@ def score_product(c, q, stage):
     zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
     k = c.k.index(stage).permute([1, 0])
     return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def read_mask(c, w: gl.constexpr, mask, stage_k, phase_k):
-    """The staged tile of the mask, and its place freed; else what was loaded.
-
-    It is filled as often as stages of keys are, whose ring tells the phase. Booleans of two
-    neighbouring keys are one number of 16 bits.
-    """
-    if c.terms.MASK_IS_STAGED:
-        mbarrier.wait(c.m_full.index(w), (phase_k * c.STAGES_K + stage_k) & 1)
-        if c.terms.MASK == BOOLEAN:
-            scores = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
-            left, _ = gl.split(gl.reshape(scores, [64, c.BLOCK_N // 2, 2]))
-            mask = c.m.index(w).load(left.type.layout).to(gl.int32)
-        else:
-            mask = c.m.index(w).load(c.score_layout)
-        arrive_mask(c, w)
-    return mask
 
 
 @gluon.jit
@@ -301,8 +284,7 @@ def skip_blocks(c, w: gl.constexpr, count, stage_k, phase_k, stage_v, phase_v):
         mbarrier.wait(c.v_full.index(stage_v), phase_v)
         arrive(c, c.STAGES_K + stage_v)
         if c.terms.MASK_IS_STAGED:
-            mbarrier.wait(c.m_full.index(w), (phase_k * c.STAGES_K + stage_k) & 1)
-            arrive_mask(c, w)
+            pass_mask(c, wait_for_mask(c, w, stage_k, phase_k), "arrive")
         stage_k, phase_k = advance(stage_k, phase_k, c.STAGES_K)
         stage_v, phase_v = advance(stage_v, phase_v, c.STAGES_V)
     return stage_k, phase_k, stage_v, phase_v
@@ -523,9 +505,10 @@ def forward(
     list_width, list_most, list_blocks,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
-    OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr, HAS_TILES: gl.constexpr,
-    IS_PACKED: gl.constexpr, TO_END: gl.constexpr, LIST_RATIO: gl.constexpr,
-    HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr, HAS_ENTROPY: gl.constexpr,
+    STAGES_M: gl.constexpr, OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr,
+    HAS_TILES: gl.constexpr, IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
+    LIST_RATIO: gl.constexpr, HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr,
+    HAS_ENTROPY: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_UNALIGNED_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr,
@@ -558,9 +541,10 @@ def forward(
         source = staged
         columns: gl.constexpr = BLOCK_N // 2 if MASK == BOOLEAN else BLOCK_N
         m_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, columns], staged.dtype)
-        m = gl.allocate_shared_memory(staged.dtype, [NUM_WARPGROUPS, 64, columns], m_layout)
-        m_full = gl.allocate_shared_memory(gl.int64, [NUM_WARPGROUPS, 1], single)
-        for i in gl.static_range(NUM_WARPGROUPS):
+        of_mask: gl.constexpr = NUM_WARPGROUPS * STAGES_M
+        m = gl.allocate_shared_memory(staged.dtype, [of_mask, 64, columns], m_layout)
+        m_full = gl.allocate_shared_memory(gl.int64, [of_mask, 1], single)
+        for i in gl.static_range(of_mask):
             mbarrier.init(m_full.index(i), count=1)
     for i in gl.static_range(places):
         mbarrier.init(q_full.index(i), count=1)
@@ -586,8 +570,9 @@ def forward(
         query, key, value, out, source, lse, row_max, entropy, tiles, flags, x,
         Sizes(len_q, len_k, offset), packing, lists, num_tiles, tiles_per_head, tile_bits,
         tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full,
-        m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS,
-        LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M,
+        OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
+        HAS_ENTROPY,
     )  # fmt: skip
     if FIXED:
         lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))

@@ -7,7 +7,11 @@ a thread, the producer takes the stage by a sync.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
 
 from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
 from adaattn.backends.hopper.places import (
@@ -22,7 +26,7 @@ from adaattn.backends.hopper.places import (
     sizes_of,
     starts_of,
 )
-from adaattn.backends.hopper.scores import Sizes, Terms
+from adaattn.backends.hopper.scores import BOOLEAN, Sizes, Terms
 
 # Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
 FIRST_BARRIER = gl.constexpr(5)
@@ -146,6 +150,7 @@ class Call:
     STAGES_K: gl.constexpr
     STAGES_V: gl.constexpr
     STAGES_Q: gl.constexpr
+    STAGES_M: gl.constexpr
     OUT_PARTS: gl.constexpr
     LATE: gl.constexpr
     HAS_TILES: gl.constexpr
@@ -164,8 +169,8 @@ class Call:
         self, query, key, value, out, mask, lse, row_max, entropy, tiles, flags, terms, sizes,
         packing, lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads,
         group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full, m_full, done, NUM_WARPGROUPS,
-        BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, OUT_PARTS, LATE, HAS_TILES, IS_PACKED,
-        TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M, OUT_PARTS, LATE, HAS_TILES,
+        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -205,6 +210,7 @@ class Call:
         self.STAGES_K = gl.constexpr(STAGES_K)
         self.STAGES_V = gl.constexpr(STAGES_V)
         self.STAGES_Q = gl.constexpr(STAGES_Q)
+        self.STAGES_M = gl.constexpr(STAGES_M)
         self.OUT_PARTS = gl.constexpr(OUT_PARTS)
         self.LATE = gl.constexpr(LATE)
         self.HAS_TILES = gl.constexpr(HAS_TILES)
@@ -264,19 +270,54 @@ def take(c, stage):
 
 
 @gluon.jit
-def arrive_mask(c, w: gl.constexpr):
-    """Frees a warpgroup's place of the mask, which it alone reads."""
-    asm: gl.constexpr = barrier_asm("arrive", 1)
-    number = gl.to_tensor(FIRST_BARRIER + c.STAGES_K + c.STAGES_V + w)
+def mask_place(c, w: gl.constexpr, stage_k):
+    """Where a warpgroup's tile of the mask stands: one place for each, or one for each stage."""
+    place = gl.to_tensor(w)
+    if c.STAGES_M > 1:
+        place += stage_k * c.NUM_WARPGROUPS
+    return place
+
+
+@gluon.jit
+def pass_mask(c, place, OPERATION: gl.constexpr):
+    """Frees a place of the mask ("arrive"), which one warpgroup reads, or waits for it ("sync")."""
+    asm: gl.constexpr = barrier_asm(OPERATION, 1)
+    number = FIRST_BARRIER + c.STAGES_K + c.STAGES_V + place
     gl.inline_asm_elementwise(asm, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def take_mask(c, w: gl.constexpr):
-    """Waits until a warpgroup has freed its place of the mask."""
-    asm: gl.constexpr = barrier_asm("sync", 1)
-    number = gl.to_tensor(FIRST_BARRIER + c.STAGES_K + c.STAGES_V + w)
-    gl.inline_asm_elementwise(asm, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+def wait_for_mask(c, w: gl.constexpr, stage_k, phase_k):
+    """Waits for a staged tile of the mask and returns its place.
+
+    Places are filled as often as stages of keys are, whose ring tells the phase.
+    """
+    place = mask_place(c, w, stage_k)
+    phase = phase_k
+    if c.STAGES_M == 1:
+        phase = (phase_k * c.STAGES_K + stage_k) & 1
+    mbarrier.wait(c.m_full.index(place), phase)
+    return place
+
+
+@gluon.jit
+def read_mask(c, w: gl.constexpr, mask, stage_k, phase_k):
+    """The staged tile of the mask, and its place freed; else what was loaded.
+
+    Booleans of two neighbouring keys are one number of 16 bits.
+    """
+    if c.terms.MASK_IS_STAGED:
+        place = wait_for_mask(c, w, stage_k, phase_k)
+        if c.terms.MASK == BOOLEAN:
+            scores = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
+            left, _ = gl.split(gl.reshape(scores, [64, c.BLOCK_N // 2, 2]))
+            mask = c.m.index(place).load(left.type.layout).to(gl.int32)
+        else:
+            mask = c.m.index(place).load(c.score_layout)
+        # A barrier does not wait for what is being read: TMA would write over it.
+        fence_async_shared()
+        pass_mask(c, place, "arrive")
+    return mask
 
 
 @gluon.jit
@@ -330,11 +371,14 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
                     for w in gl.static_range(c.NUM_WARPGROUPS):
                         mask_row = start_q + first_row + w * 64
                         # Two booleans are one number of 16 bits.
-                        column = (start_k + row) // gl.constexpr(2 if c.terms.MASK == 1 else 1)
-                        mask_place = mask_batch, mask_head, mask_row, column
-                        if fills > 0:
-                            take_mask(c, w)
-                        copy(c.mask, c.m_full.index(w), c.m.index(w), mask_place)
+                        column = (start_k + row) // gl.constexpr(
+                            2 if c.terms.MASK == BOOLEAN else 1
+                        )
+                        mask_corner = mask_batch, mask_head, mask_row, column
+                        at = mask_place(c, w, stage_k)
+                        if fills >= c.STAGES_M:
+                            pass_mask(c, at, "sync")
+                        copy(c.mask, c.m_full.index(at), c.m.index(at), mask_corner)
                 if fills >= c.STAGES_V:
                     take(c, c.STAGES_K + stage_v)
                 copy(c.value, c.v_full.index(stage_v), c.v.index(stage_v), place)

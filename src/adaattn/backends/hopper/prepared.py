@@ -23,12 +23,11 @@ from adaattn.backends.hopper.launch import (
     edges,
     heads_together,
     key_blocks,
-    mask_bytes,
-    packed_view,
     schedule,
     tile_bits,
     tiles_per_head,
 )
+from adaattn.backends.hopper.views import View, head_view, is_staged, mask_view
 from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import stream_of, with_rank
 from adaattn.backends.own_kernels import compiling
@@ -51,7 +50,6 @@ _MOST_LISTED: Final = 100_000
 _MOST_KEPT: Final = 4096
 """Lists of tiles in all. They stay: a CUDA graph may have recorded where."""
 
-_View = tuple[Sizes, Sizes]
 _Beside = tuple[torch.Tensor | None, ...]
 
 NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
@@ -136,7 +134,7 @@ class Prepared:
     launch: Callable[..., None]
     num_blocks: int
     descriptor: Callable[..., Any]
-    views: tuple[_View, ...]
+    views: tuple[View, ...]
     out_shape: Sizes
     out_strides: Sizes
     num_flags: int
@@ -206,7 +204,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         len_k=given.key.shape[2],
         mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
-    staged = mask is not None and _is_staged(problem, mask)
+    staged = mask is not None and is_staged(problem, mask)
     known_by = choose(problem, staged=staged)
     num_blocks = probe(query.device).num_processors
     tiles, lasting = _tiles(problem, known_by, num_blocks, query.device)
@@ -216,13 +214,17 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     num_blocks = min(num_blocks, num_tiles)
     per_block = -(-num_tiles // num_blocks) if tiles is None else tiles.tensor.shape[1] - 1
     out = output_like(query, given.value.shape[3])
+    heads = query, given.key, given.value, out
+    views = tuple(head_view(item, is_packed=variant.is_packed) for item in heads)
+    if mask is not None and variant.tiling.stages_m:
+        views = (*views, mask_view(mask))
     launch, descriptor, constants = _compiled(variant, query.device)
     note(("hopper", known_by))
     return Prepared(
         launch=launch,
         num_blocks=num_blocks,
         descriptor=descriptor,
-        views=_views(variant, given, out),
+        views=views,
         out_shape=tuple(out.shape),
         out_strides=out.stride(),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
@@ -255,50 +257,6 @@ def _is_aligned(mask: torch.Tensor) -> bool:
     rows = zip(mask.shape[:-1], mask.stride(), strict=False)
     at = mask.data_ptr() % MASK_ALIGNMENT
     return at == 0 and not any(step % MASK_ALIGNMENT for size, step in rows if size > 1)
-
-
-def _is_staged(problem: AttentionProblem, mask: torch.Tensor) -> bool:
-    """Return whether TMA can read a mask: its rows begin at multiples of 16 bytes.
-
-    Booleans are read in pairs, of which a packed sequence may begin with the second.
-    """
-    full = with_rank(mask, 4)
-    num_bytes = mask_bytes(problem)
-    rows = zip(full.shape[:3], full.stride(), strict=False)
-    halves = full.dtype is torch.bool and (problem.num_sequences > 0 or full.shape[3] % 2 == 1)
-    return (
-        not halves
-        and full.element_size() == num_bytes
-        and full.stride(3) == 1
-        and full.stride(2) > 0
-        and full.data_ptr() % 16 == 0
-        and not any(stride * num_bytes % 16 for size, stride in rows if size > 1)
-    )
-
-
-def _views(variant: Variant, given: Given, out: torch.Tensor) -> tuple[_View, ...]:
-    """Return what TMA reads and writes."""
-    views = tuple(_view(variant, item) for item in (given.query, given.key, given.value, out))
-    if given.mask is None or not variant.tiling.mask_bytes:
-        return views
-    mask = with_rank(given.mask, 4)
-    # What one mask serves, expanded or not, is one place: the kernel's coordinate there is 0.
-    strides = tuple(
-        0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)
-    )
-    places = [size if stride else 1 for size, stride in zip(mask.shape, strides, strict=True)]
-    rows = [stride or mask.stride(2) for stride in strides[:3]]
-    if mask.dtype is torch.bool:  # two of them are one number of 16 bits
-        rows = [stride // 2 for stride in rows]
-        places[3] //= 2
-    return (*views, (tuple(places), (*rows, 1)))
-
-
-def _view(variant: Variant, tensor: torch.Tensor) -> _View:
-    """Return a tensor as TMA sees it."""
-    shape = tuple(tensor.shape)
-    strides = _tma_strides(shape, tensor.stride())
-    return packed_view(shape, strides) if variant.is_packed else (shape, strides)
 
 
 def _scalars(
@@ -349,13 +307,6 @@ def _lists(problem: AttentionProblem, given: Given) -> tuple[int, ...]:
         width,
         min(width, num_blocks),
         num_blocks,
-    )
-
-
-def _tma_strides(shape: Sizes, strides: Sizes) -> Sizes:
-    """Return strides that TMA takes: those over one element may be anything, and are made so."""
-    return tuple(
-        strides[i] if shape[i] > 1 or i == 3 else max(shape[3], 8) for i in range(len(shape))
     )
 
 

@@ -43,6 +43,13 @@ class Tile(torch.Tensor):
     def __ixor__(self, other: Any) -> Any:
         return self ^ other
 
+    # A device divides towards zero, and a remainder has the sign of what was divided.
+    def __floordiv__(self, other: Any) -> Any:
+        return torch.div(self, other, rounding_mode="trunc")
+
+    def __mod__(self, other: Any) -> Any:
+        return torch.fmod(self, other)
+
 
 def tile(value: Any) -> Any:
     """Return a value of the device."""

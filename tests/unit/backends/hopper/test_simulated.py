@@ -81,7 +81,7 @@ STAGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", STAGED)
 def test_masks_that_pass_through_shared_memory(name: str, num_hidden_rows: int) -> None:
     problem = make_problem(**(USUAL | STAGED[name]))
-    assert choose(problem).tiling.mask_bytes
+    assert choose(problem).tiling.stages_m
     held_to_the_oracle(make_tensors(problem, num_hidden_rows=num_hidden_rows), problem)
 
 

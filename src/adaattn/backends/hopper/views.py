@@ -1,0 +1,91 @@
+"""Tensors as TMA sees them: shape and strides of its descriptions."""
+
+from typing import Final
+
+import torch
+
+from adaattn._constants import TMA_WRAP
+from adaattn.backends.hopper.launch import Sizes, mask_bytes
+from adaattn.backends.masks import with_rank
+from adaattn.spec import AttentionProblem
+
+__all__ = ["View", "head_view", "is_staged", "mask_view", "packed_view"]
+
+View = tuple[Sizes, Sizes]
+"""Shape and strides."""
+
+_ALIGNMENT: Final = 16
+"""Bytes of which addresses and strides are multiples."""
+
+_MOST_PLACES: Final = 0x7FFF0000
+"""Of a dimension that a tensor's description does not bound."""
+
+
+def packed_view(shape: Sizes, strides: Sizes) -> tuple[Sizes, Sizes]:
+    """Return packed rows as TMA sees them, so that it knows where a sequence ends.
+
+    With W = 2^30, (W, e, h, W - n) is row e - n of head h, and the fourth dimension ends behind n
+    rows: TMA fills those beyond with zeros, and stores none. The first dimension takes W rows back:
+    W times 2^34 elements are no distance in addresses of 64 bits. Triton's ``tools/ragged_tma.py``
+    has it so. A description that begins before the tensor instead reads memory there that need not
+    be: an illegal access, now and then (H200, November 2026).
+
+    Args:
+        shape: [1, H, T, D].
+        strides: its strides.
+
+    Returns:
+        Shape and strides.
+    """
+    _, heads, _, columns = shape
+    _, by_head, by_row, _ = strides
+    return (
+        (_MOST_PLACES, _MOST_PLACES, heads, TMA_WRAP, columns),
+        ((TMA_WRAP << 4) - by_row, by_row, by_head, by_row, 1),
+    )
+
+
+def head_view(tensor: torch.Tensor, *, is_packed: bool) -> View:
+    """Return [B, H, S, D] as TMA sees it: strides over one element may be anything, so they are."""
+    shape = tuple(tensor.shape)
+    strides = tuple(
+        stride if size > 1 or place == 3 else max(shape[3], 8)
+        for place, (size, stride) in enumerate(zip(shape, tensor.stride(), strict=True))
+    )
+    return packed_view(shape, strides) if is_packed else (shape, strides)
+
+
+def is_staged(problem: AttentionProblem, mask: torch.Tensor) -> bool:
+    """Return whether TMA can read a mask: its rows begin at multiples of 16 bytes.
+
+    Booleans are read in pairs, of which a packed sequence may begin with the second.
+    """
+    full = with_rank(mask, 4)
+    num_bytes = mask_bytes(problem)
+    rows = zip(full.shape[:3], full.stride(), strict=False)
+    halves = full.dtype is torch.bool and (problem.num_sequences > 0 or full.shape[3] % 2 == 1)
+    return (
+        not halves
+        and full.element_size() == num_bytes
+        and full.stride(3) == 1
+        and full.stride(2) > 0
+        and full.data_ptr() % _ALIGNMENT == 0
+        and not any(stride * num_bytes % _ALIGNMENT for size, stride in rows if size > 1)
+    )
+
+
+def mask_view(mask: torch.Tensor) -> View:
+    """Return a mask as TMA sees it; two booleans are one number of 16 bits.
+
+    What one mask serves, expanded or not, is one place: the kernel's coordinate there is 0.
+    """
+    full = with_rank(mask, 4)
+    strides = [
+        0 if size == 1 else step for size, step in zip(full.shape, full.stride(), strict=True)
+    ]
+    shape = [size if step else 1 for size, step in zip(full.shape, strides, strict=True)]
+    strides = [step or full.stride(2) for step in strides[:3]]
+    if mask.dtype is torch.bool:
+        strides = [step // 2 for step in strides]
+        shape[3] //= 2
+    return tuple(shape), (*strides, 1)
