@@ -134,8 +134,8 @@ KEYS: dict[str, Fault] = {
         "forward", "entries.to(tl.float32) * LOG2_E", "entries.to(tl.float32)", ADDED),
 }  # fmt: skip
 LISTS: dict[str, Fault] = {
-    "block behind the listed": ("listed_start", "is_dense), last_block", "is_dense) + 1, last_block",
-                                BLOCKS),
+    "block behind the listed": ("listed_start", "is_dense), last_block",
+                                "is_dense) + 1, last_block", BLOCKS),
     "next entry of a list": ("_number", "list_ptr + place,", "list_ptr + place + 1,", BLOCKS),
     "list of the rows before": (
         "forward", "first_slot // LIST_ROWS", "tl.maximum(first_slot // LIST_ROWS - 1, 0)", BLOCKS),
