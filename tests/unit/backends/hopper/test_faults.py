@@ -64,6 +64,8 @@ SCORES: dict[str, Fault] = {
                                 SOFTCAP | FP16),
     "sign of the slope": ("modify", "s - row_terms[0]", "s + row_terms[0]", ALIBI),
     "slope of the first head": ("terms_of", "x.slopes_stride + head)", "x.slopes_stride)", ALIBI),
+    "slope of the first batch": ("terms_of", "batch * x.slopes_stride", "0 * x.slopes_stride",
+                                 ALIBI | {"batch": 2}),
     "sink skipped": ("finish_tile", "extra = gl.exp2(", "extra = 0.0 * gl.exp2(", SINKS),
     "sink of the first head": ("finish_tile", "x.sinks + head % c.num_heads", "x.sinks", SINKS),
     "keys of another group": ("produce", "head // c.group_size",
@@ -113,6 +115,10 @@ LISTS: dict[str, Fault] = {
                              "entries + gl.minimum(place + 1, num - 1),", BLOCKS),
     "list of the rows before": ("listed_tile", "first_row // lists.rows",
                                 "gl.maximum(first_row // lists.rows - 1, 0)", BLOCKS),
+    "list of the first batch": ("listed_tile", "batch * lists.stride_b", "0 * lists.stride_b",
+                                BLOCKS | {"batch": 2}),
+    "list of the first head": ("listed_tile", "head * lists.stride_h", "0 * lists.stride_h",
+                               BLOCKS),
     "last listed block lost": ("listed_tile", "lists.num_blocks, num)",
                                "lists.num_blocks, num - 1)", BLOCKS),
     "whole list taken for empty": ("listed_tile", "counts + line), -1)", "counts + line), 0)",
@@ -162,6 +168,9 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
         key = tensors.key.clone()
         key[:, :, :50] *= loud
         tensors = with_tensors(tensors, key=key)
+    if problem.has_alibi:
+        slopes = torch.rand(problem.batch, problem.num_heads)
+        tensors = with_tensors(tensors, alibi_slopes=slopes)
     return problem, tensors
 
 

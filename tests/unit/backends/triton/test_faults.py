@@ -73,6 +73,8 @@ SCORES: dict[str, Fault] = {
         "soft_capped", "tl.abs(scores) < 0.25", "tl.abs(scores) < 2.5", SOFTCAP),
     "sign of the slope": ("add_bias", "scores - slope", "scores + slope", ALIBI),
     "slope of the first head": ("forward", "stride_slope + heads", "stride_slope", ALIBI),
+    "slope of the first batch": ("forward", "slopes_ptr + batch *", "slopes_ptr + 0 *",
+                                 ALIBI | {"batch": 2}),
     "sink skipped": ("with_sink", "total * decay + weight", "total * decay", SINKS),
     "sink of the first head": ("forward", "sinks_ptr + heads", "sinks_ptr + 0 * heads", SINKS),
     "result not lowered by the sink": ("forward", "factor *= decay", "factor *= 1.0",
@@ -139,6 +141,9 @@ LISTS: dict[str, Fault] = {
     "next entry of a list": ("_number", "list_ptr + place,", "list_ptr + place + 1,", BLOCKS),
     "list of the rows before": (
         "forward", "first_slot // LIST_ROWS", "tl.maximum(first_slot // LIST_ROWS - 1, 0)", BLOCKS),
+    "list of the first batch": ("forward", "batch * stride_lb", "0 * stride_lb",
+                                BLOCKS | {"batch": 2}),
+    "list of the first head": ("forward", "head_slot * stride_lh", "0 * stride_lh", BLOCKS),
     "last listed block lost": ("forward", "tl.minimum(num_listed, most_blocks)",
                                "tl.minimum(num_listed - 1, most_blocks)", BLOCKS),
     "whole list taken for short": (
@@ -249,6 +254,9 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
         tensors = with_tensors(tensors, key=tensors.key * rows, value=tensors.value * rows)
     if sinks is not None and tensors.sinks is not None:
         tensors = with_tensors(tensors, sinks=torch.full_like(tensors.sinks, sinks))
+    if problem.has_alibi:
+        slopes = torch.rand(problem.batch, problem.num_heads)
+        tensors = with_tensors(tensors, alibi_slopes=slopes)
     return problem, tensors
 
 
