@@ -68,6 +68,8 @@ SCORES: dict[str, Fault] = {
                                  ALIBI | {"batch": 2}),
     "sink skipped": ("finish_tile", "extra = gl.exp2(", "extra = 0.0 * gl.exp2(", SINKS),
     "sink of the first head": ("finish_tile", "x.sinks + head % c.num_heads", "x.sinks", SINKS),
+    "result not lowered by the sink": ("finish_tile", "gl.exp2(reference - maximum)", "1.0",
+                                       SINKS | {"sinks": 6.0}),
     "keys of another group": ("produce", "head // c.group_size",
                               "head % (c.num_heads // c.group_size)", GROUPS),
     "sum not lowered": ("key_step", "row_sum = row_sum * scale_sums", "row_sum = row_sum",
@@ -163,7 +165,7 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
     """Return a problem, with statistics, and its tensors."""
     usual = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 1}
     values = usual | {"aux": Aux.LSE | Aux.ENTROPY} | values
-    loud = values.pop("loud_keys", None)
+    loud, sinks = values.pop("loud_keys", None), values.pop("sinks", None)
     lengths = {key: values.pop(key) for key in ("lengths_q", "lengths_k") if key in values}
     problem = make_problem(**lengths, **values)
     tensors = make_tensors(problem, **lengths)
@@ -171,6 +173,8 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
         key = tensors.key.clone()
         key[:, :, :50] *= loud
         tensors = with_tensors(tensors, key=key)
+    if sinks is not None and tensors.sinks is not None:
+        tensors = with_tensors(tensors, sinks=torch.full_like(tensors.sinks, sinks))
     if problem.has_alibi:
         slopes = torch.rand(problem.batch, problem.num_heads)
         tensors = with_tensors(tensors, alibi_slopes=slopes)

@@ -38,10 +38,10 @@ FILES = ("forward", "primitives", "listed", "combine", "halving")
 STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 
 RAGGED: dict[str, Any] = {"len_q": 40, "len_k": 131}
-CAUSAL: dict[str, Any] = {"len_q": 130, "is_causal": True}
+CAUSAL: dict[str, Any] = {"len_q": 130, "is_causal": True, "num_heads": 1}
 TO_END: dict[str, Any] = CAUSAL | {"len_q": 50, "len_k": 171, "align": Align.BOTTOM_RIGHT}
-WINDOW: dict[str, Any] = {"len_q": 200, "window": (5, 3)}
-WIDE_WINDOW: dict[str, Any] = {"len_q": 300, "window": (150, 140)}
+WINDOW: dict[str, Any] = {"len_q": 200, "window": (5, 3), "num_heads": 1}
+WIDE_WINDOW: dict[str, Any] = {"len_q": 300, "window": (150, 140), "num_heads": 1}
 GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
 DECODE: dict[str, Any] = GROUPS | {"len_q": 1, "len_k": 1500}
 SPLIT_SINKS: dict[str, Any] = DECODE | {"has_sinks": True, "precision": Precision.FP32}
@@ -151,7 +151,7 @@ LISTS: dict[str, Fault] = {
     "last block of a list unmasked": ("listed_ranges", "LIST_KEYS <= whole_high",
                                       "LIST_KEYS <= whole_high + LIST_KEYS", BLOCKS),
     "blocks behind the order": ("listed_ranges", "end - whole_end, 0", "end - whole_end - 1, 0",
-                                BLOCKS | CAUSAL),
+                                BLOCKS | {"is_causal": True}),
     "unlisted blocks taken for listed": (
         "is_listed", "(found == block)", "(found == found)", DROPPED),
     "weight of what was dropped": (
