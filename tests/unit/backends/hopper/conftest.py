@@ -363,9 +363,19 @@ POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slo
 class Machine:
     """Stands for compiled kernels: runs their source, one block of threads after the other."""
 
+    def __init__(self) -> None:
+        self.others: dict[str, Any] = {}
+
+    def replace(self, name: str, remake: Callable[[Any], Any]) -> None:
+        """Have what is made of a function of the source run in its place, from now on."""
+        self.others[name] = remake(device_code()[name])
+        host._bound.cache_clear()
+
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
-        code = device_code()["forward"]
+        space = device_code()
+        space.update(self.others)
+        code = space["forward"]
         tiling = variant.tiling
         columns = (
             tiling.block_d,
@@ -395,9 +405,10 @@ class Machine:
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Have the kernel's source run in its place, on three processors."""
-    monkeypatch.setattr(prepared, "_compiled", Machine())
+    machine = Machine()
+    monkeypatch.setattr(prepared, "_compiled", machine)
     monkeypatch.setattr(prepared, "_address", lambda tensor: tensor)
     monkeypatch.setattr(prepared, "_NO_ADDRESSES", prepared.NOTHING_BESIDE)
     monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
@@ -405,3 +416,4 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     host._bound.cache_clear()
     prepared._LISTED.clear()
+    return machine

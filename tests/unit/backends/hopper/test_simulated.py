@@ -47,6 +47,10 @@ DENSE: dict[str, dict[str, Any]] = {
     "everything": {"len_q": 200, "softcap": 5.0, "has_sinks": True, "has_alibi": True, **TO_END,
                    "len_k": 230, "aux": ALL_AUX},
     "mask": {"len_q": 150, "mask": MaskKind.ADDITIVE, "precision": Precision.FP16},
+    "padding": {"batch": 2, "len_q": 70, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 70)},
+    "softcap in half": {"len_q": 70, "softcap": 1.5, "precision": Precision.FP16, "aux": ALL_AUX},
+    "a tile that ends with a block's first key": {"len_q": 193, "is_causal": True,
+                                                  "window": (5, -1), "aux": Aux.LSE},
 }  # fmt: skip
 
 

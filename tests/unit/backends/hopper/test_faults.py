@@ -1,0 +1,212 @@
+"""Faults put into the Hopper kernel one by one, as `conftest.py` runs it: each of them is seen.
+
+Each is one text of a device function replaced by another. The same function made anew without a
+change passes on the same tensors. Not here: faults of barriers and of asynchronous order, which
+the simulation shows as deadlocks or not at all.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends import hopper
+from adaattn.backends.interface import Tensors
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.testing import (
+    assert_results_match,
+    attention,
+    cast_tensors,
+    make_problem,
+    make_tensors,
+    num_summands,
+    poisoned_memory,
+    with_tensors,
+)
+
+ROW_MAX: dict[str, Any] = {"aux": Aux.ROW_MAX}
+"""With it, as in fp16, the running maximum is the reference; else, in bf16, a fixed one."""
+
+PLAIN: dict[str, Any] = {"len_q": 70, "len_k": 300}
+SHORT: dict[str, Any] = {"len_q": 70, "len_k": 9}
+CAUSAL: dict[str, Any] = {"len_q": 200, "is_causal": True}
+TO_END: dict[str, Any] = CAUSAL | {"len_k": 333, "align": Align.BOTTOM_RIGHT}
+WINDOW: dict[str, Any] = {"len_q": 300, "window": (70, 20)}
+HEADS: dict[str, Any] = {"num_heads": 2, "len_q": 70}
+GROUPS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "len_q": 70}
+SINKS: dict[str, Any] = HEADS | {"has_sinks": True}
+ALIBI: dict[str, Any] = HEADS | {"has_alibi": True}
+SOFTCAP: dict[str, Any] = {"len_q": 70, "softcap": 1.5}
+BOOLEAN: dict[str, Any] = HEADS | {"mask": MaskKind.BOOLEAN}
+ADDED: dict[str, Any] = HEADS | {"mask": MaskKind.ADDITIVE}
+PADDING: dict[str, Any] = BOOLEAN | {"batch": 2, "mask_shape": (2, 1, 1, 70)}
+PACKED: dict[str, Any] = {"lengths_q": (40, 0, 170, 1), "is_causal": True}
+OTHER_KEYS: dict[str, Any] = {"lengths_q": (40, 100), "lengths_k": (70, 180), "is_causal": True,
+                              "align": Align.BOTTOM_RIGHT}  # fmt: skip
+BLOCKS: dict[str, Any] = HEADS | {"len_q": 300, "len_k": 500, "block_size": (128, 128)}
+FP16: dict[str, Any] = {"precision": Precision.FP16}
+LOUD: dict[str, Any] = {"len_q": 130, "len_k": 300, "loud_keys": 300.0}
+"""So far above those of the last block that their weights are no numbers beside its maximum."""
+
+Fault = tuple[str, str, str, dict[str, Any]]
+
+SCORES: dict[str, Fault] = {
+    "scale dropped in the first block": ("attend_tile", "else x.scale", "else 1.0", PLAIN),
+    "scale dropped in the others": ("key_step", "else x.scale", "else 1.0", PLAIN),
+    "scale dropped beside a mask": ("modify", " s = s * x.scale\n", " s = s\n", ADDED),
+    "softcap skipped": ("modify", "s = x.cap * gl.inline_asm_elementwise(",
+                        "s = x.cap * s * x.scale + 0.0 * gl.inline_asm_elementwise(", SOFTCAP),
+    "softcap of another base": ("modify", "- 2.0 * x.cap * inverse", "- x.cap * inverse",
+                                SOFTCAP | FP16),
+    "sign of the slope": ("modify", "s - row_terms[0]", "s + row_terms[0]", ALIBI),
+    "slope of the first head": ("terms_of", "x.slopes_stride + head)", "x.slopes_stride)", ALIBI),
+    "slope of the first batch": ("terms_of", "batch * x.slopes_stride", "0 * x.slopes_stride",
+                                 ALIBI | {"batch": 2}),
+    "sink skipped": ("finish_tile", "extra = gl.exp2(", "extra = 0.0 * gl.exp2(", SINKS),
+    "sink of the first head": ("finish_tile", "x.sinks + head % c.num_heads", "x.sinks", SINKS),
+    "result not lowered by the sink": ("finish_tile", "gl.exp2(reference - maximum)", "1.0",
+                                       SINKS | {"sinks": 6.0}),
+    "keys of another group": ("produce", "head // c.group_size",
+                              "head % (c.num_heads // c.group_size)", GROUPS),
+    "sum not lowered": ("key_step", "row_sum = row_sum * scale_sums", "row_sum = row_sum",
+                        PLAIN | FP16),
+    "result not lowered": ("attend_blocks", "gl.convert_layout(scale, of_out)",
+                           "gl.convert_layout(scale * 0.0 + 1.0, of_out)", PLAIN | FP16),
+    "scores beyond the reference kept": ("finish_tile", "1 + slot + rows * 0, 1,",
+                                         "1 + slot + rows * 0, 0,", LOUD),
+}  # fmt: skip
+KEYS: dict[str, Fault] = {
+    "one key more to the right": ("hide", "<= gl.expand_dims(last", "- 1 <= gl.expand_dims(last",
+                                  CAUSAL),
+    "one key fewer to the right": ("hide", "<= gl.expand_dims(last", "< gl.expand_dims(last",
+                                   CAUSAL),
+    "one key more to the end": ("hide", "<= gl.expand_dims(last", "- 1 <= gl.expand_dims(last",
+                                TO_END),
+    "one key more to the left": ("hide", ">= gl.expand_dims(first", "+ 1 >= gl.expand_dims(first",
+                                 WINDOW),
+    "one key fewer to the left": ("hide", ">= gl.expand_dims(first", "> gl.expand_dims(first",
+                                  WINDOW),
+    "one key behind the last": ("hide", "sizes.len_k - 1", "sizes.len_k", SHORT),
+    "last key lost": ("hide", "sizes.len_k - 1", "sizes.len_k - 2", SHORT),
+    "last key of a tile lost": ("key_blocks", "x.right + 1, 0)", "x.right, 0)",
+                                CAUSAL | {"len_q": 193, "window": (5, -1)}),
+    "first keys of a tile lost": ("key_blocks", "sizes.offset - x.left", "sizes.offset", WINDOW),
+    "blocks at the left edge unmasked": (
+        "attend_tile", "hidden = gl.cdiv(", "hidden = 0 * gl.cdiv(", WINDOW),
+    "sequence's keys from one too early": (
+        "packed_tile", "len_q, start_k, len_k)", "len_q, gl.maximum(start_k - 1, 0), len_k)",
+        PACKED),
+    "sequence's rows from one too early": (
+        "packed_tile", "start_q, len_q, start_k, len_k)",
+        "gl.maximum(start_q - 1, 0), len_q, start_k, len_k)", PACKED),
+    "last token of a sequence lost": (
+        "bounds", "gl.load(starts + 1), start)", "gl.load(starts + 1) - 1, start)", PACKED),
+    "sequence aligned at its start": ("sizes_of", "tile.len_k - tile.len_q", "0 * tile.len_k",
+                                      OTHER_KEYS),
+    "mask turned round": ("modify", "!= 0, s, NOTHING", "== 0, s, NOTHING", BOOLEAN),
+    "mask of the first batch": ("terms_of", "batch.to(gl.int64) * x.mask_stride_b", "0", PADDING),
+    "mask of the first head": ("terms_of", "head.to(gl.int64) * x.mask_stride_h", "0", ADDED),
+    "added mask in units of log 2": ("modify", "to(gl.float32) * LOG2_E", "to(gl.float32)", ADDED),
+}  # fmt: skip
+LISTS: dict[str, Fault] = {
+    "next entry of a list": ("entry", "entries + place,",
+                             "entries + gl.minimum(place + 1, num - 1),", BLOCKS),
+    "list of the rows before": ("listed_tile", "first_row // lists.rows",
+                                "gl.maximum(first_row // lists.rows - 1, 0)", BLOCKS),
+    "list of the first batch": ("listed_tile", "batch * lists.stride_b", "0 * lists.stride_b",
+                                BLOCKS | {"batch": 2}),
+    "list of the first head": ("listed_tile", "head * lists.stride_h", "0 * lists.stride_h",
+                               BLOCKS),
+    "last listed block lost": ("listed_tile", "lists.num_blocks, num)",
+                               "lists.num_blocks, num - 1)", BLOCKS),
+    "whole list taken for empty": ("listed_tile", "counts + line), -1)", "counts + line), 0)",
+                                   BLOCKS | {"num_heads": 6}),
+    "block of another visit": ("listed_block", "tile.end - 1 - visit",
+                               "gl.maximum(tile.end - 2 - visit, 0)", BLOCKS),
+    "last blocks in causal order lost": ("listed_tile", "gl.cdiv(end, c.LIST_RATIO)",
+                                         "gl.cdiv(end, c.LIST_RATIO) - 1",
+                                         BLOCKS | {"is_causal": True}),
+}  # fmt: skip
+WRITTEN: dict[str, Fault] = {
+    "rows stored one too far": ("store_part", "start, first_row,", "start, first_row + 1,", PLAIN),
+    "tile unwritten": ("store_part", "number >= 0", "number > 0", PLAIN),
+    "last row of each sequence unwritten": (
+        "store_part", "sizes_of(c, tile).len_q,", "sizes_of(c, tile).len_q - 1,", PACKED),
+    "last row of statistics unwritten": (
+        "finish_tile", "rows < sizes.len_q", "rows < sizes.len_q - 1", PLAIN),
+    "LSE in units of log 2": ("finish_tile", "gl.log2(denominator)) * LN_2",
+                              "gl.log2(denominator))", PLAIN),
+    "LSE without its reference": ("finish_tile", "(maximum + gl.log2(", "(gl.log2(", PLAIN),
+    "maximum in units of log 2": ("finish_tile", "reference * LN_2", "reference", PLAIN | ROW_MAX),
+    "sign in the entropy": ("finish_tile", "- first / denominator", "+ first / denominator", PLAIN),
+    "entropy's terms left out": ("moment_of", "p * t", "p", PLAIN),
+    "tile of the list twice": ("own_tile", "+ 1 + slot", "+ 1 + gl.maximum(slot - 1, 0)",
+                               CAUSAL | {"num_heads": 4}),
+    "sum of one thread": ("sum_in_thread", "8, 8]), 1)", "8, 8])[:, :1], 1)", PLAIN),
+    "halves of wide results swapped": ("finish_tile", "store_part(c, w, left, tile",
+                                       "store_part(c, w, right, tile",
+                                       {"len_q": 70, "head_dim": 256}),
+}  # fmt: skip
+FAULTS: dict[str, Fault] = {
+    f"{kind}: {name}": fault
+    for kind, faults in (
+        *(("scores", SCORES), ("keys", KEYS)),
+        *(("lists", LISTS), ("written", WRITTEN)),
+    )
+    for name, fault in faults.items()
+}
+
+
+def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
+    """Return a problem, with statistics, and its tensors."""
+    usual = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 1}
+    values = usual | {"aux": Aux.LSE | Aux.ENTROPY} | values
+    loud, sinks = values.pop("loud_keys", None), values.pop("sinks", None)
+    lengths = {key: values.pop(key) for key in ("lengths_q", "lengths_k") if key in values}
+    problem = make_problem(**lengths, **values)
+    tensors = make_tensors(problem, **lengths)
+    if loud is not None:
+        key = tensors.key.clone()
+        key[:, :, :50] *= loud
+        tensors = with_tensors(tensors, key=key)
+    if sinks is not None and tensors.sinks is not None:
+        tensors = with_tensors(tensors, sinks=torch.full_like(tensors.sinks, sinks))
+    if problem.has_alibi:
+        slopes = torch.rand(problem.batch, problem.num_heads)
+        tensors = with_tensors(tensors, alibi_slopes=slopes)
+    return problem, tensors
+
+
+def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
+    """Raise AssertionError unless the kernel's result is right; what nothing wrote is no number."""
+    with poisoned_memory():
+        result = hopper.run(tensors, problem, HeadGroup(capability="hopper"))
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem, compute_dtype=torch_dtype(problem.precision))
+    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_device_code_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new, values = FAULTS[name]
+    problem, tensors = made(values)
+    simulated.replace(function, partial(rewritten, old=old, new=old))
+    hold_to_the_definition(tensors, problem)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold_to_the_definition(tensors, problem)
+
+
+def test_each_file_of_device_code_that_is_simulated_has_faults() -> None:
+    """`_gluon.py` is left out: what it wraps has no simulation."""
+    broken = {function for function, *_ in FAULTS.values()}
+    for path in Path(hopper.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        if "@gluon.jit" in text and path.stem != "_gluon":
+            assert any(f"\ndef {name}(" in text for name in broken), path.name
