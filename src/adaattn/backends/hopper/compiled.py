@@ -143,9 +143,9 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
         shape = ",".join(map(str, block_shape(variant, box)))
         types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
     columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
-    box, dtype = [1, 1, ROWS, columns], variant.mask_dtype.replace("i8", "i16")
-    layout = gl.NVMMASharedLayout.get_default_for(box, _TYPES[dtype])
-    types["staged"] = f"tensordesc<{dtype}[{','.join(map(str, box))}],{layout!r}>"
+    tile, dtype = [1, 1, ROWS, columns], variant.mask_dtype.replace("i8", "i16")
+    layout = gl.NVMMASharedLayout.get_default_for(tile, _TYPES[dtype])
+    types["staged"] = f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types["slopes"] = f"*{variant.slopes_dtype}"

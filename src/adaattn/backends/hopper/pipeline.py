@@ -370,10 +370,9 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
                     mask_head = gl.where(c.terms.mask_stride_h != 0, head, 0)
                     for w in gl.static_range(c.NUM_WARPGROUPS):
                         mask_row = start_q + first_row + w * 64
-                        # Two booleans are one number of 16 bits.
-                        column = (start_k + row) // gl.constexpr(
-                            2 if c.terms.MASK == BOOLEAN else 1
-                        )
+                        column = start_k + row
+                        if c.terms.MASK == BOOLEAN:
+                            column = column // 2  # two are one number of 16 bits
                         mask_corner = mask_batch, mask_head, mask_row, column
                         at = mask_place(c, w, stage_k)
                         if fills >= c.STAGES_M:

@@ -161,7 +161,7 @@ def starts_of(c, tile):
 def corner(c, batch, head, start, row, length, column):
     """TMA's coordinates of some rows, which stand at ``row`` of a sequence of a length.
 
-    Those of packed tensors are of `launch.packed_view`: TMA fills rows beyond the sequence's end
+    Those of packed tensors are of `views.packed_view`: TMA fills rows beyond the sequence's end
     with zeros, and stores none.
     """
     if c.IS_PACKED:

@@ -43,6 +43,9 @@ ALIBI: dict[str, Any] = HEADS | {"has_alibi": True}
 SOFTCAP: dict[str, Any] = {"len_q": 70, "softcap": 1.5}
 BOOLEAN: dict[str, Any] = HEADS | {"mask": MaskKind.BOOLEAN}
 ADDED: dict[str, Any] = HEADS | {"mask": MaskKind.ADDITIVE}
+STAGED: dict[str, Any] = {"batch": 2, "num_heads": 2, "len_q": 140, "len_k": 144,
+                          "mask": MaskKind.ADDITIVE}  # fmt: skip
+STAGED_BOOLEANS: dict[str, Any] = STAGED | {"mask": MaskKind.BOOLEAN}
 PADDING: dict[str, Any] = BOOLEAN | {"batch": 2, "mask_shape": (2, 1, 1, 70)}
 PACKED: dict[str, Any] = {"lengths_q": (40, 0, 170, 1), "is_causal": True}
 OTHER_KEYS: dict[str, Any] = {"lengths_q": (40, 100), "lengths_k": (70, 180), "is_causal": True,
@@ -57,7 +60,7 @@ Fault = tuple[str, str, str, dict[str, Any]]
 SCORES: dict[str, Fault] = {
     "scale dropped in the first block": ("attend_tile", "else x.scale", "else 1.0", PLAIN),
     "scale dropped in the others": ("key_step", "else x.scale", "else 1.0", PLAIN),
-    "scale dropped beside a mask": ("modify", " s = s * x.scale\n", " s = s\n", ADDED),
+    "scale dropped beside slopes": ("modify", " s = s * x.scale\n", " s = s\n", ALIBI),
     "softcap skipped": ("modify", "s = x.cap * gl.inline_asm_elementwise(",
                         "s = x.cap * s * x.scale + 0.0 * gl.inline_asm_elementwise(", SOFTCAP),
     "softcap of another base": ("modify", "- 2.0 * x.cap * inverse", "- x.cap * inverse",
@@ -110,7 +113,18 @@ KEYS: dict[str, Fault] = {
     "mask turned round": ("modify", "!= 0, s, NOTHING", "== 0, s, NOTHING", BOOLEAN),
     "mask of the first batch": ("terms_of", "batch.to(gl.int64) * x.mask_stride_b", "0", PADDING),
     "mask of the first head": ("terms_of", "head.to(gl.int64) * x.mask_stride_h", "0", ADDED),
-    "added mask in units of log 2": ("modify", "to(gl.float32) * LOG2_E", "to(gl.float32)", ADDED),
+    "added mask in another unit": ("terms_of", "else LOG2_E / x.scale", "else LOG2_E", ADDED),
+    "added mask beside slopes": ("terms_of", "LOG2_E if x.IS_MODIFIED", "1.0 if x.IS_MODIFIED",
+                                 ADDED | ALIBI),
+    "staged mask of the first batch": ("produce", "stride_b != 0, batch", "stride_b != 0, 0",
+                                       STAGED),
+    "staged mask of the first head": ("produce", "stride_h != 0, head", "stride_h != 0, 0",
+                                      STAGED),
+    "staged mask of the warpgroup before": ("produce", "mask_row = start_q + first_row + w * 64",
+                                            "mask_row = start_q + first_row", STAGED),
+    "staged booleans one byte off": ("modify", "mask & 0xFF00", "mask & 0xFF", STAGED_BOOLEANS),
+    "staged booleans of the first keys": ("produce", "column // 2", "column // 4",
+                                          STAGED_BOOLEANS),
 }  # fmt: skip
 LISTS: dict[str, Fault] = {
     "next entry of a list": ("entry", "entries + place,",

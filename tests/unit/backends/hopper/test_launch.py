@@ -13,11 +13,11 @@ from adaattn.backends.hopper.launch import (
     edges,
     heads_together,
     key_blocks,
-    packed_view,
     schedule,
     tile_bits,
     tiles_per_head,
 )
+from adaattn.backends.hopper.views import packed_view
 from adaattn.planning.support import reasons
 from adaattn.spec import Align, AttentionProblem, Aux, HardwareFacts, MaskKind, Precision
 from adaattn.testing import make_problem
