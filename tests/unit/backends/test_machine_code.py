@@ -46,7 +46,8 @@ HOPPER = [
     "dict(head_dim=128, is_causal=True)",
     "dict(head_dim=64, is_causal=True, len_q=512)",
     "dict(head_dim=128, is_causal=True, precision=Precision.FP16, aux=Aux.LSE)",
-    "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
+    "dict(head_dim=64, mask=MaskKind.ADDITIVE)",
+    "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True)",
     "dict(head_dim=64, lengths_q=(1000, 3096), is_causal=True)",
     "dict(head_dim=64, is_causal=True, block_size=(128, 128))",
 ]
@@ -54,6 +55,9 @@ HOPPER = [
 # row sums take their registers: outside of the loops over keys, some dozen accesses a tile.
 HOPPER_WITH_FEW_SPILLS = [
     "dict(head_dim=256, is_causal=True)",
+    "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, is_causal=True)",
+    "dict(head_dim=256, mask=MaskKind.BOOLEAN)",
     "dict(head_dim=128, is_causal=True, softcap=30.0, has_alibi=True, has_sinks=True)",
     "dict(head_dim=64, is_causal=True, window=(1000, -1), aux=Aux.ENTROPY | Aux.LSE)",
     PACKED,
