@@ -235,6 +235,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     len_q, len_k = _longest(problem)
     short = not sees_all and len_k <= 1024
     narrow = problem.block_size[1] % 128 != 0
+    if staged and masked and (widest <= 128 or mask_bytes(problem) < 4):
+        return _staged(problem, block_d, block_v, fixed=fixed)
     if widest > 128:
         return Tiling(
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v, stages_k=2, stages_v=2,
@@ -245,8 +247,6 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
             stages_k=4, stages_v=4, stages_q=2, late=fixed,
         )  # fmt: skip
-    if staged and masked:
-        return _staged(problem, block_d, block_v, fixed=fixed)
     if widest == 128:
         return Tiling(
             warpgroups=2, block_n=64 if masked or narrow else 128, block_d=block_d, block_v=block_v,
@@ -265,26 +265,26 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
 
 
 def _staged(problem: AttentionProblem, block_d: int, block_v: int, *, fixed: bool) -> Tiling:
-    """Return the shapes for a mask that TMA copies, D and Dv up to 128.
+    """Return the shapes for a mask that TMA copies; not of 32 bits beside D or Dv above 128.
 
-    H200, as above, 16K tokens of 4K each: a bias at D 128 1.92 times PyTorch's function, booleans
-    2.38; 1.09 and 1.49 where each thread loads its numbers itself. Two places for a warpgroup hide
-    the way from memory; a bias of 16 bits at D 128 has room for one.
+    H200, as above, 4K each: a bias at D 128 1.92 times PyTorch's function, booleans 2.38; 1.09 and
+    1.49 where each thread loads its numbers itself. Two places hide the way from memory better.
     """
     num_bytes = mask_bytes(problem)
-    narrow = problem.block_size[1] % 128 != 0
-    wide = max(block_d, block_v) == 128
+    widest = max(block_d, block_v)
+    short = problem.block_size[1] % 128 != 0 or widest > 128 or (widest == 128 and num_bytes == 4)
+    single = widest > 128 or num_bytes == (2 if widest == 128 else 4)
     return Tiling(
         warpgroups=2,
-        block_n=64 if narrow or (wide and num_bytes == 4) else 128,
+        block_n=64 if short else 128,
         block_d=block_d,
         block_v=block_v,
         stages_k=2,
-        stages_v=2 if wide else 3,
-        stages_q=1 if wide else 2,
-        out_parts=2 if block_v == 128 else 1,
+        stages_v=2 if widest >= 128 else 3,
+        stages_q=1 if widest >= 128 else 2,
+        out_parts=max(block_v // 64, 1),
         late=fixed,
-        stages_m=1 if num_bytes == (2 if wide else 4) else 2,
+        stages_m=1 if single else 2,
         mask_bytes=num_bytes,
     )
 

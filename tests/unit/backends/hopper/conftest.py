@@ -25,7 +25,7 @@ from adaattn.backends.hopper import prepared
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "kernel")
+FILES = ("scores", "places", "pipeline", "results", "kernel")
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 

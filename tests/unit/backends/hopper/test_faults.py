@@ -161,8 +161,8 @@ WRITTEN: dict[str, Fault] = {
     "tile of the list twice": ("own_tile", "+ 1 + slot", "+ 1 + gl.maximum(slot - 1, 0)",
                                CAUSAL | {"num_heads": 4}),
     "sum of one thread": ("sum_in_thread", "8, 8]), 1)", "8, 8])[:, :1], 1)", PLAIN),
-    "halves of wide results swapped": ("finish_tile", "store_part(c, w, left, tile",
-                                       "store_part(c, w, right, tile",
+    "halves of wide results swapped": ("store_parts", "store_parts(c, w, left, tile",
+                                       "store_parts(c, w, right, tile",
                                        {"len_q": 70, "head_dim": 256}),
 }  # fmt: skip
 FAULTS: dict[str, Fault] = {

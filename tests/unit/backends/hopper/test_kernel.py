@@ -89,6 +89,13 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         "mask": MaskKind.BOOLEAN,
         "head_dim": 64,
     },
+    "staged bias of wide heads": {
+        "len_q": 500,
+        "len_k": 520,
+        "mask": MaskKind.ADDITIVE,
+        "head_dim": 256,
+        "is_causal": True,
+    },
     "staged numbers of 32 bits": {
         "len_q": 700,
         "len_k": 520,
