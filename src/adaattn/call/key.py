@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
-from adaattn.call.arguments import Arguments
+from adaattn.backends.head_terms import HeadTerms
+from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT, PRESETS
@@ -50,7 +51,7 @@ def key_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    companions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, BlockList | None],
+    companions: Companions,
     settings: tuple[Any, ...],
     window: Sequence[int],
     choice: Choices,
@@ -61,7 +62,7 @@ def key_of(
         query: [..., Hq, Sq, D].
         key: [..., Hkv, Sk, D].
         value: [..., Hkv, Sk, Dv].
-        companions: mask, sinks, slopes, cu_seqlens_q, cu_seqlens_k and blocks.
+        companions: mask, sinks, slopes, cu_seqlens_q, cu_seqlens_k, blocks and numbers of heads.
         settings: the numbers and flags that say what is to be computed.
         window: left and right.
         choice: how it is to be planned.
@@ -71,7 +72,7 @@ def key_of(
             number, has no key; nor has a nested tensor.
     """
     policy, plan, history, backend, layer, return_aux = choice
-    mask, sinks, slopes, starts_q, starts_k, blocks = companions
+    mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
     shape, key_shape, device = query.shape, key.shape, query.device
     seen: object = None
     keys: tuple[Any, ...]
@@ -83,7 +84,7 @@ def key_of(
         keys = (key_shape, key.stride(), value.shape, value.stride())
         if mask is not None:
             seen = _facts(mask)
-    if blocks is None and sinks is slopes is starts_q is starts_k is None:
+    if blocks is terms is None and sinks is slopes is starts_q is starts_k is None:
         rest = None
     else:
         rest = (
@@ -93,6 +94,7 @@ def key_of(
             starts_k is not None and _facts(starts_k),
             starts_q is starts_k,
             blocks is not None and _listed(blocks),
+            terms is not None and _by_head(terms),
         )
     return (
         shape,
@@ -183,6 +185,11 @@ def _listed(blocks: BlockList) -> tuple[object, ...]:
     """Return what a choice depends on of a list of blocks."""
     sizes = blocks.block_q, blocks.block_k, blocks.num_key_blocks, blocks.needed_blocks
     return (*sizes, blocks.indices.shape, blocks.indices.device)
+
+
+def _by_head(terms: HeadTerms) -> tuple[object, ...]:
+    """Return what a choice depends on of numbers of each head."""
+    return _facts(terms.scale), _facts(terms.window), _facts(terms.softcap)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -1,0 +1,94 @@
+"""Scale, window and softcap of each query head, from tensors: heads of different plans in one call."""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from adaattn.errors import ArgumentError, expected_got
+from adaattn.spec import HeadTerm
+
+__all__ = ["HeadTerms"]
+
+_EXPECTED: Final = {
+    "scale": "finite numbers",
+    "window": "numbers of at least -1, which is unlimited",
+    "softcap": "finite numbers of at least 0, which is none",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadTerms:
+    """The numbers that a call has for each head; None where one serves all heads.
+
+    Numbers on a CPU are checked here; those on a GPU only where ``ADAATTN_DEBUG`` is set. There
+    windows below -1 are unlimited, and a softcap of 0 or less, or NaN, is none.
+
+    Args:
+        scale: floating point [Hq], factors of the scores.
+        window: int32 or int64 [Hq, 2], left and right; -1 is unlimited.
+        softcap: floating point [Hq]; 0 is none.
+
+    Raises:
+        ArgumentError: a number is out of range.
+    """
+
+    scale: torch.Tensor | None = None
+    window: torch.Tensor | None = None
+    softcap: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are out of range, where they can be read."""
+        if not torch.compiler.is_compiling():
+            self._check("cpu")
+
+    def check(self) -> None:
+        """Refuse numbers that are out of range; on a GPU this waits for it.
+
+        Raises:
+            ArgumentError: a number is out of range.
+        """
+        self._check("cpu", "cuda")
+
+    def _check(self, *device_types: str) -> None:
+        """Refuse numbers on some types of devices that are out of range."""
+        for name, expected in _EXPECTED.items():
+            numbers = getattr(self, name)
+            if numbers is None or numbers.device.type not in device_types:
+                continue
+            if torch._C._functorch.is_functorch_wrapped_tensor(numbers):
+                continue  # a transform of torch.func shows no numbers
+            wrong = ~numbers.isfinite()
+            if name != "scale":
+                wrong = wrong | (numbers < (-1 if name == "window" else 0))
+            if bool(wrong.any()):
+                got = numbers.detach()[wrong][0].item()
+                raise ArgumentError(expected_got(f"{name} of each head", expected, got))
+
+    @property
+    def kinds(self) -> HeadTerm:
+        """Which there are."""
+        found = HeadTerm.NONE
+        for kind, numbers in zip(_KINDS, (self.scale, self.window, self.softcap), strict=True):
+            if numbers is not None:
+                found |= kind
+        return found
+
+    def widened(self) -> "HeadTerms":
+        """Return them in the dtypes that sums of gradients take, fp32 at least."""
+        scale, softcap = (
+            None if numbers is None else numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+            for numbers in (self.scale, self.softcap)
+        )
+        return replace(self, scale=scale, softcap=softcap)
+
+    def of_heads(self, heads: torch.Tensor) -> "HeadTerms":
+        """Return those of some query heads, by their numbers."""
+        scale, window, softcap = (
+            None if numbers is None else numbers.index_select(0, heads)
+            for numbers in (self.scale, self.window, self.softcap)
+        )
+        return replace(self, scale=scale, window=window, softcap=softcap)
+
+
+_KINDS: Final = (HeadTerm.SCALE, HeadTerm.WINDOW, HeadTerm.SOFTCAP)
