@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
-from adaattn.call.arguments import Arguments
+from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
@@ -142,6 +142,7 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_unknown(unknown, _KEYWORDS)
+    companions: Companions
     companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, blocks, None)
     settings = (
         scale,

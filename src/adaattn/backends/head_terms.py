@@ -1,4 +1,4 @@
-"""Scale, window and softcap of each query head, from tensors: heads of different plans in one call."""
+"""Scale, window and softcap of each query head, from tensors."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -76,11 +76,13 @@ class HeadTerms:
 
     def widened(self) -> "HeadTerms":
         """Return them in the dtypes that sums of gradients take, fp32 at least."""
-        scale, softcap = (
-            None if numbers is None else numbers.to(torch.promote_types(numbers.dtype, torch.float32))
-            for numbers in (self.scale, self.softcap)
-        )
-        return replace(self, scale=scale, softcap=softcap)
+
+        def wide(numbers: torch.Tensor | None) -> torch.Tensor | None:
+            if numbers is None:
+                return None
+            return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+        return replace(self, scale=wide(self.scale), softcap=wide(self.softcap))
 
     def of_heads(self, heads: torch.Tensor) -> "HeadTerms":
         """Return those of some query heads, by their numbers."""

@@ -186,8 +186,8 @@ Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.
 
 Takes the first `num_taken` of q, k, v, mask, sinks, slopes, both cu_seqlens, blocks and numbers of
-each head, as the caller gave them; q, k and v in 4-D. Returns the output. The tensors of each call are like those
-that the problem was described from.
+each head, as the caller gave them; q, k and v in 4-D. Returns the output. The tensors of each call
+are like those that the problem was described from.
 """
 
 

@@ -12,8 +12,9 @@ import torch
 from adaattn._dtypes import precision_of
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import layout_facts, output_like
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
 __all__ = ["operator"]
 
@@ -42,6 +43,9 @@ def operator(name: str, run: _Run) -> _Run:
         starts_k: torch.Tensor | None,
         counts: torch.Tensor | None,
         indices: torch.Tensor | None,
+        head_scale: torch.Tensor | None,
+        head_window: torch.Tensor | None,
+        head_softcap: torch.Tensor | None,
         numbers: list[float],
         flags: list[bool],
         sizes: list[int],
@@ -56,6 +60,7 @@ def operator(name: str, run: _Run) -> _Run:
             cu_seqlens_q=starts_q,
             cu_seqlens_k=starts_k,
             blocks=_list_of(counts, indices, sizes[-2:]),
+            head_terms=_terms_of(head_scale, head_window, head_softcap),
         )
         result = run(tensors, _described(tensors, numbers, flags, sizes))
         found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
@@ -76,6 +81,7 @@ def operator(name: str, run: _Run) -> _Run:
             tensors.cu_seqlens_k,
             None if tensors.blocks is None else tensors.blocks.counts,
             None if tensors.blocks is None else tensors.blocks.indices,
+            *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
             *_taken_apart(problem),
         )
         lse, row_max, entropy, dropped = (
@@ -96,6 +102,15 @@ def _list_of(
     if counts is None or indices is None:
         return None
     return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
+
+
+def _terms_of(
+    scale: torch.Tensor | None, window: torch.Tensor | None, softcap: torch.Tensor | None
+) -> HeadTerms | None:
+    """Return the numbers of each head that these tensors are, or None."""
+    if scale is window is softcap is None:
+        return None
+    return HeadTerms(scale=scale, window=window, softcap=softcap)
 
 
 def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
@@ -140,6 +155,7 @@ def _described(
         softcap=softcap,
         has_sinks=tensors.sinks is not None,
         has_alibi=tensors.alibi_slopes is not None,
+        head_terms=HeadTerm.NONE if tensors.head_terms is None else tensors.head_terms.kinds,
         block_size=(block_size[0], block_size[1]),
         most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
         dropout_p=dropout_p,

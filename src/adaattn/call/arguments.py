@@ -14,8 +14,9 @@ from adaattn.spec import Align, Policy
 
 __all__ = ["Arguments", "Companions", "checked_numbers"]
 
-Companions = tuple[torch.Tensor | BlockList | HeadTerms | None, ...]
-"""Tensors beside q, k and v, the list of blocks, and numbers of each head, in their order."""
+_Tensor = torch.Tensor | None
+Companions = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, BlockList | None, HeadTerms | None]
+"""Mask, sinks, slopes, both cu_seqlens, the list of blocks and the numbers of each head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +71,17 @@ class Arguments:
     @property
     def companions(self) -> Companions:
         """What stands beside q, k and v, in the order of a bound call."""
-        return tuple(getattr(self, name) for name in COMPANIONS)
+        tensors = (self.attn_mask, self.sinks, self.alibi_slopes, self.cu_seqlens_q)
+        return (*tensors, self.cu_seqlens_k, self.blocks, self.head_terms)
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """The numbers and flags, in the order in which the public call handles them."""
         return tuple(getattr(self, name) for name in SETTINGS)
 
-    def with_companions(self, companions: Companions) -> "Arguments":
+    def with_companions(self, companions: Sequence[Any]) -> "Arguments":
         """Return the same arguments with other tensors beside q, k and v."""
-        return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))  # type: ignore[arg-type]
+        return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))
 
     def under(self, policy: Policy) -> "Arguments":
         """Return the same arguments with what a policy asks for beside them."""

@@ -297,9 +297,7 @@ def _check_head_terms(terms: HeadTerms | None, query: torch.Tensor) -> HeadTerms
             _check_companion(name, numbers, query)
         elif numbers.dtype not in (torch.int32, torch.int64):
             hint = "use .to(torch.int32)"
-            raise DTypeError(
-                expected_got("dtype of window", "int32 or int64", numbers.dtype, hint)
-            )
+            raise DTypeError(expected_got("dtype of window", "int32 or int64", numbers.dtype, hint))
         elif numbers.device != query.device:
             raise DeviceError(expected_got(name, f"device {query.device}", numbers.device))
     if is_debugging():

@@ -53,7 +53,7 @@ def key_of(
     value: torch.Tensor,
     companions: Companions,
     settings: tuple[Any, ...],
-    window: Sequence[int],
+    window: Sequence[int] | torch.Tensor,
     choice: Choices,
 ) -> object:
     """Return everything that the choice for a call depends on.
@@ -84,7 +84,7 @@ def key_of(
         keys = (key_shape, key.stride(), value.shape, value.stride())
         if mask is not None:
             seen = _facts(mask)
-    if blocks is terms is None and sinks is slopes is starts_q is starts_k is None:
+    if terms is None and blocks is None and sinks is slopes is starts_q is starts_k is None:
         rest = None
     else:
         rest = (
@@ -138,7 +138,9 @@ def may_keep(arguments: Arguments, policy: object) -> bool:
     return named and all(type(number) in _PLAIN for number in numbers)
 
 
-def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> tuple[Any, ...]:
+def _growing(
+    key: torch.Tensor, value: torch.Tensor, window: Sequence[int] | torch.Tensor
+) -> tuple[Any, ...]:
     """Return what a choice depends on of the keys and values of decoding over a growing cache."""
     *leading, length, dim = key.shape
     *value_leading, value_length, value_dim = value.shape

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HardwareFacts, HeadTerm, MaskKind
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    Capability,
+    Feature,
+    HardwareFacts,
+    HeadTerm,
+    MaskKind,
+)
 
 __all__ = ["needed_features", "reasons", "serving"]
 
@@ -42,7 +51,11 @@ _RULES: Final[tuple[_Rule, ...]] = (
         lambda p: p.mask_is_wide,
         "an additive mask of a wider dtype than the query's",
     ),
-    (Feature.WINDOW, lambda p: p.window != (-1, -1) or p.by_head(HeadTerm.WINDOW), "a sliding window"),
+    (
+        Feature.WINDOW,
+        lambda p: p.window != (-1, -1) or p.by_head(HeadTerm.WINDOW),
+        "a sliding window",
+    ),
     (Feature.DILATION, lambda p: p.dilation > 1, "a dilated pattern"),
     (Feature.SOFTCAP, lambda p: p.softcap > 0 or p.by_head(HeadTerm.SOFTCAP), "softcap"),
     (Feature.SINKS, lambda p: p.has_sinks, "attention sinks"),
