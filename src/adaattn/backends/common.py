@@ -194,8 +194,8 @@ def head_windows(
     keys = torch.arange(cols.start, cols.stop, device=rows.device)
     distance = (rows + problem.offset).unsqueeze(-1) - keys
     left, right = window.T[:, :, None, None]
-    seen: torch.Tensor = (left < 0) | (distance <= left)
-    return seen & ((right < 0) | (distance >= -right))
+    seen: torch.Tensor = ((left < 0) | (distance <= left)) & ((right < 0) | (distance >= -right))
+    return seen
 
 
 def hides_nothing(problem: AttentionProblem, rows: range, cols: range) -> bool:

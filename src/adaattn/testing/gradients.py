@@ -117,8 +117,8 @@ def term_sizes(
         weights = result.weights
         assert weights is not None
         group_size = weights.shape[1] // max(wide.key.shape[1], 1)
-        keys = wide.key.repeat_interleave(group_size, dim=1)
-        key = keys.square()
+        signed = wide.key.repeat_interleave(group_size, dim=1)
+        key = signed.square()
         value = wide.value.repeat_interleave(group_size, dim=1)
         upstream = _upstream(result.output, seed)
         product = (upstream @ value.mT).square() + upstream.square() @ value.square().mT
@@ -143,7 +143,7 @@ def term_sizes(
             moved = (score * (rows[:, None] - keys).square()).sum((2, 3))
             squares["alibi_slopes"] = moved.sum_to_size(wide.alibi_slopes.shape)
         if wide.head_terms is not None:
-            products = (wide.query @ keys.mT).square()
+            products = (wide.query @ signed.mT).square()
             squares["head_scale"] = (score * products).sum((0, 2, 3))
             squares["head_softcap"] = score.sum((0, 2, 3))
     return {name: squares[name].sqrt() for name in differentiable(tensors)}
