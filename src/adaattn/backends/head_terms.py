@@ -10,6 +10,7 @@ from adaattn.spec import HeadTerm
 
 __all__ = ["HeadTerms"]
 
+_KINDS: Final = tuple(HeadTerm(number) for number in range(8))
 _EXPECTED: Final = {
     "scale": "finite numbers",
     "window": "numbers of at least -1, which is unlimited",
@@ -68,11 +69,8 @@ class HeadTerms:
     @property
     def kinds(self) -> HeadTerm:
         """Which there are."""
-        found = HeadTerm.NONE
-        for kind, numbers in zip(_KINDS, (self.scale, self.window, self.softcap), strict=True):
-            if numbers is not None:
-                found |= kind
-        return found
+        has_window, has_softcap = self.window is not None, self.softcap is not None
+        return _KINDS[(self.scale is not None) + 2 * has_window + 4 * has_softcap]
 
     def widened(self) -> "HeadTerms":
         """Return them in the dtypes that sums of gradients take, fp32 at least."""
@@ -91,6 +89,3 @@ class HeadTerms:
             for numbers in (self.scale, self.window, self.softcap)
         )
         return replace(self, scale=scale, window=window, softcap=softcap)
-
-
-_KINDS: Final = (HeadTerm.SCALE, HeadTerm.WINDOW, HeadTerm.SOFTCAP)

@@ -93,7 +93,8 @@ def least_and_most(edge, BY_ROW: tl.constexpr):
     """Return the least and the largest edge of the windows of a tile: of one, or of each row."""
     if BY_ROW:
         return tl.min(tl.min(edge, 1), 0), tl.max(tl.max(edge, 1), 0)
-    return edge, edge
+    else:
+        return edge, edge
 
 
 @triton.jit
