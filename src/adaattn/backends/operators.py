@@ -70,17 +70,14 @@ def operator(name: str, run: _Run) -> _Run:
     made.register_fake(_fake)
 
     def through(tensors: Tensors, problem: AttentionProblem) -> Result:
+        blocks = tensors.blocks
         output, *statistics = made(
             tensors.query,
             tensors.key,
             tensors.value,
-            tensors.mask,
-            tensors.sinks,
-            tensors.alibi_slopes,
-            tensors.cu_seqlens_q,
-            tensors.cu_seqlens_k,
-            None if tensors.blocks is None else tensors.blocks.counts,
-            None if tensors.blocks is None else tensors.blocks.indices,
+            *(tensors.mask, tensors.sinks, tensors.alibi_slopes),
+            *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
+            *((None, None) if blocks is None else (blocks.counts, blocks.indices)),
             *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
             *_taken_apart(problem),
         )
