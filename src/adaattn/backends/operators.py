@@ -21,6 +21,9 @@ __all__ = ["operator"]
 _AUX: Final = 5
 """Where the wanted outputs stand among the sizes of `_taken_apart`."""
 
+_SIZES: Final = 9
+"""Where those stand among the arguments behind q, k and v."""
+
 _Run = Callable[[Tensors, AttentionProblem], Result]
 
 
@@ -43,12 +46,12 @@ def operator(name: str, run: _Run) -> _Run:
         starts_k: torch.Tensor | None,
         counts: torch.Tensor | None,
         indices: torch.Tensor | None,
-        head_scale: torch.Tensor | None,
-        head_window: torch.Tensor | None,
-        head_softcap: torch.Tensor | None,
         numbers: list[float],
         flags: list[bool],
         sizes: list[int],
+        head_scale: torch.Tensor | None = None,
+        head_window: torch.Tensor | None = None,
+        head_softcap: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         tensors = Tensors.of(
             query,
@@ -78,8 +81,8 @@ def operator(name: str, run: _Run) -> _Run:
             *(tensors.mask, tensors.sinks, tensors.alibi_slopes),
             *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
             *((None, None) if blocks is None else (blocks.counts, blocks.indices)),
-            *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
             *_taken_apart(problem),
+            *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
         )
         lse, row_max, entropy, dropped = (
             item if problem.wants(flag) else None
@@ -169,7 +172,7 @@ def _fake(
 ) -> list[torch.Tensor]:
     """Return outputs without numbers: what a graph knows of them."""
     del key
-    aux, shape = Aux(rest[-1][_AUX]), query.shape[:-1]
+    aux, shape = Aux(rest[_SIZES][_AUX]), query.shape[:-1]
     statistics = [
         query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]

@@ -513,7 +513,9 @@ def test_strides_of_tensors_that_are_copied_first_say_nothing_of_the_copy() -> N
     assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
 
 
-def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
+@pytest.mark.parametrize("kinds", [HeadTerm.NONE, HeadTerm(7)], ids=str)
+def test_a_graph_holds_it_as_one_operator_for_any_length(kinds: HeadTerm) -> None:
+    terms = make_tensors(make_problem(head_terms=kinds)).head_terms
     names: list[str] = []
 
     def noting(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -521,9 +523,9 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
         return graph.forward
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        problem = make_problem(len_q=query.shape[2], head_dim=16, is_causal=True)
-        tensors = Tensors.of(query, key, value)
-        return run(tensors, replace(problem, precision=Precision.FP32)).output
+        given = {"len_q": query.shape[2], "head_dim": 16, "is_causal": True, "head_terms": kinds}
+        tensors = Tensors.of(query, key, value, head_terms=terms)
+        return run(tensors, make_problem(**given, precision=Precision.FP32)).output
 
     torch.compiler.reset()
     in_graph = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
@@ -539,7 +541,7 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
 def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
     arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
-    arguments = (*arguments, tensors.head_scale, tensors.head_window, tensors.head_softcap)
     sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
     settings = ([problem.scale, 0.0, 0.0], [False, False], sizes)
-    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings))
+    terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap)
+    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings, *terms))
