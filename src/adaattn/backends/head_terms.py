@@ -39,26 +39,24 @@ class HeadTerms:
     softcap: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are out of range, where they can be read."""
-        if not torch.compiler.is_compiling():
-            self._check("cpu")
+        """Refuse numbers that are out of range, where they can be read without waiting."""
+        self.check(waits=False)
 
-    def check(self) -> None:
-        """Refuse numbers that are out of range; on a GPU this waits for it.
+    def check(self, *, waits: bool = True) -> None:
+        """Refuse numbers that are out of range; in a graph there are none yet.
+
+        Args:
+            waits: those on a GPU are read, too.
 
         Raises:
             ArgumentError: a number is out of range.
         """
-        self._check("cpu", "cuda")
-
-    def _check(self, *device_types: str) -> None:
-        """Refuse numbers on some types of devices that are out of range."""
+        if torch.compiler.is_compiling():
+            return
         for name, expected in _EXPECTED.items():
             numbers = getattr(self, name)
-            if numbers is None or numbers.device.type not in device_types:
+            if numbers is None or _is_hidden(numbers, waits):
                 continue
-            if torch._C._functorch.is_functorch_wrapped_tensor(numbers):
-                continue  # a transform of torch.func shows no numbers
             wrong = ~numbers.isfinite()
             if name != "scale":
                 wrong = wrong | (numbers < (-1 if name == "window" else 0))
@@ -89,3 +87,10 @@ class HeadTerms:
             for numbers in (self.scale, self.window, self.softcap)
         )
         return replace(self, scale=scale, window=window, softcap=softcap)
+
+
+def _is_hidden(numbers: torch.Tensor, waits: bool) -> bool:
+    """Return whether the host cannot, or may not, read the numbers of a tensor."""
+    if numbers.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(numbers):
+        return True
+    return numbers.is_cuda and (not waits or torch.cuda.is_current_stream_capturing())

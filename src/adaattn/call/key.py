@@ -74,10 +74,12 @@ def key_of(
     policy, plan, history, backend, layer, return_aux = choice
     mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
     shape, key_shape, device = query.shape, key.shape, query.device
+    # A tensor has no indices, and so no key, before anything is asked of it.
+    edges = window if window is NO_WINDOW else tuple(map(operator.index, window))
     seen: object = None
     keys: tuple[Any, ...]
     if shape[-2] <= DECODE_ROWS < key_shape[-2] and starts_q is None:
-        keys = _growing(key, value, window)
+        keys = _growing(key, value, edges)
         if mask is not None:
             seen = _growing_mask(mask, key_shape[-2])
     else:
@@ -111,7 +113,7 @@ def key_of(
         rest,
         settings,
         type(settings[6]),  # 2.0 equals 2, and is no dilation
-        window if window is NO_WINDOW else tuple(map(operator.index, window)),
+        edges,
         policy if type(policy) in _NAMING else id(_ambient() if policy is None else policy),
         None if plan is None else id(plan),
         None if history is None else id(history),
@@ -138,9 +140,7 @@ def may_keep(arguments: Arguments, policy: object) -> bool:
     return named and all(type(number) in _PLAIN for number in numbers)
 
 
-def _growing(
-    key: torch.Tensor, value: torch.Tensor, window: Sequence[int] | torch.Tensor
-) -> tuple[Any, ...]:
+def _growing(key: torch.Tensor, value: torch.Tensor, window: tuple[int, ...]) -> tuple[Any, ...]:
     """Return what a choice depends on of the keys and values of decoding over a growing cache."""
     *leading, length, dim = key.shape
     *value_leading, value_length, value_dim = value.shape

@@ -9,6 +9,7 @@ import adaattn
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import load, slice_heads
 from adaattn.backends.head_terms import HeadTerms
+from adaattn.call import bound
 from adaattn.call.bind import bound_calls
 from adaattn.errors import (
     AdaAttnError,
@@ -18,7 +19,7 @@ from adaattn.errors import (
     ShapeError,
     UnsupportedError,
 )
-from adaattn.spec import HeadGroup, HeadTerm, Scheme
+from adaattn.spec import Decision, HeadGroup, HeadTerm, Plan, Scheme
 from adaattn.testing import assert_matches, make_problem, make_tensors, num_summands
 
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
@@ -192,6 +193,40 @@ def test_wrong_numbers_of_heads_are_refused(
             attend(*draw(), enable_gqa=True, **given)
     with pytest.raises(error, match=words):
         adaattn.plan_attention(*draw(), enable_gqa=True, **given)
+
+
+class TestOnAGpu:
+    """Numbers on a GPU are not read, unless ``ADAATTN_DEBUG=1``."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Say of tensors on this CPU that they are on a GPU."""
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def test_debugging_checks_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = HeadTerms(scale=torch.tensor([1.0, float("nan")]))
+        with pytest.raises(ArgumentError, match="scale of each head"):
+            wrong.check()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        wrong.check()
+
+    def test_debugging_checks_each_call_of_a_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What runs a kernel at once does not look at the numbers."""
+        monkeypatch.setenv("ADAATTN_DEBUG", "1")
+        query = torch.randn(1, 2, 12, 8)
+        problem = make_problem(head_terms=HeadTerm.SOFTCAP, head_dim=8, device_type="cuda")
+        group = HeadGroup(capability="reference", scheme=Scheme.of(problem.precision))
+        decision = Decision(plan=Plan(groups=(group,), num_heads=problem.num_heads))
+        monkeypatch.setattr(bound, "direct", lambda *_: pytest.fail("it was run at once"))
+        run, _ = bound._direct(bound._Alike(problem, None, None), decision)
+        for softcap in (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -1.0])):
+            given = (query, query, query, *[None] * 6, HeadTerms(softcap=softcap))
+            if softcap[1] < 0:
+                with pytest.raises(ArgumentError, match="softcap of each head"):
+                    run(*given)
+            else:
+                assert run(*given).shape == query.shape
 
 
 def test_the_trace_names_who_refused_and_why() -> None:
