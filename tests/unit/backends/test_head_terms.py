@@ -1,5 +1,6 @@
 """Scale, window and softcap of each head: each is a call of its own, whoever computes them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,20 +8,28 @@ import torch
 
 import adaattn
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import load, slice_heads
+from adaattn.backends import capabilities, load, slice_heads
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.call import bound
 from adaattn.call.bind import bound_calls
 from adaattn.errors import (
     AdaAttnError,
     ArgumentError,
+    ArgumentTypeError,
     DeviceError,
     DTypeError,
     ShapeError,
     UnsupportedError,
 )
-from adaattn.spec import Decision, HeadGroup, HeadTerm, Plan, Scheme
-from adaattn.testing import assert_matches, make_problem, make_tensors, num_summands
+from adaattn.planning import decide
+from adaattn.spec import Decision, HeadGroup, HeadTerm, Plan, Precision, Scheme
+from adaattn.testing import (
+    assert_matches,
+    fake_facts,
+    make_problem,
+    make_tensors,
+    num_summands,
+)
 
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
 HEADS = 4
@@ -195,6 +204,21 @@ def test_wrong_numbers_of_heads_are_refused(
         adaattn.plan_attention(*draw(), enable_gqa=True, **given)
 
 
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_module_has_numbers_for_all_heads(name: str) -> None:
+    words = "module: expected numbers that serve all heads, got a tensor"
+    with pytest.raises(ArgumentTypeError, match=words):
+        adaattn.AdaAttention(64, HEADS, **{name: NUMBERS[name]})
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_what_calls_with_numbers_of_each_head_run_is_warmed_up(wants_grad: bool) -> None:
+    grads = {"requires_grad": wants_grad, "head_terms_require_grad": wants_grad}
+    problem = make_problem(len_q=40, head_terms=HeadTerm(7), **grads)
+    plans = adaattn.warmup([problem], device="cpu")
+    assert [plan.groups[0].capability for plan in plans] == ["chunked"]
+
+
 class TestOnAGpu:
     """Numbers on a GPU are not read, unless ``ADAATTN_DEBUG=1``."""
 
@@ -241,6 +265,24 @@ def test_the_trace_names_who_refused_and_why() -> None:
         ), name
 
 
+@pytest.mark.parametrize(("wants_grad", "name"), [(False, "triton"), (True, "chunked")])
+def test_on_a_gpu_the_portable_kernel_serves_them_and_chunks_train(
+    wants_grad: bool, name: str
+) -> None:
+    installed = tuple(replace(item, unavailable="") for item in capabilities())
+    layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "len_q": 4096, "head_dim": 128}
+    problem = make_problem(
+        **layout,
+        **sizes,
+        precision=Precision.BF16,
+        head_terms=HeadTerm(7),
+        requires_grad=wants_grad,
+    )
+    found = decide(problem, None, fake_facts("h200"), adaattn.PRESETS["quality"], installed)
+    assert found.plan.groups[0].capability == name
+
+
 @pytest.mark.parametrize("backend", ["sdpa.math", "flash", "block_sparse"])
 def test_an_explicit_backend_without_them_gives_every_reason(backend: str) -> None:
     with pytest.raises(UnsupportedError, match="a scale, window or softcap of each head") as caught:
@@ -277,6 +319,17 @@ def test_a_graph_holds_them(name: str, terms: str) -> None:
 
     compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
     check(compiled(*tensors, **numbers), tensors, **keywords)
+
+
+def test_a_graph_under_an_error_budget_computes_them_exactly() -> None:
+    tensors, scale = draw(), NUMBERS["scale"]
+    compiled = torch.compile(
+        lambda *items: attend(*items, enable_gqa=True, scale=scale, policy="speed"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with torch.no_grad():
+        check(compiled(*tensors), tensors, scale=scale)
 
 
 def test_they_are_exported() -> None:
