@@ -9,6 +9,7 @@ import torch
 
 import adaattn
 from adaattn.backends import capabilities_asked_for
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Result, Tensors
 from adaattn.call.arguments import Arguments
 from adaattn.call.describe import build_call
@@ -63,6 +64,7 @@ class FuzzCall:
         if problem.family.has_alibi:
             shape = (problem.batch, problem.heads) if problem.index % 3 else (problem.heads,)
             self.slopes = torch.rand(shape, generator=self.generator, device=device)
+        self.by_head = self._by_head()
         self.blocks = self._blocks() if problem.family.block_size[1] else None
 
     def refusals(self, backend: str) -> tuple[str, ...]:
@@ -184,7 +186,7 @@ class FuzzCall:
             "cu_seqlens_q": self.starts_q,
             "cu_seqlens_k": self.starts_k,
             "blocks": self.blocks,
-        }
+        } | self.by_head
         if problem.tells_longest and problem.lengths_q:
             found["max_seqlen_q"] = max(problem.lengths_q)
             found["max_seqlen_k"] = max(problem.lengths_k)
@@ -216,6 +218,7 @@ class FuzzCall:
             bounds_q=bounds_q,
             bounds_k=bounds_k,
             blocks=self.blocks,
+            head_terms=HeadTerms(**self.by_head) if self.by_head else None,
         )
 
     def _unseen(self) -> torch.Tensor:
@@ -247,6 +250,21 @@ class FuzzCall:
         if problem.index % 2:
             found.counts[:, -1] = -1
         return found
+
+    def _by_head(self) -> dict[str, torch.Tensor]:
+        """Return scales of both signs, narrow and unlimited windows, caps and none."""
+        if not self.problem.family.by_head:
+            return {}  # what is drawn after it stays what it was
+        heads, reach = self.problem.heads, max(self.problem.len_k // 2, 2)
+        shape = {"generator": self.generator, "device": self.device}
+        softcap = 3.0 + torch.randn(heads, **shape)
+        drawn = {
+            "scale": torch.randn(heads, **shape) / self.problem.family.dim**0.5,
+            "window": torch.randint(-1, reach, (heads, 2), **shape),
+            "softcap": softcap.where(torch.rand(heads, **shape) < _LISTED_SHARE, 0.0).clamp(min=0),
+        }
+        drawn["window"][::3] = -1
+        return {name: drawn[name] for name in self.problem.family.by_head}
 
     def _mask(self) -> torch.Tensor:
         """Return the mask, [B or 1, Hq or 1, Sq or 1, Sk or 1]."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 from adaattn.testing import make_problem
 
 __all__ = ["DTYPES", "Family", "Problem", "all_problems", "draw", "families"]
@@ -23,6 +23,7 @@ _GROUPS = ((1, 1), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1), (3, 1), (6, 2), (5, 5
 _LAYOUTS = ("dense", "transposed", "packed qkv", "guarded", "guarded transposed", "strided columns")
 _LAYOUT_WEIGHTS = (30, 25, 10, 20, 12, 3)
 _LISTED_SHARE = 1 / 6
+_BY_HEAD_SHARE = 1 / 8
 _BLOCK_SIZES = ((128, 128), (128, 128), (128, 64), (256, 128), (64, 64), (16, 48), (33, 20))
 _SCORES = {"cpu": 2**20, "cuda": 2**23}
 """Scores of all heads together: what the oracle writes out several times in float64."""
@@ -53,6 +54,7 @@ class Family:
         size: standard deviation of q; large ones make rows of nearly one key.
         decodes: few queries on many keys.
         block_size: rows and keys of a block, where blocks are listed; (0, 0) else.
+        by_head: which of "scale", "window" and "softcap" each head has its own of.
     """
 
     number: int
@@ -73,6 +75,7 @@ class Family:
     size: float = 1.0
     decodes: bool = False
     block_size: tuple[int, int] = (0, 0)
+    by_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,8 @@ class Problem:
         """Return the problem as the definition of attention takes it."""
         family = self.family
         values: dict[str, Any] = {"scale": family.scale} if family.scale is not None else {}
+        for name in family.by_head:
+            values["head_terms"] = values.get("head_terms", HeadTerm.NONE) | HeadTerm[name.upper()]
         if family.block_size[1]:
             values["block_size"] = family.block_size
         if family.mask:
@@ -198,7 +203,21 @@ class Problem:
 def families(count: int, seed: int) -> list[Family]:
     """Return the families of a run."""
     found = [_family(number, random.Random(f"{seed} family {number}")) for number in range(count)]
-    return [_with_blocks(family, seed) for family in found]
+    return [_by_head(_with_blocks(family, seed), seed) for family in found]
+
+
+def _by_head(family: Family, seed: int) -> Family:
+    """Return the family, one in eight with numbers of each head."""
+    source = random.Random(f"{seed} by head {family.number}")
+    if source.random() >= _BY_HEAD_SHARE:
+        return family
+    names = source.choice((("scale",), ("window",), ("softcap",), ("scale", "window", "softcap")))
+    scale = None if "scale" in names else family.scale
+    softcap = 0.0 if "softcap" in names else family.softcap
+    # With a mask, causal order is said as a window.
+    order = "full" if "window" in names and family.mask else family.order
+    window = "" if "window" in names else family.window
+    return replace(family, by_head=names, scale=scale, softcap=softcap, window=window, order=order)
 
 
 def _with_blocks(family: Family, seed: int) -> Family:

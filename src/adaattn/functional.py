@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
-from adaattn.call.arguments import Arguments
+from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
 from adaattn.call.history import History
-from adaattn.call.key import NO_WINDOW, key_of
+from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
@@ -27,7 +27,7 @@ __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
 
-_SEMANTICS: Final = tuple(Arguments.__dataclass_fields__)
+_SEMANTICS: Final = tuple(name for name in Arguments.__dataclass_fields__ if name != "head_terms")
 _KEYWORDS: Final = (
     *_SEMANTICS,
     "policy",
@@ -48,12 +48,12 @@ def scaled_dot_product_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | None = None,
+    scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
     align: str | Align = "top_left",
-    window: Sequence[int] = NO_WINDOW,
+    window: Sequence[int] | torch.Tensor = NO_WINDOW,
     dilation: int = 1,
-    softcap: float | None = None,
+    softcap: float | torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
@@ -86,13 +86,17 @@ def scaled_dot_product_attention(
             scores; a causal bias of ``torch.nn.attention.bias`` too.
         dropout_p: probability of dropping a weight.
         is_causal: key j is seen from position p only if j <= p.
-        scale: factor of the scores; None is 1 / sqrt(D).
+        scale: factor of the scores; None is 1 / sqrt(D). A floating-point tensor [Hq] has one for
+            each head.
         enable_gqa: Hq may be a multiple of Hkv.
         align: query i stands at key position p = i (``"top_left"``) or p = i + Sk - Sq
             (``"bottom_right"``); causal order, window, dilation and ALiBi count from p.
         window: ``(left, right)``; key j is seen when p - left <= j <= p + right; -1 is unlimited.
+            An int32 or int64 tensor [Hq, 2] has one for each head.
         dilation: only keys with p - j divisible by it are seen.
-        softcap: c in c * tanh(s / c), applied before masks; None or 0 is none.
+        softcap: c in c * tanh(s / c), applied before masks; None or 0 is none. A floating-point
+            tensor [Hq] has one for each head. On a GPU numbers in tensors are not read by the host,
+            and checked only with ``ADAATTN_DEBUG=1``.
         sinks: [Hq] logits that join the softmax denominator.
         alibi_slopes: [Hq] or [B, Hq]; adds -slope * abs(p - j).
         cu_seqlens_q: int32 [N + 1], bounds of N sequences packed along [1, Hq, T, D]; on a GPU
@@ -138,7 +142,8 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_unknown(unknown, _KEYWORDS)
-    companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, blocks)
+    companions: Companions
+    companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, blocks, None)
     settings = (
         scale,
         softcap,
@@ -162,8 +167,28 @@ def scaled_dot_product_attention(
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
     if known is None:
         arguments = Arguments.of(companions, settings, window)
-        known = bind(query, key, value, arguments, choice, known_by)
+        if arguments.head_terms is not None:
+            companions = arguments.companions
+            known_by = _key_by_head(query, key, value, arguments, choice)
+            known = find(known_by)
+        if known is None:
+            known = bind(query, key, value, arguments, choice, known_by)
     return known(query, key, value, *companions, tag)
+
+
+def _key_by_head(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arguments: Arguments,
+    choice: Choices,
+) -> object:
+    """Return the key of a call with numbers of each head; None where it has none."""
+    companions, settings, window = arguments.companions, arguments.settings, arguments.window
+    try:
+        return key_of(query, key, value, companions, settings, window, choice)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def plan_attention(

@@ -231,7 +231,7 @@ def step_of(call: Call, group: HeadGroup) -> Callable[[], tuple[torch.Tensor, ..
     short = direct(problem, group)  # which is what repeated calls run
     given = [tensors.query, tensors.key, tensors.value, tensors.mask]
     given += [tensors.sinks, tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k]
-    taken = [*given, tensors.blocks][: num_taken(problem)]
+    taken = [*given, tensors.blocks, tensors.head_terms][: num_taken(problem)]
 
     def step() -> tuple[torch.Tensor, ...]:
         output = short(*taken) if short else run_group(tensors, problem, group).output
@@ -252,7 +252,8 @@ def _leaves(tensors: Tensors) -> list[torch.Tensor]:
     """Return the tensors that want gradients."""
     items = (tensors.query, tensors.key, tensors.value)
     others = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
-    return [item for item in (*items, *others) if item is not None and item.requires_grad]
+    terms = (tensors.head_scale, tensors.head_softcap)
+    return [item for item in (*items, *others, *terms) if item is not None and item.requires_grad]
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

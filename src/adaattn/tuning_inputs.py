@@ -1,6 +1,6 @@
 """Random tensors for a problem, turned into a call by the door that every caller's pass."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -8,7 +8,7 @@ from adaattn._dtypes import torch_dtype
 from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments
 from adaattn.call.describe import Call, build_call
-from adaattn.spec import AttentionProblem, MaskKind
+from adaattn.spec import AttentionProblem, HeadTerm, MaskKind
 
 __all__ = ["random_call"]
 
@@ -49,24 +49,43 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
     starts_q = _starts(problem.len_q, problem.num_sequences, device)
     # That they are the same is known of one tensor, on a GPU of no two.
     starts_k = starts_q if problem.packed_square else _starts(length, problem.num_sequences, device)
+    numbers: dict[str, Any] = {
+        "scale": problem.scale,
+        "window": (left, 0 if problem.is_causal and mask is not None else right),
+        "softcap": problem.softcap,
+    }
     arguments = Arguments(
         attn_mask=mask,
         dropout_p=problem.dropout_p,
         # With a mask, causal order is said as a window.
         is_causal=problem.is_causal and mask is None,
-        scale=problem.scale,
         enable_gqa=problem.group_size > 1,
         align=problem.align,
-        window=(left, 0 if problem.is_causal and mask is not None else right),
         dilation=problem.dilation,
-        softcap=problem.softcap,
         sinks=sinks,
         alibi_slopes=slopes,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
         blocks=_blocks(problem, device) if problem.has_blocks else None,
+        **(numbers | _by_head(problem, device)),
     )
     return build_call(query, key, value, arguments, problem.aux)
+
+
+def _by_head(problem: AttentionProblem, device: torch.device) -> dict[str, Any]:
+    """Return tensors of the numbers that each head has of its own: windows of 1 key to all."""
+    heads, grad = problem.num_heads, problem.head_terms_require_grad
+    wide = torch.linspace(0, problem.len_k, heads, device=device).int()
+    numbers = {
+        HeadTerm.SCALE: torch.full((heads,), problem.head_dim**-0.5, device=device),
+        HeadTerm.WINDOW: wide.unsqueeze(1).expand(heads, 2),
+        HeadTerm.SOFTCAP: torch.full((heads,), 30.0, device=device),
+    }
+    return {
+        str(term.name).lower(): item.requires_grad_(grad) if item.is_floating_point() else item
+        for term, item in numbers.items()
+        if problem.by_head(term)
+    }
 
 
 def _blocks(problem: AttentionProblem, device: torch.device) -> BlockList:

@@ -28,6 +28,7 @@ from adaattn.spec import (
     Capability,
     Feature,
     HeadGroup,
+    HeadTerm,
     Launch,
     LowRank,
     MaskKind,
@@ -85,6 +86,10 @@ SEMANTICS: dict[str, dict[str, Any]] = {
         "window": (9, 4),
     },
     "softcap": {"softcap": 1.5},
+    # What one number would say is given, too: no pair says it twice.
+    "scale of each head": {"head_terms": HeadTerm.SCALE, "scale": 1.0},
+    "window of each head": {"head_terms": HeadTerm.WINDOW, "window": (-1, -1)},
+    "softcap of each head": {"head_terms": HeadTerm.SOFTCAP, "softcap": 0.0},
     "sinks": {"has_sinks": True},
     "alibi": {"has_alibi": True},
     "grouped heads": {"num_heads": 4, "num_kv_heads": 2},
@@ -150,6 +155,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "listed blocks, scale below 0": {"block_size": (16, 16), "is_causal": True, "scale": -0.3},
     "decode in a window": DECODE | GROUPS | {"window": (20, -1)},
     "decode with sinks": DECODE | GROUPS | {"has_sinks": True},
+    "grouped decode with numbers of each head": DECODE | GROUPS | {"head_terms": HeadTerm(7)},
     "decode over a masked cache": MASKED_DECODE,
     "decode with statistics": DECODE | {"aux": ALL_AUX},
     "sinks over hidden rows": {"has_sinks": True, "aux": ALL_AUX, "mask": MaskKind.BOOLEAN}
@@ -208,6 +214,7 @@ def make_cases(name: str, options: dict[str, Any], precision: Precision) -> list
         "mask_requires_grad": values.get("mask") is MaskKind.ADDITIVE,
         "sinks_require_grad": values.get("has_sinks", False),
         "alibi_requires_grad": values.get("has_alibi", False),
+        "head_terms_require_grad": values.get("head_terms", 0) not in (0, HeadTerm.WINDOW),
     }
     levels = {"forward": {}, "gradients": {"requires_grad": True}, "every gradient": every}
     found = {}

@@ -139,6 +139,12 @@ class AttentionConfig:
                 expected_got("qk_norm_eps", "a finite number of at least 0", self.qk_norm_eps)
             )
         arguments = Arguments(window=self.window, softcap=self.softcap, scale=self.scale)
+        if arguments.head_terms is not None:
+            hint = "adaattn.scaled_dot_product_attention takes tensors of numbers of each head"
+            wanted = "numbers that serve all heads"
+            raise ArgumentTypeError(
+                expected_got("scale, window and softcap of a module", wanted, "a tensor", hint)
+            )
         window, *_ = checked_numbers(arguments, self.size_of_head)
         object.__setattr__(self, "window", window)
         if self.rotary is None:

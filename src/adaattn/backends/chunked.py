@@ -52,7 +52,8 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 def _order(problem: AttentionProblem) -> int:
     """Return 30, a mask for SDPA; on a GPU 70 for packed sequences if it waits for their bounds.
 
-    A list of blocks is a mask too, and none that skips anything: 70 on a GPU.
+    A list of blocks is a mask too, and none that skips anything: 70 on a GPU. So are windows of
+    each head, and a scale or softcap of each takes scores that are written out.
 
     On a GPU a short problem in training goes to SDPA before FlashAttention-2: there the host is
     the slower one, and that kernel's views and backward pass cost it 30 to 100 us more. Windows of
@@ -62,7 +63,7 @@ def _order(problem: AttentionProblem) -> int:
         return 30
     if problem.num_sequences and not _is_one_call(problem):
         return 70
-    if problem.has_blocks:
+    if problem.has_blocks or problem.head_terms.value:
         return 70
     short = problem.len_q * problem.len_k <= _SHORT_TRAINING
     ungrouped = problem.group_size == 1 or problem.sdpa_default == "sdpa.cudnn"
@@ -286,6 +287,7 @@ def _differentiable(
         tensors,
         sinks=None if tensors.sinks is None else _widened(tensors.sinks),
         alibi_slopes=None if tensors.alibi_slopes is None else _widened(tensors.alibi_slopes),
+        head_terms=None if tensors.head_terms is None else tensors.head_terms.widened(),
     )
 
     def run(query: torch.Tensor, rows: range) -> _Piece:

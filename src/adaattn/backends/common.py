@@ -20,6 +20,7 @@ __all__ = [
     "RowStatistics",
     "accumulation_dtype",
     "grouped_product",
+    "head_windows",
     "hides_nothing",
     "host_bounds",
     "key_range",
@@ -179,6 +180,24 @@ def visible_tile(
     return visible
 
 
+def head_windows(
+    window: torch.Tensor, problem: AttentionProblem, rows: torch.Tensor, cols: range
+) -> torch.Tensor:
+    """Return which keys the window of each head shows: boolean [Hq, R, C].
+
+    Args:
+        window: [Hq, 2], left and right.
+        problem: not packed.
+        rows: [R] query row numbers.
+        cols: key numbers.
+    """
+    keys = torch.arange(cols.start, cols.stop, device=rows.device)
+    distance = (rows + problem.offset).unsqueeze(-1) - keys
+    left, right = window.T[:, :, None, None]
+    seen: torch.Tensor = ((left < 0) | (distance <= left)) & ((right < 0) | (distance >= -right))
+    return seen
+
+
 def hides_nothing(problem: AttentionProblem, rows: range, cols: range) -> bool:
     """Return whether position hides no key of a rectangular tile from any of its rows."""
     left, right = problem.window
@@ -209,6 +228,9 @@ def tile_mask(
         distance = ((rows + problem.offset).unsqueeze(-1) - keys).abs()
         bias = -tensors.alibi_slopes[..., None, None].to(dtype) * distance.to(dtype)
     visible = None if all_seen else visible_tile(problem, rows, keys)
+    if tensors.head_window is not None and not all_seen:
+        windows = head_windows(tensors.head_window, problem, rows, cols)
+        visible = windows if visible is None else windows & visible
     if tensors.mask is not None:
         mask = _mask_rows(tensors.mask, rows, cols)
         if mask.dtype == torch.bool:
@@ -274,12 +296,18 @@ def tile_scores(
     """Return the scores of some rows after scale, softcap, bias and masks: [B, Hq, R, C]."""
     dtype = accumulation_dtype(tensors.query.dtype)
     query = _take_rows(tensors.query, rows).to(dtype) * problem.scale
+    if tensors.head_scale is not None:
+        query = query * tensors.head_scale[:, None, None].to(dtype)
     keys = tensors.key[:, :, cols.start : cols.stop].to(dtype)
     scores = grouped_product(query, keys.transpose(-1, -2))
     if problem.softcap > 0:
         cap = problem.softcap
         in_place = not scores.requires_grad
         scores = scores.div_(cap).tanh_().mul_(cap) if in_place else cap * torch.tanh(scores / cap)
+    if tensors.head_softcap is not None:
+        caps = tensors.head_softcap[:, None, None].to(dtype)
+        divisors = caps.masked_fill(caps <= 0, 1.0)
+        scores = torch.where(caps > 0, caps * torch.tanh(scores / divisors), scores)
     bias, visible = tile_mask(tensors, problem, rows, cols, all_seen=all_seen)
     if bias is not None:
         scores = scores + bias

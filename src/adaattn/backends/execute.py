@@ -71,6 +71,7 @@ def slice_heads(
         mask=mask,
         mask_given=None,
         blocks=None if tensors.blocks is None else tensors.blocks.of_heads(rows),
+        head_terms=None if tensors.head_terms is None else tensors.head_terms.of_heads(rows),
         sinks=None if tensors.sinks is None else tensors.sinks.index_select(0, rows),
         alibi_slopes=(
             None if tensors.alibi_slopes is None else tensors.alibi_slopes.index_select(-1, rows)

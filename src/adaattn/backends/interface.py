@@ -12,6 +12,7 @@ from typing import Final
 import torch
 
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
@@ -36,6 +37,7 @@ class Tensors:
         cu_seqlens_q: int32 [N + 1], starts of packed query sequences and their end.
         bounds_q: the same numbers on the host; () when not packed, or on a GPU.
         blocks: which blocks of keys are seen.
+        head_terms: scale, window and softcap of each head, where they are not the problem's.
     """
 
     query: torch.Tensor
@@ -47,6 +49,7 @@ class Tensors:
     cu_seqlens_q: torch.Tensor | None = None
     bounds_q: tuple[int, ...] = ()
     blocks: BlockList | None = None
+    head_terms: HeadTerms | None = None
 
     @classmethod
     def of(
@@ -64,6 +67,7 @@ class Tensors:
         bounds_q: tuple[int, ...] = (),
         bounds_k: tuple[int, ...] = (),
         blocks: BlockList | None = None,
+        head_terms: HeadTerms | None = None,
     ) -> "Tensors":
         """Return the tensors of a call, keys and values dense or packed as they were given.
 
@@ -80,6 +84,7 @@ class Tensors:
             bounds_q: likewise.
             bounds_k: the numbers of ``cu_seqlens_k`` on the host, where they are known.
             blocks: as in the fields.
+            head_terms: likewise.
         """
         kv = KeysValues(key=key, value=value)
         if cu_seqlens_k is not None:
@@ -94,6 +99,7 @@ class Tensors:
             cu_seqlens_q=cu_seqlens_q,
             bounds_q=bounds_q,
             blocks=blocks,
+            head_terms=head_terms,
         )
 
     @property
@@ -105,6 +111,21 @@ class Tensors:
     def value(self) -> torch.Tensor:
         """The values, [B, Hkv, Sk, Dv]."""
         return self.kv.value
+
+    @property
+    def head_scale(self) -> torch.Tensor | None:
+        """The scale of each head, [Hq]; None where one serves all."""
+        return None if self.head_terms is None else self.head_terms.scale
+
+    @property
+    def head_window(self) -> torch.Tensor | None:
+        """The window of each head, [Hq, 2], likewise."""
+        return None if self.head_terms is None else self.head_terms.window
+
+    @property
+    def head_softcap(self) -> torch.Tensor | None:
+        """The softcap of each head, [Hq], likewise."""
+        return None if self.head_terms is None else self.head_terms.softcap
 
     @property
     def cu_seqlens_k(self) -> torch.Tensor | None:
@@ -164,14 +185,16 @@ Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
 Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.
 
-Takes the first `num_taken` of q, k, v, mask, sinks, slopes, both cu_seqlens and blocks, as the
-caller gave them; q, k and v in 4-D. Returns the output. The tensors of each call are like those
-that the problem was described from.
+Takes the first `num_taken` of q, k, v, mask, sinks, slopes, both cu_seqlens, blocks and numbers of
+each head, as the caller gave them; q, k and v in 4-D. Returns the output. The tensors of each call
+are like those that the problem was described from.
 """
 
 
 def num_taken(problem: AttentionProblem) -> int:
     """Return how many tensors a `Direct` takes: mask and before, or all where others are there."""
+    if problem.head_terms.value:
+        return 10
     if problem.has_blocks:
         return 9
     return 8 if problem.has_sinks or problem.has_alibi or problem.num_sequences else 4

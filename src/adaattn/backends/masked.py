@@ -11,7 +11,14 @@ from functools import partial
 import torch
 
 from adaattn.backends.block_list import BlockList
-from adaattn.backends.common import hides_nothing, key_range, packed_tile_seen, part_of, tile_mask
+from adaattn.backends.common import (
+    head_windows,
+    hides_nothing,
+    key_range,
+    packed_tile_seen,
+    part_of,
+    tile_mask,
+)
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masks import aligned_bias, may_keep, stream_of
 from adaattn.backends.sdpa_call import fused_attention, needs_care, sdpa, sdpa_keywords
@@ -33,7 +40,8 @@ __all__ = [
 
 def is_plain(problem: AttentionProblem) -> bool:
     """Return whether SDPA with a mask can compute a chunk."""
-    if problem.softcap > 0 or problem.has_sinks or problem.aux is not Aux.NONE:
+    beyond = problem.softcap > 0 or problem.has_sinks or problem.head_terms.value > 0
+    if beyond or problem.aux is not Aux.NONE:
         return False
     # In 16 bits what a wider mask says would be lost, and sums of gradients over distances.
     half = problem.precision in (Precision.BF16, Precision.FP16)
@@ -309,6 +317,10 @@ def tile_masks(
     seen: torch.Tensor | None = None
     if not hides_nothing(problem, rows, cols):
         seen = seen_tile(problem, rows, cols, tile.query, torch.bool)
+    if tile.head_window is not None:
+        numbers = torch.arange(rows.start, rows.stop, device=tile.query.device)
+        windows = head_windows(tile.head_window, problem, numbers, cols)
+        seen = windows if seen is None else windows & seen
     if tile.blocks is not None:
         listed = listed_keys(tile.blocks, rows, cols, tile.query)
         seen = listed if seen is None else listed & seen

@@ -12,13 +12,17 @@ import torch
 from adaattn._dtypes import precision_of
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import layout_facts, output_like
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, MaskKind
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
 __all__ = ["operator"]
 
 _AUX: Final = 5
 """Where the wanted outputs stand among the sizes of `_taken_apart`."""
+
+_SIZES: Final = 9
+"""Where those stand among the arguments behind q, k and v."""
 
 _Run = Callable[[Tensors, AttentionProblem], Result]
 
@@ -45,6 +49,9 @@ def operator(name: str, run: _Run) -> _Run:
         numbers: list[float],
         flags: list[bool],
         sizes: list[int],
+        head_scale: torch.Tensor | None = None,
+        head_window: torch.Tensor | None = None,
+        head_softcap: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         tensors = Tensors.of(
             query,
@@ -56,6 +63,7 @@ def operator(name: str, run: _Run) -> _Run:
             cu_seqlens_q=starts_q,
             cu_seqlens_k=starts_k,
             blocks=_list_of(counts, indices, sizes[-2:]),
+            head_terms=_terms_of(head_scale, head_window, head_softcap),
         )
         result = run(tensors, _described(tensors, numbers, flags, sizes))
         found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
@@ -65,18 +73,16 @@ def operator(name: str, run: _Run) -> _Run:
     made.register_fake(_fake)
 
     def through(tensors: Tensors, problem: AttentionProblem) -> Result:
+        blocks = tensors.blocks
         output, *statistics = made(
             tensors.query,
             tensors.key,
             tensors.value,
-            tensors.mask,
-            tensors.sinks,
-            tensors.alibi_slopes,
-            tensors.cu_seqlens_q,
-            tensors.cu_seqlens_k,
-            None if tensors.blocks is None else tensors.blocks.counts,
-            None if tensors.blocks is None else tensors.blocks.indices,
+            *(tensors.mask, tensors.sinks, tensors.alibi_slopes),
+            *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
+            *((None, None) if blocks is None else (blocks.counts, blocks.indices)),
             *_taken_apart(problem),
+            *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
         )
         lse, row_max, entropy, dropped = (
             item if problem.wants(flag) else None
@@ -96,6 +102,15 @@ def _list_of(
     if counts is None or indices is None:
         return None
     return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
+
+
+def _terms_of(
+    scale: torch.Tensor | None, window: torch.Tensor | None, softcap: torch.Tensor | None
+) -> HeadTerms | None:
+    """Return the numbers of each head that these tensors are, or None."""
+    if scale is window is softcap is None:
+        return None
+    return HeadTerms(scale=scale, window=window, softcap=softcap)
 
 
 def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
@@ -140,6 +155,7 @@ def _described(
         softcap=softcap,
         has_sinks=tensors.sinks is not None,
         has_alibi=tensors.alibi_slopes is not None,
+        head_terms=HeadTerm.NONE if tensors.head_terms is None else tensors.head_terms.kinds,
         block_size=(block_size[0], block_size[1]),
         most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
         dropout_p=dropout_p,
@@ -156,7 +172,7 @@ def _fake(
 ) -> list[torch.Tensor]:
     """Return outputs without numbers: what a graph knows of them."""
     del key
-    aux, shape = Aux(rest[-1][_AUX]), query.shape[:-1]
+    aux, shape = Aux(rest[_SIZES][_AUX]), query.shape[:-1]
     statistics = [
         query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]

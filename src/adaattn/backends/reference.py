@@ -3,6 +3,8 @@
     s = scale * q k^T;  s = c * tanh(s / c);  s = s - slope * |p - j| + mask
     w = exp(s) / (sum exp(s) + exp(sink)) over the keys seen, 0 elsewhere;  out = w v
 
+Scale, c and the window may be those of each head, from tensors; a c of 0 leaves s as it is.
+
 Eager PyTorch on any device, differentiable in every input. It allocates all Sq x Sk
 scores and copies k and v for each query head: clear before fast. Products are computed in
 float64 for float64 input and in float32 otherwise, whatever precision a plan names.
@@ -137,7 +139,10 @@ def visible_keys(tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
         visible = visible & (ahead <= right)
     if problem.dilation > 1:
         visible = visible & (ahead % problem.dilation == 0)
-    visible = visible[None, None]
+    if tensors.head_window is not None:
+        lefts, rights = tensors.head_window.T[:, :, None, None]
+        visible = visible & ((lefts < 0) | (ahead >= -lefts)) & ((rights < 0) | (ahead <= rights))
+    visible = visible[None] if visible.dim() == 3 else visible[None, None]
     if tensors.blocks is not None:
         visible = visible & _in_listed_blocks(tensors, tensors.blocks)
     if tensors.mask is not None and tensors.mask.dtype is torch.bool:
@@ -182,8 +187,14 @@ def _scores(tensors: Tensors, problem: AttentionProblem, dtype: torch.dtype) -> 
     """Return the scores [B, Hq, Sq, Sk] with softcap, ALiBi and additive mask."""
     query = tensors.query.to(dtype)
     scores = problem.scale * (query @ _per_query_head(tensors.key, query).mT)
+    if tensors.head_scale is not None:
+        scores = (scores * tensors.head_scale[:, None, None]).to(dtype)
     if problem.softcap > 0:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if tensors.head_softcap is not None:
+        caps = tensors.head_softcap.to(dtype)[:, None, None]
+        divisors = torch.where(caps > 0, caps, 1.0)
+        scores = torch.where(caps > 0, caps * torch.tanh(scores / divisors), scores)
     if tensors.alibi_slopes is not None:
         rows, keys, _ = positions(tensors, problem)
         distance = (rows[:, None] - keys).abs().to(dtype)

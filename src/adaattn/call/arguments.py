@@ -8,25 +8,33 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import Align, Policy
 
-__all__ = ["Arguments", "checked_numbers"]
+__all__ = ["Arguments", "Companions", "checked_numbers"]
+
+_Tensor = torch.Tensor | None
+Companions = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, BlockList | None, HeadTerms | None]
+"""Mask, sinks, slopes, both cu_seqlens, the list of blocks and the numbers of each head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of the public call that say what is to be computed."""
+    """The arguments of the public call that say what is to be computed.
+
+    Tensors that are given as scale, window and softcap go to ``head_terms``.
+    """
 
     attn_mask: torch.Tensor | None = None
     dropout_p: float = 0.0
     is_causal: bool = False
-    scale: float | None = None
+    scale: float | torch.Tensor | None = None
     enable_gqa: bool = False
     align: str | Align = "top_left"
-    window: Sequence[int] = (-1, -1)
+    window: Sequence[int] | torch.Tensor = (-1, -1)
     dilation: int = 1
-    softcap: float | None = None
+    softcap: float | torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     cu_seqlens_q: torch.Tensor | None = None
@@ -35,13 +43,23 @@ class Arguments:
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     batch_invariant: bool = False
+    head_terms: HeadTerms | None = None
+
+    def __post_init__(self) -> None:
+        """Move scale, window and softcap that are tensors to ``head_terms``."""
+        numbers = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        given = {name: item for name, item in numbers.items() if isinstance(item, torch.Tensor)}
+        if given:
+            object.__setattr__(self, "head_terms", HeadTerms(**given))
+            for name in given:
+                object.__setattr__(self, name, (-1, -1) if name == "window" else None)
 
     @classmethod
     def of(
         cls,
-        companions: Sequence[torch.Tensor | BlockList | None],
+        companions: Companions,
         settings: Sequence[Any],
-        window: Sequence[int],
+        window: Sequence[int] | torch.Tensor,
     ) -> "Arguments":
         """Return the arguments in the groups in which the public call handles them."""
         return cls(
@@ -50,9 +68,20 @@ class Arguments:
             window=window,
         )
 
-    def with_companions(self, companions: Sequence[torch.Tensor | BlockList | None]) -> "Arguments":
+    @property
+    def companions(self) -> Companions:
+        """What stands beside q, k and v, in the order of a bound call."""
+        tensors = (self.attn_mask, self.sinks, self.alibi_slopes, self.cu_seqlens_q)
+        return (*tensors, self.cu_seqlens_k, self.blocks, self.head_terms)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The numbers and flags, in the order in which the public call handles them."""
+        return tuple(getattr(self, name) for name in SETTINGS)
+
+    def with_companions(self, companions: Sequence[Any]) -> "Arguments":
         """Return the same arguments with other tensors beside q, k and v."""
-        return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))  # type: ignore[arg-type]
+        return replace(self, **dict(zip(COMPANIONS, companions, strict=True)))
 
     def under(self, policy: Policy) -> "Arguments":
         """Return the same arguments with what a policy asks for beside them."""
@@ -68,8 +97,9 @@ COMPANIONS: Final = (
     "cu_seqlens_q",
     "cu_seqlens_k",
     "blocks",
+    "head_terms",
 )
-"""Tensors beside q, k and v, and the list of blocks."""
+"""See `Companions`."""
 
 SETTINGS: Final = (
     "scale",

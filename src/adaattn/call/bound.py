@@ -16,6 +16,7 @@ from adaattn._events import AttentionEvent, emit, listeners, wants_timing
 from adaattn._settings import is_debugging
 from adaattn.backends import Result, Tensors, direct, load, num_taken
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.masks import with_rank
 from adaattn.call.arguments import COMPANIONS, Arguments
 from adaattn.call.audit import Outcome, is_lossy
@@ -33,10 +34,10 @@ from adaattn.spec import AttentionProblem, Aux, Decision, Policy
 __all__ = ["Bound", "Exact", "general"]
 
 Bound = Callable[..., Any]
-"""Takes q, k, v, mask, sinks, slopes, both cu_seqlens, blocks and tag; returns the result."""
+"""Takes q, k, v, what stands beside them (`Companions`) and tag; returns the result."""
 
 _KEPT_TAGS: Final = 256
-_ALL_TAKEN: Final = 10
+_ALL_TAKEN: Final = 11
 """What a bound call takes, its tag among it."""
 
 
@@ -171,7 +172,7 @@ class Exact:
             if served is not None:
                 served.calls += 1
             if watched:
-                kind = given[9], given[1].shape[2]
+                kind = given[10], given[1].shape[2]
                 emit(by_tag.get(kind) or self._event_of(*kind))
             return output if dressed is None else dressed(output)
 
@@ -235,7 +236,7 @@ def _direct(alike: "_Alike", decision: Decision) -> tuple[Bound, int]:
     problem = alike.problem
     group = decision.plan.groups[0]
     # Debugging goes by `alike`, which checks numbers on a GPU.
-    unread = problem.num_sequences or problem.has_blocks
+    unread = problem.num_sequences or problem.has_blocks or problem.head_terms.value
     by_alike = unread and problem.device_type != "cpu" and is_debugging()
     known = None if by_alike else direct(problem, group)
     if known is not None:
@@ -294,6 +295,7 @@ class _Alike:
         starts_q: Tensor,
         starts_k: Tensor,
         blocks: BlockList | None = None,
+        head_terms: HeadTerms | None = None,
         tag: str = "",
     ) -> Call | None:
         """Return the call of canonical tensors; None where their packing makes another problem."""
@@ -301,6 +303,8 @@ class _Alike:
         seen = None if mask is None else with_rank(mask, 4)
         if blocks is not None and is_debugging():
             blocks.check()
+        if head_terms is not None and is_debugging():
+            head_terms.check()
         # On a CPU the numbers of the bounds are read, and checked, at each call.
         bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
         tensors = Tensors.of(
@@ -316,6 +320,7 @@ class _Alike:
             sinks=sinks,
             alibi_slopes=slopes if slopes is None or slopes.dim() == 2 else slopes.unsqueeze(0),
             blocks=blocks,
+            head_terms=head_terms,
         )
         if bounds_q:
             facts = packed_facts(tensors, self.max_seqlen_q, self.max_seqlen_k)

@@ -14,6 +14,7 @@ from adaattn._dtypes import precision_of
 from adaattn._settings import is_debugging
 from adaattn.backends import Tensors
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.canonical import canonical_mask, canonical_tensors, described
 from adaattn.call.facts import SDPA_NAMES, packed_facts, sdpa_default, tensor_facts
@@ -95,7 +96,10 @@ def build_call(
         mask = mask.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
     sinks = _check_sinks(arguments.sinks, query)
     slopes = _check_slopes(arguments.alibi_slopes, query)
+    terms = _check_head_terms(arguments.head_terms, query)
     window, dilation, softcap, scale, dropout_p = checked_numbers(arguments, query.shape[3])
+    if terms is not None and terms.scale is not None:
+        scale = 1.0
     starts_q, starts_k = arguments.cu_seqlens_q, arguments.cu_seqlens_k
     bounds_q, bounds_k = packed_bounds(starts_q, starts_k, query, key)
     tensors = Tensors.of(
@@ -111,6 +115,7 @@ def build_call(
         sinks=sinks,
         alibi_slopes=slopes,
         blocks=_check_blocks(arguments, query, key, aux),
+        head_terms=terms,
     )
     problem = AttentionProblem(
         **tensor_facts(tensors),
@@ -271,6 +276,33 @@ def _check_slopes(slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Ten
         )
     _check_companion("alibi_slopes", slopes, query)
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
+
+
+def _check_head_terms(terms: HeadTerms | None, query: torch.Tensor) -> HeadTerms | None:
+    """Return the numbers of each head, of the query's heads and on its device."""
+    if terms is None:
+        return None
+    heads = query.shape[1]
+    of_all = {"scale": "a number", "window": "(left, right)", "softcap": "a number"}
+    for name, one in of_all.items():
+        numbers = getattr(terms, name)
+        if numbers is None:
+            continue
+        shape = (heads, 2) if name == "window" else (heads,)
+        if tuple(numbers.shape) != shape:
+            hint = f"what serves all heads is {one} without a tensor"
+            expected = f"{one}, or a tensor {list(shape)}"
+            raise ShapeError(expected_got(name, expected, described(numbers), hint))
+        if name != "window":
+            _check_companion(name, numbers, query)
+        elif numbers.dtype not in (torch.int32, torch.int64):
+            hint = "use .to(torch.int32)"
+            raise DTypeError(expected_got("dtype of window", "int32 or int64", numbers.dtype, hint))
+        elif numbers.device != query.device:
+            raise DeviceError(expected_got(name, f"device {query.device}", numbers.device))
+    if is_debugging():
+        terms.check()
+    return terms
 
 
 def _check_blocks(

@@ -8,7 +8,7 @@ from adaattn._dtypes import precision_of
 from adaattn.backends import Tensors
 from adaattn.backends.common import layout_facts
 from adaattn.call.packing import longest
-from adaattn.spec import MaskKind
+from adaattn.spec import HeadTerm, MaskKind
 
 __all__ = ["SDPA_NAMES", "allowed_sdpa_kernels", "packed_facts", "sdpa_default", "tensor_facts"]
 
@@ -23,6 +23,7 @@ def tensor_facts(tensors: Tensors) -> dict[str, Any]:
     """Return the fields of the problem that follow from the tensors and the context."""
     query, mask = tensors.query, tensors.mask
     sinks, slopes, blocks = tensors.sinks, tensors.alibi_slopes, tensors.blocks
+    terms = (tensors.head_scale, tensors.head_softcap)
 
     def wants_grad(*items: torch.Tensor | None) -> bool:
         wanting = any(item is not None and item.requires_grad for item in items)
@@ -48,7 +49,9 @@ def tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "alibi_requires_grad": wants_grad(slopes),
         "block_size": (0, 0) if blocks is None else (blocks.block_q, blocks.block_k),
         "most_blocks": 0 if blocks is None else blocks.indices.shape[-1],
-        "requires_grad": wants_grad(query, tensors.key, tensors.value, mask, sinks, slopes),
+        "head_terms": HeadTerm.NONE if tensors.head_terms is None else tensors.head_terms.kinds,
+        "head_terms_require_grad": wants_grad(*terms),
+        "requires_grad": wants_grad(query, tensors.key, tensors.value, mask, sinks, slopes, *terms),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allowed_sdpa": allowed_sdpa_kernels(query.device.type),
         "may_wait": query.device.type == "cpu",

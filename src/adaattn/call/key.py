@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
-from adaattn.call.arguments import Arguments
+from adaattn.backends.head_terms import HeadTerms
+from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT, PRESETS
@@ -50,9 +51,9 @@ def key_of(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    companions: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, BlockList | None],
+    companions: Companions,
     settings: tuple[Any, ...],
-    window: Sequence[int],
+    window: Sequence[int] | torch.Tensor,
     choice: Choices,
 ) -> object:
     """Return everything that the choice for a call depends on.
@@ -61,7 +62,7 @@ def key_of(
         query: [..., Hq, Sq, D].
         key: [..., Hkv, Sk, D].
         value: [..., Hkv, Sk, Dv].
-        companions: mask, sinks, slopes, cu_seqlens_q, cu_seqlens_k and blocks.
+        companions: mask, sinks, slopes, cu_seqlens_q, cu_seqlens_k, blocks and numbers of heads.
         settings: the numbers and flags that say what is to be computed.
         window: left and right.
         choice: how it is to be planned.
@@ -71,19 +72,21 @@ def key_of(
             number, has no key; nor has a nested tensor.
     """
     policy, plan, history, backend, layer, return_aux = choice
-    mask, sinks, slopes, starts_q, starts_k, blocks = companions
+    mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
     shape, key_shape, device = query.shape, key.shape, query.device
+    # A tensor has no indices, and so no key, before anything is asked of it.
+    edges = window if window is NO_WINDOW else tuple(map(operator.index, window))
     seen: object = None
     keys: tuple[Any, ...]
     if shape[-2] <= DECODE_ROWS < key_shape[-2] and starts_q is None:
-        keys = _growing(key, value, window)
+        keys = _growing(key, value, edges)
         if mask is not None:
             seen = _growing_mask(mask, key_shape[-2])
     else:
         keys = (key_shape, key.stride(), value.shape, value.stride())
         if mask is not None:
             seen = _facts(mask)
-    if blocks is None and sinks is slopes is starts_q is starts_k is None:
+    if terms is None and blocks is None and sinks is slopes is starts_q is starts_k is None:
         rest = None
     else:
         rest = (
@@ -93,6 +96,7 @@ def key_of(
             starts_k is not None and _facts(starts_k),
             starts_q is starts_k,
             blocks is not None and _listed(blocks),
+            terms is not None and _by_head(terms),
         )
     return (
         shape,
@@ -109,7 +113,7 @@ def key_of(
         rest,
         settings,
         type(settings[6]),  # 2.0 equals 2, and is no dilation
-        window if window is NO_WINDOW else tuple(map(operator.index, window)),
+        edges,
         policy if type(policy) in _NAMING else id(_ambient() if policy is None else policy),
         None if plan is None else id(plan),
         None if history is None else id(history),
@@ -136,7 +140,7 @@ def may_keep(arguments: Arguments, policy: object) -> bool:
     return named and all(type(number) in _PLAIN for number in numbers)
 
 
-def _growing(key: torch.Tensor, value: torch.Tensor, window: Sequence[int]) -> tuple[Any, ...]:
+def _growing(key: torch.Tensor, value: torch.Tensor, window: tuple[int, ...]) -> tuple[Any, ...]:
     """Return what a choice depends on of the keys and values of decoding over a growing cache."""
     *leading, length, dim = key.shape
     *value_leading, value_length, value_dim = value.shape
@@ -183,6 +187,11 @@ def _listed(blocks: BlockList) -> tuple[object, ...]:
     """Return what a choice depends on of a list of blocks."""
     sizes = blocks.block_q, blocks.block_k, blocks.num_key_blocks, blocks.needed_blocks
     return (*sizes, blocks.indices.shape, blocks.indices.device)
+
+
+def _by_head(terms: HeadTerms) -> tuple[object, ...]:
+    """Return what a choice depends on of numbers of each head."""
+    return _facts(terms.scale), _facts(terms.window), _facts(terms.softcap)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:

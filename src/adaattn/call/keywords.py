@@ -29,6 +29,7 @@ _ELSEWHERE: Final = {
     "is_bottom_right": 'align="bottom_right"',
     "key_padding_mask": "attn_mask=~key_padding_mask[:, None, None, :], as True says attend",
     "kv_heads": "num_kv_heads",
+    "logit_scale": "scale",
     "logits_soft_cap": "softcap",
     "mask": "attn_mask",
     "max_length_k": "max_seqlen_k",

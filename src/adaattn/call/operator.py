@@ -86,6 +86,7 @@ def decided_at_run_time(
         None,
         None,
         None,
+        None,
     )
     if is_causal and mask is not None:
         is_causal, window = False, [window[0], 0]

@@ -22,7 +22,7 @@ from adaattn.call.operator import asks_for_invariance, decided_at_run_time, poli
 from adaattn.call.outputs import AuxOutput, requested_flags
 from adaattn.call.run import check_plan, run_plan
 from adaattn.errors import UnsupportedError
-from adaattn.spec import Align, HeadGroup, MaskKind, Method, Plan, Policy, Scheme
+from adaattn.spec import Align, HeadGroup, HeadTerm, MaskKind, Method, Plan, Policy, Scheme
 
 __all__ = ["traced"]
 
@@ -73,7 +73,7 @@ def _may_lose(call: Call, backend: str) -> bool:
     """Return whether one operator could make the eager call: it has an output and no gradient."""
     problem = call.problem
     plain = not (problem.requires_grad or problem.dropout_p or problem.aux or problem.num_sequences)
-    plain = plain and not problem.has_blocks
+    plain = plain and not (problem.has_blocks or problem.head_terms.value)
     return backend == "auto" and plain
 
 
@@ -117,7 +117,9 @@ def _exact(call: Call, backend: str) -> Result:
             check_plan(call, Plan(groups=(own,), num_heads=problem.num_heads))
             return run_group(tensors, problem, own)
         written_out = problem.softcap or problem.has_sinks or problem.has_alibi or problem.aux
-        beyond = problem.num_sequences or problem.has_blocks or problem.dilation > 1
+        windows = problem.head_terms.value == HeadTerm.WINDOW.value
+        written_out = written_out or (problem.head_terms.value and not windows)
+        beyond = problem.num_sequences or problem.has_blocks or problem.dilation > 1 or windows
         if backend == "flash" and (written_out or beyond):
             found = ["a graph has SDPA's kernels alone, which lack what this call asks for"]
             raise UnsupportedError("backend 'flash'", found)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from adaattn.spec import Align, AttentionProblem
+from adaattn.spec import Align, AttentionProblem, HeadTerm
 
 __all__ = ["simplify"]
 
@@ -41,7 +41,8 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
         right = -1
     if reach <= 1:
         dilation = 1
-    positional = is_causal or (left, right) != (-1, -1) or dilation > 1 or problem.has_alibi
+    windowed = (left, right) != (-1, -1) or problem.by_head(HeadTerm.WINDOW)
+    positional = is_causal or windowed or dilation > 1 or problem.has_alibi
     if not positional:
         align = Align.TOP_LEFT
     changed = (is_causal, (left, right), dilation, align)

@@ -4,7 +4,16 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import Align, AttentionProblem, Aux, Capability, Feature, HardwareFacts, MaskKind
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    Capability,
+    Feature,
+    HardwareFacts,
+    HeadTerm,
+    MaskKind,
+)
 
 __all__ = ["needed_features", "reasons", "serving"]
 
@@ -42,9 +51,13 @@ _RULES: Final[tuple[_Rule, ...]] = (
         lambda p: p.mask_is_wide,
         "an additive mask of a wider dtype than the query's",
     ),
-    (Feature.WINDOW, lambda p: p.window != (-1, -1), "a sliding window"),
+    (
+        Feature.WINDOW,
+        lambda p: p.window != (-1, -1) or p.by_head(HeadTerm.WINDOW),
+        "a sliding window",
+    ),
     (Feature.DILATION, lambda p: p.dilation > 1, "a dilated pattern"),
-    (Feature.SOFTCAP, lambda p: p.softcap > 0, "softcap"),
+    (Feature.SOFTCAP, lambda p: p.softcap > 0 or p.by_head(HeadTerm.SOFTCAP), "softcap"),
     (Feature.SINKS, lambda p: p.has_sinks, "attention sinks"),
     (
         Feature.SINKS_GRADIENT,
@@ -85,6 +98,16 @@ _RULES: Final[tuple[_Rule, ...]] = (
         Feature.BATCH_INVARIANT,
         lambda p: p.batch_invariant,
         "results that do not depend on the rest of the batch",
+    ),
+    (
+        Feature.HEAD_TERMS,
+        lambda p: p.head_terms.value > 0,
+        "a scale, window or softcap of each head, from a tensor",
+    ),
+    (
+        Feature.HEAD_TERMS_GRADIENT,
+        lambda p: p.head_terms_require_grad,
+        "a gradient for the scale or softcap of each head",
     ),
 )
 

@@ -2,7 +2,18 @@
 
 import enum
 
-__all__ = ["Align", "Aux", "Feature", "KVKind", "MaskKind", "Method", "Precision", "Variant", "Why"]
+__all__ = [
+    "Align",
+    "Aux",
+    "Feature",
+    "HeadTerm",
+    "KVKind",
+    "MaskKind",
+    "Method",
+    "Precision",
+    "Variant",
+    "Why",
+]
 
 
 class Precision(enum.IntEnum):
@@ -73,6 +84,15 @@ Variant = tuple[Method, Precision]
 """How a head was computed: by which method, in which number format."""
 
 
+class HeadTerm(enum.IntFlag):
+    """Which numbers of a call come from tensors, one for each query head."""
+
+    NONE = 0
+    SCALE = 1
+    WINDOW = 2
+    SOFTCAP = 4
+
+
 class Aux(enum.IntFlag):
     """Outputs beside the attention result."""
 
@@ -135,3 +155,5 @@ class Feature(enum.IntFlag):
     BLOCK_LIST = enum.auto()
     DROPPED_MASS = enum.auto()
     BATCH_INVARIANT = enum.auto()
+    HEAD_TERMS = enum.auto()
+    HEAD_TERMS_GRADIENT = enum.auto()

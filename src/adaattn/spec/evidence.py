@@ -229,6 +229,7 @@ def problem_class(problem: AttentionProblem) -> str:
         (problem.num_sequences > 0, "packed"),
         (problem.is_causal and not problem.has_blocks, "causal"),
         (problem.window != (-1, -1), "window"),
+        (problem.head_terms.value > 0, f"by_head{problem.head_terms.value}"),
         (problem.dilation > 1, "dilation"),
         (corner, "to_end"),
         (problem.softcap > 0, "softcap"),

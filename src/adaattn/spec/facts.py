@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from adaattn.spec.enums import Align, Aux, KVKind, MaskKind, Precision
+from adaattn.spec.enums import Align, Aux, HeadTerm, KVKind, MaskKind, Precision
 from adaattn.spec.method import HeadMethod
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ class AttentionProblem:
         sinks_require_grad: a gradient is wanted for them.
         has_alibi: ALiBi slopes are given.
         alibi_requires_grad: a gradient is wanted for them.
+        head_terms: which of scale, window and softcap each head has its own of, in tensors; here
+            those are 1, unlimited and 0.
+        head_terms_require_grad: a gradient is wanted for one of them.
         block_size: rows and keys of a block, where blocks of keys are listed; (0, 0) else.
         most_blocks: blocks of keys that a list has room for; a row may see all all the same.
         dropout_p: probability of dropping a weight.
@@ -84,6 +87,8 @@ class AttentionProblem:
     sinks_require_grad: bool = False
     has_alibi: bool = False
     alibi_requires_grad: bool = False
+    head_terms: HeadTerm = HeadTerm.NONE
+    head_terms_require_grad: bool = False
     block_size: tuple[int, int] = (0, 0)
     most_blocks: int = 0
     dropout_p: float = 0.0
@@ -125,6 +130,10 @@ class AttentionProblem:
         """Whether blocks of keys are listed for blocks of rows."""
         return self.block_size[1] > 0
 
+    def by_head(self, term: HeadTerm) -> bool:
+        """Return whether each head has its own number; by numbers, as in `wants`."""
+        return bool(self.head_terms.value & term.value)
+
     def wants(self, aux: Aux) -> bool:
         """Return whether an output beside the result is asked for.
 
@@ -143,6 +152,7 @@ class AttentionProblem:
 
         Exact without dilation; within one pair a row with it; an estimate for packed sequences,
         whose lengths are not all known here, and for lists of blocks, by the room that they have.
+        Windows of single heads are in tensors, and not known here: all that causality leaves.
         """
         left, right = self.window
         right = 0 if self.is_causal else right
@@ -163,7 +173,8 @@ class AttentionProblem:
     @property
     def is_positional(self) -> bool:
         """True when which keys are seen depends on positions."""
-        return self.is_causal or self.window != (-1, -1) or self.dilation > 1
+        windowed = self.window != (-1, -1) or self.by_head(HeadTerm.WINDOW)
+        return self.is_causal or windowed or self.dilation > 1
 
 
 def _clamped_sum(count: int, start: int, high: int) -> int:

@@ -117,14 +117,17 @@ def term_sizes(
         weights = result.weights
         assert weights is not None
         group_size = weights.shape[1] // max(wide.key.shape[1], 1)
-        key = wide.key.repeat_interleave(group_size, dim=1).square()
+        signed = wide.key.repeat_interleave(group_size, dim=1)
+        key = signed.square()
         value = wide.value.repeat_interleave(group_size, dim=1)
         upstream = _upstream(result.output, seed)
         product = (upstream @ value.mT).square() + upstream.square() @ value.square().mT
         from_value = weights.square() * product
         row = from_value.sum(-1, keepdim=True)
         score = from_value + weights.square() * row
-        factor = problem.scale**2
+        factor: float | torch.Tensor = problem.scale**2
+        if wide.head_scale is not None:
+            factor = factor * wide.head_scale.square()[:, None, None]
         squares = {
             "query": factor * score @ key,
             "key": _per_group(factor * score.mT @ wide.query.square(), group_size),
@@ -139,6 +142,10 @@ def term_sizes(
             rows, keys, _ = positions(wide, problem)
             moved = (score * (rows[:, None] - keys).square()).sum((2, 3))
             squares["alibi_slopes"] = moved.sum_to_size(wide.alibi_slopes.shape)
+        if wide.head_terms is not None:
+            products = (wide.query @ signed.mT).square()
+            squares["head_scale"] = (score * products).sum((0, 2, 3))
+            squares["head_softcap"] = score.sum((0, 2, 3))
     return {name: squares[name].sqrt() for name in differentiable(tensors)}
 
 

@@ -15,12 +15,14 @@ import torch
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends.block_list import ALL_BLOCKS, BlockList
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec import (
     AttentionProblem,
     BlockSparse,
+    HeadTerm,
     LowRank,
     MaskKind,
     MethodErrors,
@@ -37,7 +39,8 @@ __all__ = [
     "with_tensors",
 ]
 
-FLOATING = ("query", "key", "value", "mask", "sinks", "alibi_slopes")
+_HEAD_TERMS = ("head_scale", "head_window", "head_softcap")
+FLOATING = ("query", "key", "value", "mask", "sinks", "alibi_slopes", *_HEAD_TERMS[::2])
 """Those of a call's tensors that may hold floating-point numbers."""
 
 _HIDDEN_SHARE = 0.3
@@ -82,7 +85,8 @@ def make_problem(
     filled.setdefault("num_kv_heads", filled["num_heads"])
     filled.setdefault("len_k", filled["len_q"])
     filled.setdefault("value_dim", filled["head_dim"])
-    filled.setdefault("scale", 1.0 / math.sqrt(max(filled["head_dim"], 1)))
+    own_scales = filled.get("head_terms", HeadTerm.NONE) & HeadTerm.SCALE
+    filled.setdefault("scale", 1.0 if own_scales else 1.0 / math.sqrt(max(filled["head_dim"], 1)))
     if filled.get("mask", MaskKind.NONE) is not MaskKind.NONE:
         names = ("batch", "num_heads", "len_q", "len_k")
         filled.setdefault("mask_shape", tuple(filled[name] for name in names))
@@ -134,6 +138,7 @@ def make_tensors(
         if problem.has_alibi
         else None,
         blocks=draw.blocks() if problem.has_blocks else None,
+        head_terms=draw.head_terms() if problem.head_terms else None,
     )
 
 
@@ -186,6 +191,24 @@ class _Draw:
             block_k=keys,
         )
 
+    def head_terms(self) -> HeadTerms:
+        """Return scales around 1 / sqrt(D); every other head has no window, and no cap."""
+        problem, heads = self.problem, self.problem.num_heads
+        grad, wide = problem.head_terms_require_grad, max(problem.len_k // 4, 2)
+        dtype = torch.float64 if problem.precision is Precision.FP64 else torch.float32
+        scale = (0.5 + torch.rand(heads, generator=self.generator)) / problem.head_dim**0.5
+        window = torch.randint(-1, wide, (heads, 2), generator=self.generator)
+        softcap = 1.0 + 4.0 * torch.rand(heads, generator=self.generator)
+        window[1::2], softcap[::2] = -1, 0.0
+        drawn = {"scale": scale.to(dtype), "window": window.int(), "softcap": softcap.to(dtype)}
+        return HeadTerms(
+            **{
+                name: numbers.to(problem.device_type).requires_grad_(grad and name != "window")
+                for name, numbers in drawn.items()
+                if problem.by_head(HeadTerm[name.upper()])
+            }
+        )
+
     def mask(self, num_hidden_rows: int) -> torch.Tensor | None:
         """Return a random mask whose first rows hide every key; None without one.
 
@@ -232,6 +255,10 @@ def with_tensors(tensors: Tensors, **others: Any) -> Tensors:
         **others: by their names in `FLOATING`.
     """
     kv = {name: others.pop(name) for name in ("key", "value") if name in others}
+    terms = {name.removeprefix("head_"): others.pop(name) for name in _HEAD_TERMS if name in others}
+    if terms:
+        assert tensors.head_terms is not None
+        others["head_terms"] = replace(tensors.head_terms, **terms)
     return replace(tensors, kv=replace(tensors.kv, **kv), **others)
 
 

@@ -11,7 +11,7 @@ from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
-from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
 __all__ = ["Loop", "MachineCode", "hopper_code", "triton_code"]
 
@@ -132,6 +132,9 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
         "*fp32" if arguments.is_halved else None,
         *(lists, lists),
         "*fp32" if problem.wants(Aux.DROPPED_MASS) else None,
+        "*fp32" if problem.by_head(HeadTerm.SCALE) else None,
+        "*i32" if problem.by_head(HeadTerm.WINDOW) else None,
+        "*fp32" if problem.by_head(HeadTerm.SOFTCAP) else None,
     )
     sizes = (problem.num_heads, problem.len_q, problem.len_k)
     grid = (1, 2 if is_split else 1, 1)

@@ -47,6 +47,8 @@ def mutations(tensors: Tensors, problem: AttentionProblem) -> dict[str, Result]:
         wrong["sinks dropped"] = attention(replace(tensors, sinks=None), problem)
     if tensors.alibi_slopes is not None:
         wrong["ALiBi dropped"] = attention(replace(tensors, alibi_slopes=None), problem)
+    if tensors.head_terms is not None:
+        wrong["numbers of heads dropped"] = attention(replace(tensors, head_terms=None), problem)
     if tensors.blocks is not None:
         wrong["list of blocks dropped"] = attention(replace(tensors, blocks=None), problem)
     if tensors.mask is not None:

@@ -178,6 +178,49 @@ def test_autocast_is_a_cast_of_the_inputs(backend: str) -> None:
                 assert torch.equal(found, expected)
 
 
+def by_head() -> dict[str, Any]:
+    """Return numbers of each of 8 heads."""
+    near = torch.tensor([[0, 0], [20, -1], [63, 3], [300, 0]] * 2, device=DEVICE)
+    near[5] = -1
+    scale = torch.rand(8, device=DEVICE) / 8
+    return {"scale": scale, "window": near, "softcap": torch.tensor([0.0, 30.0] * 4).to(DEVICE)}
+
+
+@pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
+@pytest.mark.parametrize("name", ["plain", "causal", "to the end"])
+def test_heads_of_different_numbers_are_one_launch_that_waits_for_nothing(
+    name: str, sizes: tuple[int, int]
+) -> None:
+    tensors = draw(*sizes)
+    given = CALLS[name] | {"enable_gqa": True} | by_head()
+    held_to_the_definition(attend(*tensors, backend="triton", **given), tensors, **given)
+    with waiting_is_an_error():
+        for _ in range(3):
+            attend(*tensors, backend="triton", **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(*tensors, backend="triton", **given)
+    given["scale"].mul_(1.5)
+    given["window"][1].fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
+    held_to_the_definition(output, tensors, **given)
+
+
+def test_a_compiled_graph_holds_numbers_of_each_head() -> None:
+    torch._dynamo.reset()
+
+    def call(*items: torch.Tensor, **given: Any) -> torch.Tensor:
+        result: torch.Tensor = attend(*items, enable_gqa=True, backend="triton", **given)
+        return result
+
+    with torch.no_grad():
+        compiled = torch.compile(call, fullgraph=True, dynamic=True)
+        for length in LENGTHS:
+            tensors, given = draw(length), by_head()
+            assert torch.equal(compiled(*tensors, **given), call(*tensors, **given))
+
+
 AGREED = 1e-5
 """How far fp32 on a GPU may be from fp32 on a CPU: the project's promise to its users."""
 

@@ -24,7 +24,7 @@ import json, sys
 from dataclasses import asdict
 import triton
 from adaattn.backends.hopper.launch import choose
-from adaattn.spec import Aux, MaskKind, Precision
+from adaattn.spec import Aux, HeadTerm, MaskKind, Precision
 from adaattn.testing import machine_code, make_problem
 
 values = eval(sys.argv[2])
@@ -75,6 +75,8 @@ PORTABLE = [
     "dict(head_dim=128, is_causal=True, block_size=(128, 128))",
     "dict(head_dim=64, block_size=(128, 128), aux=Aux.DROPPED_MASS)",
     "dict(head_dim=64, precision=Precision.FP32, len_q=2048)",
+    "dict(head_dim=64, is_causal=True, head_terms=HeadTerm(7))",
+    "dict(head_dim=64, precision=Precision.FP32, len_q=2048, head_terms=HeadTerm.SCALE)",
 ]
 # Keys of 256 columns, a bias beside 128, and fp32 sums of a block beside those of all take more
 # registers than there are; tiles without spills are slower.
@@ -85,6 +87,7 @@ PORTABLE_WITH_SPILLS = [
     "dict(head_dim=256, precision=Precision.FP32, len_q=2048)",
 ]
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
+DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")
 
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, for one block."""
@@ -143,8 +146,9 @@ def test_portable_kernels_copy_ahead_and_multiply_by_wgmma(values: str, tmp_path
     assert found["spills"] == 0 or values in PORTABLE_WITH_SPILLS
 
 
-def test_decoding_takes_the_products_of_a_warp(tmp_path: Path) -> None:
-    found = compiled("triton", DECODE, tmp_path)
+@pytest.mark.parametrize("values", [DECODE, DECODE_BY_HEAD])
+def test_decoding_takes_the_products_of_a_warp(values: str, tmp_path: Path) -> None:
+    found = compiled("triton", values, tmp_path)
     assert found["small_products"] > 0
     assert found["copies"] > 0
     assert found["spills"] == 0
@@ -168,6 +172,7 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
         ("hopper", LISTED),
         ("triton", PORTABLE[1]),
         ("triton", PORTABLE[6]),
+        ("triton", PORTABLE[8]),
     ],
 )
 def test_the_oldest_triton_makes_the_same_of_them(

@@ -13,6 +13,7 @@ from adaattn.spec import (
     Capability,
     Feature,
     HardwareFacts,
+    HeadTerm,
     KVKind,
     MaskKind,
     Precision,
@@ -102,6 +103,18 @@ NEEDS = [
         Feature.BATCH_INVARIANT,
         "results that do not depend on the rest of the batch",
     ),
+    (
+        {"head_terms": HeadTerm.SCALE},
+        Feature.HEAD_TERMS,
+        "a scale, window or softcap of each head, from a tensor",
+    ),
+    (
+        {"head_terms": HeadTerm.SCALE, "head_terms_require_grad": True},
+        Feature.HEAD_TERMS_GRADIENT,
+        "a gradient for the scale or softcap of each head",
+    ),
+    ({"head_terms": HeadTerm.WINDOW}, Feature.WINDOW, "a sliding window"),
+    ({"head_terms": HeadTerm.SOFTCAP}, Feature.SOFTCAP, "softcap"),
 ]
 
 

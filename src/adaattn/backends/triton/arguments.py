@@ -22,12 +22,14 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
-from adaattn.spec import Align, AttentionProblem, Aux, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, Precision
 
 __all__ = ["Arguments", "MaskLayout"]
 
 _INT32: Final = 2**31
 _FEW_ROWS: Final = 32
+_MOST_KEYS: Final = 2**30
+"""A window that hides nothing, where each head has its own: beside a position it is an int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Arguments:
         self._tile = choose_tile(problem)
         self._pack = packed_heads(problem)
         left, right = problem.window
+        if problem.by_head(HeadTerm.WINDOW):
+            left = right = _MOST_KEYS
         self._window = left, 0 if problem.is_causal else right
 
     @property
@@ -94,6 +98,7 @@ class Arguments:
             splits,
             problem.batch_invariant,
             self._tile,
+            *([problem.head_terms.value] if problem.head_terms.value else ()),
         )
 
     def programs(self, batch: int, heads: int, len_q: int, sequences: int) -> tuple[int, int]:
@@ -263,7 +268,8 @@ class Arguments:
         # Scores in bf16 would round more than it does.
         fast = problem.precision is Precision.BF16 and problem.device_type == "cuda"
         fast = fast and torch.version.hip is None
-        cap, drops = problem.softcap > 0, problem.dropout_p > 0
+        cap = problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP)
+        drops = problem.dropout_p > 0
         return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
 
     @cached_property
@@ -302,4 +308,6 @@ class Arguments:
         """What products are multiplied by before the cap and after it, and dropout's share."""
         scale, cap = self._problem.scale, self._problem.softcap
         before, after = (scale / cap, cap * LOG2_E) if cap else (scale * LOG2_E, 0.0)
+        if self._problem.by_head(HeadTerm.SOFTCAP):
+            before = scale
         return before, after, self._problem.dropout_p

@@ -31,6 +31,7 @@ _NOT: Final = (
     | Feature.LSE_GRADIENT
     | Feature.BACKWARD
     | Feature.DETERMINISTIC_BACKWARD
+    | Feature.HEAD_TERMS_GRADIENT
     | Feature.WEIGHTS
     | Feature.EMPTY
 )

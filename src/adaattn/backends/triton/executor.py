@@ -9,6 +9,7 @@ import torch
 from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import operator
@@ -52,7 +53,8 @@ def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
     output = _launcher(problem)(
-        *(query, tensors.key, tensors.value, *companions, *starts, tensors.blocks),
+        *(query, tensors.key, tensors.value, *companions, *starts),
+        *(tensors.blocks, tensors.head_terms),
         statistics=statistics,
     )
     return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
@@ -120,6 +122,7 @@ class _Launcher:
         starts_q: torch.Tensor | None = None,
         starts_k: torch.Tensor | None = None,
         blocks: BlockList | None = None,
+        head_terms: HeadTerms | None = None,
         *,
         statistics: tuple[torch.Tensor | None, ...] = _NO_STATISTICS,
     ) -> torch.Tensor:
@@ -135,6 +138,7 @@ class _Launcher:
             starts_q: likewise.
             starts_k: likewise.
             blocks: likewise.
+            head_terms: likewise.
             statistics: fp32 [B, Hq, Sq] each, written where given, in the order of `STATISTICS`, as
                 the problem asks for them.
         """
@@ -157,12 +161,16 @@ class _Launcher:
             slopes = with_dense_columns(slopes)
             by_batch = slopes.dim() == 2 and slopes.shape[0] > 1
             slope_stride = slopes.stride(0) if by_batch else 0
+        numbers: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if head_terms is not None:
+            given = (head_terms.scale, head_terms.window, head_terms.softcap)
+            numbers = tuple(None if it is None else it.contiguous() for it in given)
         sequences = 0 if starts_q is None else starts_q.shape[0] - 1
         layout = (
             *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
             *(output.stride(), seen, slope_stride, sequences, key.get_device()),
             None if blocks is None else blocks.indices.shape,
-            *(None if it is None else it.dtype for it in (sinks, slopes)),
+            *(None if it is None else it.dtype for it in (sinks, slopes, *numbers)),
         )
         prepared = self._prepared
         if prepared is None or prepared.layout != layout:
@@ -172,7 +180,8 @@ class _Launcher:
             key, value, lifts = _halved(prepared, key, value)
         seed = torch.randint(2**62, (1,), device=query.device) if problem.dropout_p else None
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
-        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts, *lists, statistics[3])
+        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts, *lists)
+        rest = (*rest, statistics[3], *numbers)
         statistics = statistics[:3]
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)

@@ -34,12 +34,16 @@ from adaattn.backends.triton.primitives import (
     find_sequence,
     halved_product,
     halves,
+    head_factors,
+    head_window,
     is_kept,
     key_ranges,
+    least_and_most,
     level_of,
     load_entries,
     load_rows,
     log2_or_nothing,
+    place_of,
     power_of_two,
     seen,
     soft_capped,
@@ -64,14 +68,6 @@ _NUMBERS = (
 """No value of these makes another kernel."""
 
 
-@triton.jit
-def _place(block, before, whole, AT_EDGE: tl.constexpr):
-    """Return where a block of a phase stands among all: the edges are at both ends."""
-    if AT_EDGE:
-        return block + tl.where(block < before, 0, whole)
-    return block + before
-
-
 @triton.jit(do_not_specialize=_NUMBERS)
 def forward(
     query_ptr,
@@ -91,6 +87,9 @@ def forward(
     counts_ptr,
     indices_ptr,
     dropped_ptr,
+    head_scales_ptr,
+    head_windows_ptr,
+    head_softcaps_ptr,
     scale,
     softcap,
     dropout_p,
@@ -181,6 +180,9 @@ def forward(
         counts_ptr: int32, blocks of keys listed for LIST_ROWS query rows; below 0 all of them.
         indices_ptr: int32, their numbers in blocks of LIST_KEYS, most_blocks for each count.
         dropped_ptr: fp32 [B, Hq, Sq]: a bound of the share of blocks that are not listed.
+        head_scales_ptr: [Hq], the scale of each head, or None; the rest of its factor is in scale.
+        head_windows_ptr: [Hq, 2], or None; left and right are the most that there is then.
+        head_softcaps_ptr: [Hq], or None.
         stride_lb: of counts over batch, 0 where one serves all.
         stride_lh: of counts over heads, likewise.
         IS_FOLLOWED: what adds up the splits is launched while this still runs, and waits for it.
@@ -273,6 +275,11 @@ def forward(
             values_are_level = False
             value_level = 0.0
         row_scale = row_scale[:, None]
+    head = head_slot if PACK == 1 else heads[:, None]
+    if head_scales_ptr is not None or head_softcaps_ptr is not None:
+        factor = row_scale if IS_HALVED else scale
+        scale, softcap = head_factors(head_scales_ptr, head_softcaps_ptr, head, factor, softcap)
+        row_scale = scale
     key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
     value_base = (
         value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
@@ -331,11 +338,15 @@ def forward(
         is_dense = num_listed < 0
         num_listed = tl.where(is_dense, all_blocks, tl.minimum(num_listed, most_blocks))
 
+    if head_windows_ptr is not None:
+        left, right = head_window(head_windows_ptr, head, dilation, left, right)
+    least_left, most_left = least_and_most(left, head_windows_ptr is not None and PACK > 1)
+    least_right, most_right = least_and_most(right, head_windows_ptr is not None and PACK > 1)
     begin = 0
     end = len_k
     if IS_SPLIT:
         if HAS_LEFT:
-            begin = tl.maximum(first_position - left, 0) // BLOCK_N * BLOCK_N
+            begin = tl.maximum(first_position - most_left, 0) // BLOCK_N * BLOCK_N
         begin += tl.program_id(1) * (split_keys // BLOCK_N * BLOCK_N)
         end = tl.minimum(len_k, begin + split_keys)
     low, before, whole, after, high = key_ranges(
@@ -343,8 +354,10 @@ def forward(
         last_position,
         begin,
         end,
-        left,
-        right,
+        most_left,
+        least_left,
+        most_right,
+        least_right,
         HAS_LEFT,
         HAS_RIGHT,
         MASK != 0 or LIST_ROWS != 0,
@@ -393,14 +406,14 @@ def forward(
                 last_block = all_blocks - 1 if PHASE != 0 else len_k // LIST_KEYS - 1
                 start = listed_start(
                     list_ptr,
-                    first_piece + _place(block, before, whole, PHASE != 0),
+                    first_piece + place_of(block, before, whole, PHASE != 0),
                     is_dense,
                     last_block,
                     LIST_KEYS,
                     BLOCK_N,
                 )
             else:
-                start = low + _place(block, before, whole, PHASE != 0) * BLOCK_N
+                start = low + place_of(block, before, whole, PHASE != 0) * BLOCK_N
             keys = start + within
             block_ptr = key_base + start.to(tl.int64) * key_step
             key_block = load_rows(
@@ -427,7 +440,7 @@ def forward(
             else:
                 scores = tl.dot(query, tl.trans(key_block), input_precision=DOT) * scale
             if HAS_SOFTCAP:
-                scores = soft_capped(scores, softcap, FAST_TANH)
+                scores = soft_capped(scores, softcap, FAST_TANH, head_softcaps_ptr is not None)
             if HAS_ALIBI:
                 scores = add_bias(scores, slope, positions, keys)
             if MASK != 0:

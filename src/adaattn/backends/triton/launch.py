@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from adaattn.spec import AttentionProblem, Precision
+from adaattn.spec import AttentionProblem, HeadTerm, Precision
 
 __all__ = [
     "COPIED_BYTES",
@@ -205,7 +205,8 @@ def _is_ragged(problem: AttentionProblem) -> bool:
     """Return whether half of a larger tile would often be hidden."""
     left, _ = problem.window
     few = problem.is_causal and problem.len_q <= 2048
-    return (few or left >= 0 or padded(problem.head_dim) <= 64) and problem.is_positional
+    windowed = left >= 0 or problem.by_head(HeadTerm.WINDOW)
+    return (few or windowed or padded(problem.head_dim) <= 64) and problem.is_positional
 
 
 def num_splits(num_programs: int, tile: Tile, len_k: int, num_processors: int) -> int:

@@ -17,12 +17,16 @@ __all__ = [
     "find_sequence",
     "halved_product",
     "halves",
+    "head_factors",
+    "head_window",
     "is_kept",
     "key_ranges",
+    "least_and_most",
     "level_of",
     "load_entries",
     "load_rows",
     "log2_or_nothing",
+    "place_of",
     "power_of_two",
     "seen",
     "soft_capped",
@@ -67,13 +71,63 @@ def find_sequence(starts_ptr, tile, num_sequences, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def head_window(window_ptr, heads, dilation, left, right):
+    """Return the window of heads in steps of a dilation; below 0 the most that there is.
+
+    Args:
+        window_ptr: [Hq, 2].
+        heads: one head, or those of the rows of a tile, [BLOCK_M, 1].
+        dilation: 1 is none.
+        left: the most in such steps.
+        right: likewise, 0 where order is causal.
+    """
+    own_left = tl.load(window_ptr + heads * 2)
+    own_right = tl.load(window_ptr + heads * 2 + 1)
+    own_left = tl.where(own_left < 0, left, tl.minimum(own_left // dilation, left))
+    own_right = tl.where(own_right < 0, right, tl.minimum(own_right // dilation, right))
+    return own_left.to(tl.int32), own_right.to(tl.int32)
+
+
+@triton.jit
+def least_and_most(edge, BY_ROW: tl.constexpr):
+    """Return the least and the largest edge of the windows of a tile: of one, or of each row."""
+    if BY_ROW:
+        return tl.min(tl.min(edge, 1), 0), tl.max(tl.max(edge, 1), 0)
+    else:
+        return edge, edge
+
+
+@triton.jit
+def head_factors(scales_ptr, softcaps_ptr, heads, scale, softcap):
+    """Return what products of heads are multiplied by before the cap and after it: 0 without one.
+
+    Args:
+        scales_ptr: [Hq], or None.
+        softcaps_ptr: likewise.
+        heads: one head, or those of the rows of a tile, [BLOCK_M, 1].
+        scale: factor of all heads before the cap.
+        softcap: after it, where it is one for all.
+    """
+    if scales_ptr is not None:
+        scale = scale * tl.load(scales_ptr + heads).to(tl.float32)
+    if softcaps_ptr is not None:
+        cap = tl.load(softcaps_ptr + heads).to(tl.float32)
+        cap = tl.where(cap > 0.0, cap, 0.0)
+        scale = tl.where(cap > 0.0, scale / tl.where(cap > 0.0, cap, 1.0), scale * LOG2_E)
+        softcap = cap * LOG2_E
+    return scale, softcap
+
+
+@triton.jit
 def key_ranges(
     first_position,
     last_position,
     begin,
     end,
     left,
+    least_left,
     right,
+    least_right,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
@@ -86,8 +140,10 @@ def key_ranges(
         last_position: of its last.
         begin: first key that may be read.
         end: one behind the last.
-        left: keys seen before a position, where HAS_LEFT.
-        right: keys seen after it, where HAS_RIGHT.
+        left: keys that some row sees before its position, where HAS_LEFT.
+        least_left: keys that all rows see before theirs.
+        right: keys that some row sees after its position, where HAS_RIGHT.
+        least_right: likewise.
         HAS_LEFT: whether there is such a limit.
         HAS_RIGHT: likewise.
         IS_ALIGNED: blocks begin at multiples of BLOCK_N.
@@ -103,17 +159,25 @@ def key_ranges(
     whole_high = end
     if HAS_LEFT:
         low = tl.maximum(low, first_position - left)
-        whole_low = tl.maximum(low, last_position - left)
+        whole_low = tl.maximum(low, last_position - least_left)
         if IS_ALIGNED:
             low = low // BLOCK_N * BLOCK_N
     if HAS_RIGHT:
         high = tl.minimum(high, last_position + right + 1)
-        whole_high = tl.minimum(high, first_position + right + 1)
+        whole_high = tl.minimum(high, first_position + least_right + 1)
     before = tl.maximum(tl.cdiv(tl.minimum(whole_low, high) - low, BLOCK_N), 0)
     middle = low + before * BLOCK_N
     whole = tl.maximum(whole_high - middle, 0) // BLOCK_N
     after = tl.cdiv(tl.maximum(high - middle - whole * BLOCK_N, 0), BLOCK_N)
     return low, before, whole, after, high
+
+
+@triton.jit
+def place_of(block, before, whole, AT_EDGE: tl.constexpr):
+    """Return where a block of a phase stands among all: the edges are at both ends."""
+    if AT_EDGE:
+        return block + tl.where(block < before, 0, whole)
+    return block + before
 
 
 @triton.jit
@@ -275,8 +339,8 @@ def seen(
 
 
 @triton.jit
-def soft_capped(scores, cap, FAST: tl.constexpr):
-    """Return cap * tanh(scores).
+def soft_capped(scores, cap, FAST: tl.constexpr, MAY_BE_NONE: tl.constexpr):
+    """Return cap * tanh(scores); where a cap of 0 MAY_BE_NONE, the scores as they are.
 
     FAST is PTX's own tanh, right to 2^-11: below what rounding scores to bf16 would cost. Else
     below 0.25 the difference of exponentials would cancel, and a series of five terms is right to
@@ -295,6 +359,8 @@ def soft_capped(scores, cap, FAST: tl.constexpr):
         )
         tangent = tl.where(scores < 0, -large, large)
         tangent = tl.where(tl.abs(scores) < 0.25, scores * series, tangent)
+    if MAY_BE_NONE:
+        return tl.where(cap > 0.0, cap * tangent, scores)
     return cap * tangent
 
 

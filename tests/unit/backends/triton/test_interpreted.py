@@ -14,6 +14,7 @@ from adaattn import hardware
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.common import layout_facts
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.triton import compiled, direct, executor
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
@@ -24,6 +25,7 @@ from adaattn.spec import (
     AttentionProblem,
     Aux,
     HeadGroup,
+    HeadTerm,
     MaskKind,
     Precision,
     Scheme,
@@ -47,6 +49,7 @@ STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
 GROUPS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2}
 DECODE: dict[str, Any] = TO_END | GROUPS | {"len_q": 1, "len_k": 1500}
+BY_HEAD: dict[str, Any] = {"head_terms": HeadTerm(7), "num_heads": 6}
 OF_KEYS: dict[str, Any] = {"batch": 2, "len_q": 2, "len_k": 1500}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -139,6 +142,27 @@ CASES: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.3, "is_causal": True, "len_q": 40},
     "zero scale": {"scale": 0.0, "is_causal": True, "len_q": 40},
     "large scores": {"scale": 30.0, "len_q": 40, "len_k": 200},
+    "numbers of each head": BY_HEAD | {"len_q": 150, "batch": 2},
+    "numbers of each head, causal": BY_HEAD | TO_END | {"len_q": 130, "len_k": 300},
+    "scale of each head beside a softcap": {"head_terms": HeadTerm.SCALE, "softcap": 3.0},
+    "softcap of each head beside a scale": {"head_terms": HeadTerm.SOFTCAP, "scale": -0.4},
+    "scale of each head in a window": {"head_terms": HeadTerm.SCALE, "window": (5, 3), "len_q": 70},
+    "windows of heads in a tile": GROUPS
+    | {"head_terms": HeadTerm.WINDOW, "len_q": 40, "len_k": 300, "is_causal": True}
+    | {"align": Align.BOTTOM_RIGHT},
+    "numbers of three heads in a tile": BY_HEAD | {"num_kv_heads": 2, "len_q": 33, "len_k": 90},
+    "numbers of heads in long groups": BY_HEAD | {"num_kv_heads": 2, "len_q": 140},
+    "numbers of each head, dilation": BY_HEAD | GROUPS | {"len_q": 70, "dilation": 3},
+    "numbers of each head, packed": BY_HEAD | {"lengths_q": (9, 0, 170, 1), "is_causal": True},
+    "numbers of heads in tiles, packed": BY_HEAD | GROUPS | {"lengths_q": (13, 8, 0, 45)},
+    "numbers of each head over blocks": BY_HEAD | {"len_q": 130, "block_size": (32, 32)},
+    "numbers of each head with all else": BY_HEAD
+    | {"len_q": 100, "is_causal": True, "has_sinks": True, "has_alibi": True}
+    | {"mask": MaskKind.BOOLEAN},
+    "decode with numbers of each head": BY_HEAD | DECODE,
+    "decode with numbers of each head, batch-invariant": BY_HEAD
+    | DECODE
+    | {"batch_invariant": True},
 }
 MADE = ("lengths_q", "lengths_k", "num_hidden_rows", "layout")
 
@@ -195,6 +219,71 @@ def test_a_kernel_that_is_slightly_wrong_is_noticed(change: dict[str, Any]) -> N
     eager = attention(tensors, problem, compute_dtype=torch.float16)
     with pytest.raises(AssertionError, match="beyond their bound"):
         assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+@pytest.mark.parametrize("name", ["scale", "window", "softcap"])
+def test_a_number_of_one_head_that_is_slightly_wrong_is_noticed(name: str) -> None:
+    problem, tensors = made("numbers of heads in long groups", Precision.FP16)
+    assert tensors.head_terms is not None
+    numbers = getattr(tensors.head_terms, name).clone()
+    head = {"scale": 1, "window": 4, "softcap": 3}[name]  # one that has a window, or a cap
+    numbers[head] = numbers[head] + 1 if name == "window" else numbers[head] * 1.05
+    wrong = replace(tensors, head_terms=replace(tensors.head_terms, **{name: numbers}))
+    result = run(wrong, problem)
+    exact = attention(cast_tensors(tensors, torch.float64), problem)
+    eager = attention(tensors, problem, compute_dtype=torch.float16)
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+
+
+@pytest.mark.parametrize("len_q", [1, 400])
+def test_a_head_of_a_narrow_window_reads_no_keys_beyond_it(len_q: int) -> None:
+    """What is read weighs 0 outside of the window, and 0 times NaN would be NaN."""
+    heads = {"num_heads": 2, "len_q": len_q, "len_k": 400, "precision": Precision.FP16}
+    problem = make_problem(**heads, head_terms=HeadTerm.WINDOW, align=Align.BOTTOM_RIGHT)
+    tensors = make_tensors(problem)
+    terms = HeadTerms(window=torch.tensor([[20, 20], [-1, -1]]))
+    value = tensors.value.clone()
+    value[:, :, :200] = float("nan")
+    given = replace(tensors, head_terms=terms, kv=replace(tensors.kv, value=value))
+    found = run(given, problem).output
+    seen = run(replace(tensors, head_terms=terms), problem).output
+    assert found[:, 1].isnan().all()
+    last = slice(-min(len_q, 50), None)
+    assert torch.equal(found[:, 0, last], seen[:, 0, last])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_numbers_of_heads_that_nobody_checked_are_clamped(dtype: torch.dtype) -> None:
+    """A GPU's are not read on the host: below -1 is unlimited, a softcap below 0 is none."""
+    problem, tensors = made("numbers of each head", Precision.FP16)
+    assert tensors.head_terms is not None and tensors.head_window is not None
+    most = torch.iinfo(dtype).max
+    window = tensors.head_window.to(dtype)
+    window[1], window[3] = most, -1
+    softcap = tensors.head_softcap.clone()
+    right = HeadTerms(scale=tensors.head_scale, window=window, softcap=softcap)
+    wrong = replace(right, window=window.clone(), softcap=softcap.clone())
+    wrong.window[3], wrong.softcap[::2] = -7, -3.0
+    wrong.softcap[0] = float("nan")
+    first, second = (run(replace(tensors, head_terms=it), problem).output for it in (right, wrong))
+    assert torch.equal(first, second)
+    assert not first.isnan().any()
+
+
+def test_numbers_of_other_dtypes_and_strides_are_read_as_such() -> None:
+    problem, tensors = made("numbers of each head", Precision.FP16)
+    terms = tensors.head_terms
+    assert terms is not None and terms.scale is not None and terms.window is not None
+    first = run(replace(tensors, head_terms=replace(terms, scale=terms.scale.half())), problem)
+    wide = replace(terms, scale=terms.scale.half().double())
+    strided = replace(
+        wide,
+        scale=torch.stack([wide.scale, wide.scale + 9], 1)[:, 0],
+        window=terms.window.long().T.contiguous().T,
+    )
+    for other in (wide, strided):
+        assert torch.equal(run(replace(tensors, head_terms=other), problem).output, first.output)
 
 
 def test_a_row_that_nothing_wrote_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +513,9 @@ def test_strides_of_tensors_that_are_copied_first_say_nothing_of_the_copy() -> N
     assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
 
 
-def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
+@pytest.mark.parametrize("kinds", [HeadTerm.NONE, HeadTerm(7)], ids=str)
+def test_a_graph_holds_it_as_one_operator_for_any_length(kinds: HeadTerm) -> None:
+    terms = make_tensors(make_problem(head_terms=kinds)).head_terms
     names: list[str] = []
 
     def noting(graph: torch.fx.GraphModule, inputs: object) -> object:
@@ -432,9 +523,9 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
         return graph.forward
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        problem = make_problem(len_q=query.shape[2], head_dim=16, is_causal=True)
-        tensors = Tensors.of(query, key, value)
-        return run(tensors, replace(problem, precision=Precision.FP32)).output
+        given = {"len_q": query.shape[2], "head_dim": 16, "is_causal": True, "head_terms": kinds}
+        tensors = Tensors.of(query, key, value, head_terms=terms)
+        return run(tensors, make_problem(**given, precision=Precision.FP32)).output
 
     torch.compiler.reset()
     in_graph = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
@@ -444,10 +535,13 @@ def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
     assert any("adaattn.triton" in name for name in names)
 
 
-@pytest.mark.parametrize("name", ["sinks", "transposed", "values of other widths"])
+@pytest.mark.parametrize(
+    "name", ["sinks", "transposed", "values of other widths", "scale of each head in a window"]
+)
 def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
     arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
     sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
     settings = ([problem.scale, 0.0, 0.0], [False, False], sizes)
-    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings))
+    terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap)
+    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings, *terms))
