@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -23,7 +23,8 @@ Companions = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, BlockList | None
 class Arguments:
     """The arguments of the public call that say what is to be computed.
 
-    Tensors that are given as scale, window and softcap go to ``head_terms``.
+    Tensors that are given as scale, window and softcap go to ``head_terms``; without a dimension
+    and a gradient they are numbers.
     """
 
     attn_mask: torch.Tensor | None = None
@@ -48,7 +49,7 @@ class Arguments:
     def __post_init__(self) -> None:
         """Move scale, window and softcap that are tensors to ``head_terms``."""
         numbers = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        given = {name: item for name, item in numbers.items() if isinstance(item, torch.Tensor)}
+        given = {name: item for name, item in numbers.items() if _is_by_head(item)}
         if given:
             object.__setattr__(self, "head_terms", HeadTerms(**given))
             for name in given:
@@ -169,3 +170,8 @@ def _number(name: str, value: Any) -> float:
 def _is_int(value: object) -> bool:
     """Return whether a value is an integer and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_by_head(item: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a tensor stands where a number may."""
+    return isinstance(item, torch.Tensor) and (item.dim() > 0 or item.requires_grad)

@@ -160,7 +160,7 @@ def test_scales_and_caps_are_learnt(backend: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], type[AdaAttnError], str]] = [
     (
-        {"scale": torch.tensor(0.5)},
+        {"scale": torch.tensor(0.5, requires_grad=True)},
         ShapeError,
         r"scale: expected a number, or a tensor \[4\], got float32\[\]; what serves all heads is a",
     ),

@@ -85,6 +85,7 @@ PORTABLE_WITH_SPILLS = [
     "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
     "dict(head_dim=128, precision=Precision.FP32, is_causal=True, len_q=2048)",
     "dict(head_dim=256, precision=Precision.FP32, len_q=2048)",
+    "dict(head_dim=256, precision=Precision.FP32, len_q=2048, mask=MaskKind.ADDITIVE)",
 ]
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")

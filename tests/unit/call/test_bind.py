@@ -301,14 +301,15 @@ def test_bound_calls_are_few(monkeypatch: pytest.MonkeyPatch, bindings: list[Any
     assert len(bindings) == 11
 
 
-def test_a_number_in_a_tensor_that_changes_in_place_is_noticed() -> None:
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+def test_a_number_in_a_tensor_that_changes_in_place_is_noticed(name: str) -> None:
     tensors = draw()
-    number = torch.tensor(0.0)
-    before = attend(*tensors, dropout_p=number)
-    assert torch.equal(before, attend(*tensors, dropout_p=0.0))
+    number = torch.tensor(0.0 if name == "dropout_p" else 0.5)
+    before = attend(*tensors, **{name: number})
+    assert torch.equal(before, attend(*tensors, **{name: number.item()}))
     number.fill_(1.0)
-    after = attend(*tensors, dropout_p=number)
-    assert torch.equal(after, attend(*tensors, dropout_p=1.0))
+    after = attend(*tensors, **{name: number})
+    assert torch.equal(after, attend(*tensors, **{name: 1.0}))
     assert not torch.equal(before, after)
 
 

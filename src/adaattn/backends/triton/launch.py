@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from adaattn.spec import AttentionProblem, HeadTerm, Precision
+from adaattn.spec import AttentionProblem, HeadTerm, MaskKind, Precision
 
 __all__ = [
     "COPIED_BYTES",
@@ -176,7 +176,10 @@ def _usual_tile(problem: AttentionProblem) -> Tile:
     rows = packed_heads(problem) * longest
     columns = padded(max(problem.head_dim, problem.value_dim))
     if is_halved(problem):
-        return _HALVED_TILES[_size(columns)]
+        tile = _HALVED_TILES[_size(columns)]
+        # Three stages of a mask beside 256 columns are more than shared memory holds.
+        fewer = problem.mask is not MaskKind.NONE and columns > 128
+        return replace(tile, stages=2) if fewer else tile
     if problem.precision is Precision.FP32:
         few = min(padded(rows), 64)
         stages = 2 if columns <= 128 else 1
