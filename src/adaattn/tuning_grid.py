@@ -58,6 +58,7 @@ class _Grid:
         statistics: of prefill with the entropy of rows, which few executors know.
         omitted: classes that are left out: one executor alone serves them.
         compiled_lengths: of the problems that executors which compile take part in.
+        longest_bias: tokens up to which there is a bias, which is a matrix for each head.
     """
 
     square: _Lists
@@ -68,6 +69,7 @@ class _Grid:
     folded: tuple[_Lists, ...] = ()
     omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
+    longest_bias: int = 2048
 
 
 _CPU: Final = _Lists(
@@ -123,11 +125,9 @@ _GRIDS: Final = {
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
         compiled_lengths=(2048, 512, 8192, 32768),
+        longest_bias=8192,
     ),
 }
-
-_LONGEST_BIAS: Final = 2048
-"""A bias has a matrix for each head."""
 
 _BLOCK: Final = 128
 """Rows and keys of a listed block."""
@@ -200,7 +200,7 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
             lists = chain.from_iterable(grid.statistics)
         for place, values in lists:
             problem = _problem(name, *values)
-            too_long = name == "bias" and problem.len_q > _LONGEST_BIAS
+            too_long = name == "bias" and problem.len_q > grid.longest_bias
             too_short = name in _LISTED and problem.len_q < _SHORTEST_LISTED
             if not (too_long or too_short):
                 compiles = name in _COMPILED and _is_usual(values, grid)
