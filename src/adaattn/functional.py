@@ -16,7 +16,7 @@ from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
 from adaattn.call.history import History
-from adaattn.call.key import NO_WINDOW, Choices, key_of
+from adaattn.call.key import NO_WINDOW, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
@@ -26,6 +26,7 @@ from adaattn.spec import Align, Decision, Plan, Policy
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
+Tensor = torch.Tensor
 
 _SEMANTICS: Final = tuple(name for name in Arguments.__dataclass_fields__ if name != "head_terms")
 _KEYWORDS: Final = (
@@ -159,6 +160,10 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
+    given = None
+    if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
+        given = Arguments.of(companions, settings, window)
+        companions, settings, window = given.companions, given.settings, given.window
     known_by = known = None
     try:
         known_by = key_of(query, key, value, companions, settings, window, choice)
@@ -166,29 +171,9 @@ def scaled_dot_product_attention(
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
     if known is None:
-        arguments = Arguments.of(companions, settings, window)
-        if arguments.head_terms is not None:
-            companions = arguments.companions
-            known_by = _key_by_head(query, key, value, arguments, choice)
-            known = find(known_by)
-        if known is None:
-            known = bind(query, key, value, arguments, choice, known_by)
+        arguments = given or Arguments.of(companions, settings, window)
+        known = bind(query, key, value, arguments, choice, known_by)
     return known(query, key, value, *companions, tag)
-
-
-def _key_by_head(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    arguments: Arguments,
-    choice: Choices,
-) -> object:
-    """Return the key of a call with numbers of each head; None where it has none."""
-    companions, settings, window = arguments.companions, arguments.settings, arguments.window
-    try:
-        return key_of(query, key, value, companions, settings, window, choice)
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        return None
 
 
 def plan_attention(

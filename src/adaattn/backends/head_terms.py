@@ -11,6 +11,8 @@ from adaattn.spec import HeadTerm
 __all__ = ["HeadTerms"]
 
 _KINDS: Final = tuple(HeadTerm(number) for number in range(8))
+_INTEGERS: Final = (torch.int32, torch.int64)
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED: Final = {
     "scale": "finite numbers",
     "window": "numbers of at least -1, which is unlimited",
@@ -57,6 +59,8 @@ class HeadTerms:
             numbers = getattr(self, name)
             if numbers is None or _is_hidden(numbers, waits):
                 continue
+            if numbers.dtype not in (_INTEGERS if name == "window" else _FLOATS):
+                continue  # refused elsewhere
             wrong = ~numbers.isfinite()
             if name != "scale":
                 wrong = wrong | (numbers < (-1 if name == "window" else 0))

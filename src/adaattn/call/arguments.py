@@ -23,8 +23,8 @@ Companions = tuple[_Tensor, _Tensor, _Tensor, _Tensor, _Tensor, BlockList | None
 class Arguments:
     """The arguments of the public call that say what is to be computed.
 
-    Tensors that are given as scale, window and softcap go to ``head_terms``; without a dimension
-    and a gradient they are numbers.
+    Tensors that are given as scale, window and softcap go to ``head_terms``; those of one number
+    without a gradient are numbers.
     """
 
     attn_mask: torch.Tensor | None = None
@@ -173,5 +173,5 @@ def _is_int(value: object) -> bool:
 
 
 def _is_by_head(item: object) -> TypeGuard[torch.Tensor]:
-    """Return whether a tensor stands where a number may."""
-    return isinstance(item, torch.Tensor) and (item.dim() > 0 or item.requires_grad)
+    """Return whether a tensor stands where a number may; one number without a gradient is that."""
+    return isinstance(item, torch.Tensor) and (item.numel() != 1 or item.requires_grad)

@@ -171,6 +171,12 @@ REFUSED: list[tuple[dict[str, Any], type[AdaAttnError], str]] = [
         ShapeError,
         r"window: expected \(left, right\), or a tensor \[4, 2\], got int64\[2\]",
     ),
+    (
+        {"window": torch.ones(4, 2, dtype=torch.uint8)},
+        DTypeError,
+        r"int32 or int64, got torch.uint8; use \.to",
+    ),
+    ({"softcap": torch.ones(4, dtype=torch.complex64)}, DTypeError, "dtype of softcap: expected"),
     ({"scale": torch.ones(4).int()}, DTypeError, "dtype of scale: expected floating point"),
     ({"window": torch.ones(4, 2)}, DTypeError, r"int32 or int64, got torch.float32; use \.to"),
     ({"scale": torch.ones(4, device="meta")}, DeviceError, "scale: expected device cpu, got meta"),

@@ -118,6 +118,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK": int(variant.mask),
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
+        "MASK_IS_FIRST": variant.mask_is_first,
         "MASK_IS_STAGED": tiling.stages_m > 0,
     }
 

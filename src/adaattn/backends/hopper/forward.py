@@ -96,6 +96,8 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         check_untransformed(query, key, value)
         query, key, value = map(readable, (query, key, value))
         sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
+        if mask is not None and mask.dtype not in DTYPES:
+            mask = mask.float()
         extras = [None if x is None else _layout(x) for x in (mask, sinks, slopes)]
         beside = NOTHING_BESIDE
         if starts_q is not None and starts_k is not None:

@@ -69,6 +69,8 @@ from adaattn.backends.hopper.scores import (
     terms_of,
 )
 
+# Of a fixed one beside a mask: keys that finite numbers hide must not be what others are held to.
+LEAST_REFERENCE = gl.constexpr(-60.0)
 WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
 
 
@@ -263,6 +265,8 @@ def attend_tile(
     base = largest
     if x.MAY_HIDE:
         base = gl.where(largest == NOTHING, 0.0, largest)
+    if FIXED and not REPAIR and x.MASK != 0:
+        base = gl.maximum(base, LEAST_REFERENCE)
     t = t * factor - gl.expand_dims(base, 1)
     p = gl.exp2(t)
     new_sum = sum_in_thread(c, p)
@@ -420,7 +424,8 @@ def forward(
     IS_RAGGED: gl.constexpr, MAY_HIDE: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
-    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_STAGED: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_FIRST: gl.constexpr,
+    MASK_IS_STAGED: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -466,7 +471,7 @@ def forward(
         scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
         mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
         MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_STAGED,
+        MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(

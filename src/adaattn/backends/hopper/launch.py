@@ -1,8 +1,6 @@
-"""How a problem is cut into tiles: a frozen choice from sizes alone, and the order of the tiles."""
+"""How a problem is cut into tiles: a frozen choice from sizes alone."""
 
-import heapq
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
@@ -15,10 +13,8 @@ __all__ = [
     "box_rows",
     "choose",
     "edges",
-    "heads_together",
     "key_blocks",
     "mask_bytes",
-    "schedule",
     "tile_bits",
     "tiles_per_head",
 ]
@@ -106,6 +102,7 @@ class Variant:
         mask_dtype: Triton's name of its numbers' type.
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
+        mask_is_first: it is added before the scale, in the scores' unit.
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         sinks_dtype: Triton's name of the type of sinks.
         slopes_dtype: the same of slopes.
@@ -133,6 +130,7 @@ class Variant:
     mask_dtype: str = "i8"
     mask_has_rows: bool = False
     mask_is_dense: bool = True
+    mask_is_first: bool = False
     mask_is_aligned: bool = True
     sinks_dtype: str = "fp32"
     slopes_dtype: str = "fp32"
@@ -144,7 +142,7 @@ class Variant:
 
 
 def choose(
-    problem: AttentionProblem, *, has_tiles: bool | None = None, staged: bool = True
+    problem: AttentionProblem, *, has_tiles: bool | None = None, staged: bool | None = None
 ) -> Variant:
     """Return the kernel for a problem.
 
@@ -152,11 +150,13 @@ def choose(
         problem: what to compute; sizes, precision and features are read.
         has_tiles: whether tiles come from a list; None: where their costs differ and the host
             knows them.
-        staged: whether TMA can read the mask.
+        staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
     right, left = edges(problem)
     fixed = _is_fixed(problem)
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
+    if staged is None:
+        staged = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
@@ -189,6 +189,7 @@ def choose(
         mask=problem.mask,
         mask_dtype=_mask_dtype(problem),
         mask_has_rows=has_rows,
+        mask_is_first=_is_first(problem),
     )
 
 
@@ -210,6 +211,12 @@ def _is_fixed(problem: AttentionProblem) -> bool:
         and problem.mask is not MaskKind.BOOLEAN
         and not problem.aux & Aux.ROW_MAX
     )
+
+
+def _is_first(problem: AttentionProblem) -> bool:
+    """Return whether an additive mask may be divided by the scale: not where that overflows."""
+    alone = not problem.has_alibi and problem.softcap == 0.0
+    return problem.mask is MaskKind.ADDITIVE and alone and 2.0**-20 <= problem.scale <= 2.0**20
 
 
 def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
@@ -353,48 +360,3 @@ def key_blocks(
     if left >= 0:
         start = max(first_row + problem.offset - left, 0) // block_n
     return start, max(-(-end // block_n), start + 1)
-
-
-def heads_together(problem: AttentionProblem) -> int:
-    """Return how many query heads are worked on at a time: their keys and values fill half the L2.
-
-    H200: 32 MB of 60.
-    """
-    size = problem.len_k * (problem.head_dim + problem.value_dim) * problem.precision.bits // 8
-    return max(32_000_000 // max(size, 1), 1) * problem.group_size
-
-
-@lru_cache(maxsize=64)
-def schedule(costs: tuple[int, ...], num_heads: int, heads_together: int, num_blocks: int) -> tuple[
-    tuple[int, ...], ...
-]:  # fmt: skip
-    """Return each block's tiles: the most expensive first, each to the block that has least.
-
-    A tile's number holds its head above `tile_bits`.
-
-    A static order from the longest to the shortest left causal D 128 at 0.79 of cuDNN, this one
-    at 1.39 (H200, 16K tokens, November 2026). Heads go in groups whose keys and values stay in the
-    L2 cache.
-
-    Args:
-        costs: blocks of keys of each tile of a head.
-        num_heads: of all sequences.
-        heads_together: heads of a group.
-        num_blocks: persistent blocks.
-    """
-    order = sorted(range(len(costs)), key=lambda tile: -costs[tile])
-    bits = tile_bits(len(costs))
-    loads = [(0, block) for block in range(num_blocks)]
-    lists: list[list[int]] = [[] for _ in range(num_blocks)]
-    for first in range(0, num_heads, heads_together):
-        heads = range(first, min(first + heads_together, num_heads))
-        for tile in order:
-            for head in heads:
-                load, block = loads[0]
-                lists[block].append(head << bits | tile)
-                heapq.heapreplace(loads, (load + costs[tile] + _TILE_COST, block))
-    return tuple(tuple(tiles) for tiles in lists)
-
-
-_TILE_COST: Final = 2
-"""What a tile costs beside its blocks of keys, in blocks."""

@@ -1,6 +1,6 @@
 """What is worked out once for a layout of tensors, and launched at each call.
 
-Triton's own call of a kernel looks at all 68 arguments each time; here the compiled kernel is kept
+Triton's own call of a kernel looks at all arguments each time; here the compiled kernel is kept
 and launched directly.
 """
 
@@ -21,12 +21,11 @@ from adaattn.backends.hopper.launch import (
     Variant,
     choose,
     edges,
-    heads_together,
     key_blocks,
-    schedule,
     tile_bits,
     tiles_per_head,
 )
+from adaattn.backends.hopper.order import heads_together, schedule
 from adaattn.backends.hopper.views import View, head_view, is_staged, mask_view
 from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import stream_of, with_rank
@@ -161,8 +160,6 @@ class Prepared:
             for flag in STATISTICS[:3]
         ) if self.aux else (None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
-        if mask is not None:
-            mask = mask if mask.dtype in DTYPES else mask.float()
         tiles = None
         if self.tiles is not None:
             tiles = self.tiles.tensor
@@ -220,6 +217,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         views = (*views, mask_view(mask))
     launch, descriptor, constants = _compiled(variant, query.device)
     note(("hopper", known_by))
+    note(("hopper", choose(problem)))  # what `is_ready` asks for, which knows no addresses
     return Prepared(
         launch=launch,
         num_blocks=num_blocks,
@@ -242,11 +240,12 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
 def _for_tensors(variant: Variant, given: Given) -> Variant:
     """Return the kernel that reads mask, sinks and slopes as they lie."""
     mask, sinks, slopes = given.mask, given.sinks, given.slopes
+    loaded = None if variant.tiling.stages_m else mask
     return replace(
         variant,
-        mask_is_dense=mask is None or mask.stride(-1) == 1 < mask.shape[-1],
-        mask_is_aligned=mask is None or _is_aligned(mask),
-        mask_dtype="i8" if mask is None else DTYPES.get(mask.dtype, "fp32"),
+        mask_is_dense=loaded is None or loaded.stride(-1) == 1 < loaded.shape[-1],
+        mask_is_aligned=loaded is None or _is_aligned(loaded),
+        mask_dtype="i8" if mask is None else DTYPES[mask.dtype],
         sinks_dtype="fp32" if sinks is None else DTYPES[sinks.dtype],
         slopes_dtype="fp32" if slopes is None else DTYPES[slopes.dtype],
     )

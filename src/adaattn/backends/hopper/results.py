@@ -110,8 +110,8 @@ def finish_tile(
                 first = (first + total * (reference - maximum)) * down
                 first += gl.where(extra > 0.0, extra * (sink - maximum), 0.0)
             bits = gl.log2(denominator) - first / denominator
-            # What the reference's rounding makes of a row with one key: 0 bits, not 1e-7.
-            noise = (1.0 + gl.abs(maximum)) * ROUNDING
+            # What rounding makes of a row with one key: 0 bits, not 1e-7.
+            noise = (1.0 + gl.abs(maximum) + gl.abs(gl.log2(denominator))) * ROUNDING
             bits = gl.where(unseen | (bits < noise), 0.0, bits)
             gl.store(c.entropy + place, bits, mask=inside)
     accumulator = accumulator * gl.expand_dims(gl.where(unseen, 0.0, down / denominator), 1)

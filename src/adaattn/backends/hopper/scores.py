@@ -77,7 +77,7 @@ class Terms:
         self, scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b,
         mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT,
         IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_STAGED,
+        MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
     ):  # fmt: skip
         self.scale = scale
         self.cap = cap
@@ -96,7 +96,8 @@ class Terms:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.IS_RAGGED = gl.constexpr(IS_RAGGED)
         self.MAY_HIDE = gl.constexpr(MAY_HIDE)
-        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI)
+        added_last = MASK == 2 and not MASK_IS_FIRST
+        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI or added_last)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
@@ -119,7 +120,7 @@ def terms_of(x, head, num_heads, start_q, start_k):
     if x.MASK != NO_MASK:
         mask += batch.to(gl.int64) * x.mask_stride_b + head.to(gl.int64) * x.mask_stride_h
         mask += start_q.to(gl.int64) * x.mask_stride_m + start_k.to(gl.int64) * x.mask_stride_n
-    # A mask joins the scores before their scale where nothing else does: one operation less.
+    # A mask joins the scores before their scale where it may: one operation less.
     unit = slope
     if x.MASK == ADDITIVE:
         unit = x.scale * 0.0 + LOG2_E if x.IS_MODIFIED else LOG2_E / x.scale
@@ -161,7 +162,7 @@ def load_mask(
 
 @gluon.jit
 def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
-    """Scores after softcap, ALiBi and mask; in units of log 2 with one of the first two."""
+    """Scores after softcap, ALiBi and mask; in units of log 2 where one comes after the scale."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
         if x.FAST_TANH:

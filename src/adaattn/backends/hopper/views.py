@@ -66,6 +66,7 @@ def is_staged(problem: AttentionProblem, mask: torch.Tensor) -> bool:
     halves = full.dtype is torch.bool and (problem.num_sequences > 0 or full.shape[3] % 2 == 1)
     return (
         not halves
+        and full.shape[3] == problem.len_k
         and full.element_size() == num_bytes
         and full.stride(3) == 1
         and full.stride(2) > 0

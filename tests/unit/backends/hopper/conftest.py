@@ -274,6 +274,7 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         found = re.search(r"bar\.\w+ \S+, (\d+);", text)
         assert found is not None
         threads, number = int(found[1]), int(arguments[0])
+        assert number < 16, "a named barrier that the device does not have"
         with world.changed:
             named = world.named.setdefault(number, Barrier(world, threads))
             before = named.phase

@@ -11,12 +11,11 @@ from adaattn.backends.hopper import CAPABILITIES
 from adaattn.backends.hopper.launch import (
     choose,
     edges,
-    heads_together,
     key_blocks,
-    schedule,
     tile_bits,
     tiles_per_head,
 )
+from adaattn.backends.hopper.order import heads_together, schedule
 from adaattn.backends.hopper.views import packed_view
 from adaattn.planning.support import reasons
 from adaattn.spec import Align, AttentionProblem, Aux, HardwareFacts, MaskKind, Precision
@@ -48,7 +47,7 @@ def _problem(**values: Any) -> AttentionProblem:
 def test_each_choice_fits_shared_memory_and_the_named_barriers(
     head_dim: int, value_dim: int, mask: MaskKind, len_q: int
 ) -> None:
-    for causal, softcap in itertools.product((False, True), (0.0, 30.0)):
+    for causal, softcap, wide in itertools.product((False, True), (0.0, 30.0), (False, True)):
         problem = _problem(
             head_dim=head_dim,
             value_dim=value_dim,
@@ -56,11 +55,13 @@ def test_each_choice_fits_shared_memory_and_the_named_barriers(
             len_q=len_q,
             is_causal=causal,
             softcap=softcap,
+            mask_is_wide=wide and mask is MaskKind.ADDITIVE,
         )
         tiling = choose(problem).tiling
         assert tiling.shared_bytes <= SHARED_BYTES - BARRIER_BYTES
         # Triton takes 0 to 1 + workers; the stages follow from 5 on.
-        assert 5 + tiling.stages_k + tiling.stages_v <= NAMED_BARRIERS
+        stages = tiling.stages_k + tiling.stages_v + tiling.warpgroups * tiling.stages_m
+        assert 5 + stages <= NAMED_BARRIERS
         assert tiling.block_d >= head_dim
         assert tiling.block_v >= value_dim
 

@@ -1,5 +1,6 @@
 """The Hopper kernel's device code, run on a CPU (`conftest.py`), against the oracle."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.hopper import prepared
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
@@ -98,6 +100,66 @@ def test_a_staged_mask_may_be_a_view() -> None:
     problem = make_problem(**(USUAL | {"len_q": 150, "len_k": 200, **BIAS}))
     mask = torch.randn(1, 1, 150, 208).bfloat16()[..., :200].expand(1, 2, 150, 200)
     held_to_the_oracle(replace(make_tensors(problem), mask=mask), problem)
+
+
+def test_one_column_for_all_keys_may_be_a_view() -> None:
+    problem = make_problem(**(USUAL | {"len_q": 70, "len_k": 272, **BIAS}))
+    mask = torch.randn(1, 1, 70, 272).bfloat16()[..., :1]
+    held_to_the_oracle(replace(make_tensors(problem), mask=mask), problem)
+
+
+def distances() -> torch.Tensor:
+    return (torch.arange(512)[:, None] - torch.arange(512)).float()
+
+
+USUAL_BIASES: dict[str, Callable[[], torch.Tensor]] = {
+    "padding on the right": lambda: torch.where(torch.arange(512) < 300, 0.0, -1e4).expand(
+        512, 512
+    ),
+    "causal order": lambda: torch.where(distances() >= 0, 0.0, -1e9),
+    "causal order, infinite": lambda: torch.where(distances() >= 0, 0.0, -torch.inf),
+    "slopes": lambda: -0.5 * distances().abs(),
+}
+
+
+@pytest.mark.parametrize("name", USUAL_BIASES)
+def test_biases_of_every_day_are_computed_once(name: str, simulated: Any) -> None:
+    """A fixed reference that a hidden block of keys gave would have all tiles computed again."""
+    tiles = []
+
+    def counted(function: Any) -> Any:
+        def run(c: Any, w: int, tile: Any, *rest: Any) -> Any:
+            tiles.append(int(tile))
+            return function(c, w, tile, *rest)
+
+        return run
+
+    simulated.replace("attend_tile", counted)
+    problem = make_problem(**(USUAL | {"len_q": 512, **BIAS}))
+    bias = USUAL_BIASES[name]()[None, None].to(torch.bfloat16)
+    held_to_the_oracle(replace(make_tensors(problem), mask=bias.contiguous()), problem)
+    assert len(tiles) == 2 * len(set(tiles))
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 2.0**21])
+def test_a_bias_beside_a_scale_that_it_cannot_be_divided_by(scale: float) -> None:
+    problem = make_problem(**(USUAL | {"len_q": 70, "len_k": 272, **BIAS, "scale": scale}))
+    assert not choose(problem).mask_is_first
+    tensors = make_tensors(problem)
+    assert tensors.mask is not None
+    small = replace(tensors, query=tensors.query * min(1.0, 1.0 / scale))
+    held_to_the_oracle(replace(small, mask=tensors.mask * 10), problem)
+
+
+def test_a_kernel_for_masks_that_tma_cannot_read_is_known_to_be_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = []
+    monkeypatch.setattr(prepared, "note", noted.append)
+    problem = make_problem(**(USUAL | {"len_q": 70, "len_k": 272, **BIAS}))
+    mask = torch.randn(1, 1, 70, 273).bfloat16()[..., :272]
+    run(replace(make_tensors(problem), mask=mask), problem)
+    assert ("hopper", choose(problem)) in noted
 
 
 def test_scores_beyond_the_fixed_reference_are_computed_again_with_their_bias() -> None:
