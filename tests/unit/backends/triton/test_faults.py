@@ -68,7 +68,8 @@ SCORES: dict[str, Fault] = {
     "scale dropped, halves": ("forward", "scores) * row_scale", "scores)",
                               HALVED | {"num_heads": 2}),
     "softcap skipped": (
-        "forward", "soft_capped(scores, softcap, FAST_TANH)", "scores * softcap", SOFTCAP),
+        "forward", "soft_capped(scores, softcap, FAST_TANH, head_softcaps_ptr is not None)",
+        "scores * softcap", SOFTCAP),
     "series of the cap where it ends": (
         "soft_capped", "tl.abs(scores) < 0.25", "tl.abs(scores) < 2.5", SOFTCAP),
     "sign of the slope": ("add_bias", "scores - slope", "scores + slope", ALIBI),
@@ -102,12 +103,12 @@ KEYS: dict[str, Fault] = {
     "first key of a tile lost": (
         "key_ranges", "first_position - left", "first_position - left + 1", WINDOW),
     "blocks at the left edge unmasked": (
-        "key_ranges", "last_position - left", "first_position - left", WIDE_WINDOW),
+        "key_ranges", "last_position - least_left", "first_position - least_left", WIDE_WINDOW),
     "blocks at the right edge unmasked": (
-        "key_ranges", "first_position + right", "last_position + right", WIDE_WINDOW),
+        "key_ranges", "first_position + least_right", "last_position + least_right", WIDE_WINDOW),
     "one block at the right edge too few": (
         "key_ranges", "whole * BLOCK_N, 0)", "whole * BLOCK_N - BLOCK_N, 0)", RAGGED),
-    "a block at the edge twice": ("_place", "block < before, 0, whole", "block < before, 0, 0",
+    "a block at the edge twice": ("place_of", "block < before, 0, whole", "block < before, 0, 0",
                                   RAGGED),
     "class of a dilation": ("forward", "residue - offset)", "residue - offset + 1)", DILATED),
     "window not divided by the dilation": ("forward", "left // dilation", "left", DILATED),
