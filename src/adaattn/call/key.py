@@ -74,7 +74,6 @@ def key_of(
     policy, plan, history, backend, layer, return_aux = choice
     mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
     shape, key_shape, device = query.shape, key.shape, query.device
-    # A tensor has no indices, and so no key, before anything is asked of it.
     edges = window if window is NO_WINDOW else tuple(map(operator.index, window))
     seen: object = None
     keys: tuple[Any, ...]

@@ -13,6 +13,7 @@ from adaattn.testing.compare import (
     compare,
     head_errors,
 )
+from adaattn.testing.executors import assert_executor_matches
 from adaattn.testing.fake_hardware import fake_facts
 from adaattn.testing.gradients import (
     assert_gradients_match,
@@ -35,6 +36,7 @@ from adaattn.testing.poison import poisoned_memory
 __all__ = [
     "Comparison",
     "Layout",
+    "assert_executor_matches",
     "assert_gradients_match",
     "assert_matches",
     "assert_results_match",

@@ -12,12 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
-from adaattn.spec import MaskKind, Precision
+from adaattn.spec import MaskKind
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
-_NAMES = {Precision.BF16: gl.bfloat16, Precision.FP16: gl.float16}
 _POINTERS = ("lse", "row_max", "entropy")
 _NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
@@ -75,7 +74,7 @@ def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
 def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:
     """Return how a box of one head lies in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(
-        block_shape(variant, box), _NAMES[variant.precision]
+        block_shape(variant, box), _TYPES[variant.precision.label]
     )
 
 
@@ -119,7 +118,6 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
         "MASK_IS_FIRST": variant.mask_is_first,
-        "MASK_IS_STAGED": tiling.stages_m > 0,
     }
 
 
@@ -138,17 +136,20 @@ def _alignments(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
 
 def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     """Return Triton's names of all arguments' types."""
-    short = variant.precision.label
     types = dict.fromkeys(kernel.forward.arg_names, "i32")
     for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
-        shape = ",".join(map(str, block_shape(variant, box)))
-        types[name] = f"tensordesc<{short}[{shape}],{shared_layout(variant, box)!r}>"
+        types[name] = _description(variant.precision.label, block_shape(variant, box))
     columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
-    tile, dtype = [1, 1, ROWS, columns], variant.mask_dtype.replace("i8", "i16")
-    layout = gl.NVMMASharedLayout.get_default_for(tile, _TYPES[dtype])
-    types["staged"] = f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"
+    tile = [1, 1, ROWS, columns]
+    types["staged"] = _description(variant.mask_dtype.replace("i8", "i16"), tile)
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types["slopes"] = f"*{variant.slopes_dtype}"
     types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
     return types | dict.fromkeys(constants, "constexpr")
+
+
+def _description(dtype: str, tile: list[int]) -> str:
+    """Return Triton's name of the type of a tensor that TMA copies in such tiles."""
+    layout = gl.NVMMASharedLayout.get_default_for(tile, _TYPES[dtype])
+    return f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"

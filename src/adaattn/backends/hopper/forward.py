@@ -14,6 +14,7 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
 from adaattn.backends.hopper.prepared import DTYPES, NOTHING_BESIDE, Given, Prepared, prepare
+from adaattn.backends.hopper.views import ALIGNMENT
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
@@ -22,7 +23,6 @@ from adaattn.spec import AttentionProblem
 
 __all__ = ["attend", "output_function"]
 
-_ALIGNMENT: Final = 16
 _STEP: Final = 8
 """Numbers that strides are multiples of: 16 bytes."""
 
@@ -79,7 +79,7 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
 def _bound(problem: AttentionProblem) -> Callable[..., Result]:
     """Return the call of a problem, which keeps what it works out for each layout of tensors."""
     known: dict[_Layout, Prepared] = {}
-    aligned = problem.dense_columns and problem.stride_bytes == _ALIGNMENT
+    aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
     readable = _readable if aligned else _made_readable
 
     def call(
@@ -133,7 +133,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that TMA can read: a copy if it is expanded, or not aligned to 16 bytes."""
-    if 0 in tensor.stride() or tensor.data_ptr() % _ALIGNMENT:
+    if 0 in tensor.stride() or tensor.data_ptr() % ALIGNMENT:
         return tensor.clone(memory_format=torch.contiguous_format)
     return tensor
 

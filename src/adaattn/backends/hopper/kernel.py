@@ -425,7 +425,6 @@ def forward(
     FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
     MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_FIRST: gl.constexpr,
-    MASK_IS_STAGED: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -449,7 +448,7 @@ def forward(
     source = query
     m = q
     m_full = q_full
-    if MASK_IS_STAGED:
+    if STAGES_M > 0:
         source = staged
         columns: gl.constexpr = BLOCK_N // 2 if MASK == BOOLEAN else BLOCK_N
         m_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, columns], staged.dtype)
@@ -471,7 +470,7 @@ def forward(
         scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
         mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
         MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
+        MASK_IS_DENSE, MASK_IS_FIRST, STAGES_M > 0,
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(

@@ -9,12 +9,12 @@ from adaattn.backends.hopper.launch import Sizes, mask_bytes
 from adaattn.backends.masks import with_rank
 from adaattn.spec import AttentionProblem
 
-__all__ = ["View", "head_view", "is_staged", "mask_view", "packed_view"]
+__all__ = ["ALIGNMENT", "View", "head_view", "is_staged", "mask_view", "packed_view"]
 
 View = tuple[Sizes, Sizes]
 """Shape and strides."""
 
-_ALIGNMENT: Final = 16
+ALIGNMENT: Final = 16
 """Bytes of which addresses and strides are multiples."""
 
 _MOST_PLACES: Final = 0x7FFF0000
@@ -70,8 +70,8 @@ def is_staged(problem: AttentionProblem, mask: torch.Tensor) -> bool:
         and full.element_size() == num_bytes
         and full.stride(3) == 1
         and full.stride(2) > 0
-        and full.data_ptr() % _ALIGNMENT == 0
-        and not any(stride * num_bytes % _ALIGNMENT for size, stride in rows if size > 1)
+        and full.data_ptr() % ALIGNMENT == 0
+        and not any(stride * num_bytes % ALIGNMENT for size, stride in rows if size > 1)
     )
 
 

@@ -13,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn._dtypes import torch_dtype
 from adaattn.backends import hopper
 from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
-    assert_results_match,
-    attention,
-    cast_tensors,
+    assert_executor_matches,
     make_problem,
     make_tensors,
-    num_summands,
-    poisoned_memory,
     with_tensors,
 )
 
@@ -197,11 +192,8 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
 
 def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
     """Raise AssertionError unless the kernel's result is right; what nothing wrote is no number."""
-    with poisoned_memory():
-        result = hopper.run(tensors, problem, HeadGroup(capability="hopper"))
-    exact = attention(cast_tensors(tensors, torch.float64), problem)
-    eager = attention(tensors, problem, compute_dtype=torch_dtype(problem.precision))
-    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+    run = partial(hopper.run, group=HeadGroup(capability="hopper"))
+    assert_executor_matches(run, tensors, problem)
 
 
 @pytest.mark.parametrize("name", FAULTS)

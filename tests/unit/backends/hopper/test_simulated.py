@@ -14,12 +14,9 @@ from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
-    assert_results_match,
-    attention,
-    cast_tensors,
+    assert_executor_matches,
     make_problem,
     make_tensors,
-    num_summands,
     poisoned_memory,
 )
 
@@ -32,11 +29,7 @@ def run(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 
 def held_to_the_oracle(tensors: Tensors, problem: AttentionProblem) -> Result:
-    found = run(tensors, problem)
-    exact = attention(cast_tensors(tensors, torch.float64), problem)
-    eager = attention(tensors, problem, compute_dtype=tensors.query.dtype)
-    assert_results_match(found, exact, eager, summands=num_summands(problem, found.output))
-    return found
+    return assert_executor_matches(run, tensors, problem)
 
 
 USUAL: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 2}

@@ -8,25 +8,21 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adaattn._dtypes import torch_dtype
 from adaattn.backends import load, triton
 from adaattn.backends.interface import Tensors
 from adaattn.hardware import probe
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
 from adaattn.testing import (
-    assert_results_match,
-    attention,
-    cast_tensors,
+    assert_executor_matches,
     make_problem,
     make_tensors,
-    num_summands,
-    poisoned_memory,
     with_tensors,
 )
 
@@ -264,11 +260,7 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
 def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
     """Raise AssertionError unless the kernels' result is right; what nothing wrote is no number."""
     group = HeadGroup(capability="triton", scheme=Scheme.of(problem.precision))
-    with poisoned_memory():
-        result = load("triton")(tensors, problem, group)
-    exact = attention(cast_tensors(tensors, torch.float64), problem)
-    eager = attention(tensors, problem, compute_dtype=torch_dtype(problem.precision))
-    assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
+    assert_executor_matches(partial(load("triton"), group=group), tensors, problem)
 
 
 @pytest.fixture
