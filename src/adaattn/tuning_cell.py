@@ -148,6 +148,7 @@ def cell_of(problem: AttentionProblem, times: dict[str, Measured]) -> Cell:
         len_k=problem.max_len_k if packed else problem.len_k,
         head_dim=problem.head_dim,
         visible=problem.visible_pairs / max(problem.len_q, 1),
+        num_sequences=problem.num_sequences,
         times=times,
         default=problem.sdpa_default if plain else "",
     )

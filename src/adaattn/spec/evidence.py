@@ -52,6 +52,7 @@ class Cell:
         len_k: Sk; likewise.
         head_dim: D.
         visible: mean keys that a row sees.
+        num_sequences: that are packed; 0 where none are.
         times: by executor.
         default: the executor that ``F.scaled_dot_product_attention`` would run; "" where it
             cannot express the problem.
@@ -66,13 +67,15 @@ class Cell:
     visible: float
     times: Mapping[str, Measured]
     default: str = ""
+    num_sequences: int = 0
 
     @property
     def label(self) -> str:
         """The problem in words, for tables."""
         group = f" in groups of {self.group_size}" if self.group_size > 1 else ""
         seen = "" if self.visible >= self.len_k else f" ({self.visible:.0f} seen)"
-        lengths = f"{self.len_q} x {self.len_k}{seen}"
+        several = f"{self.num_sequences} times " if self.num_sequences > 1 else ""
+        lengths = f"{several}{self.len_q} x {self.len_k}{seen}"
         return f"{self.problem_class}: {self.heads} heads{group}, {lengths}, D {self.head_dim}"
 
     @property
@@ -172,8 +175,10 @@ def _cell(name: str, row: Sequence[Any]) -> Cell:
     Raises:
         TypeError, ValueError: it is none.
     """
-    heads, group_size, len_q, len_k, head_dim, visible, default, times = row
-    numbers = [heads, group_size, len_q, len_k, head_dim, visible]
+    *place, default, times = row
+    heads, group_size, len_q, len_k, head_dim, visible, *packed = place
+    (num_sequences,) = packed or (0,)
+    numbers = [*place]
     found = {}
     for executor, (device_ms, host_ms, compile_ms, settled) in times.items():
         numbers += (device_ms, host_ms, compile_ms + 1.0)
@@ -192,6 +197,7 @@ def _cell(name: str, row: Sequence[Any]) -> Cell:
         visible=visible,
         times=found,
         default=str(default),
+        num_sequences=num_sequences,
     )
 
 
@@ -204,7 +210,8 @@ def _merged(old: tuple[Cell, ...], new: tuple[Cell, ...]) -> tuple[Cell, ...]:
 
 def _place(cell: Cell) -> tuple[object, ...]:
     """Return what says which problem a cell measured."""
-    return (cell.heads, cell.group_size, cell.len_q, cell.len_k, cell.head_dim, cell.visible)
+    sizes = (cell.heads, cell.group_size, cell.len_q, cell.len_k, cell.head_dim, cell.visible)
+    return (*sizes, cell.num_sequences) if cell.num_sequences else sizes
 
 
 def problem_class(problem: AttentionProblem) -> str:
