@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Final
 
 from adaattn.planning.cost import estimate
-from adaattn.planning.evidence import comparable, interpolated
+from adaattn.planning.evidence import interpolated
 from adaattn.planning.precision import (
     UNMEASURED,
     PrecisionChoice,
@@ -31,6 +31,7 @@ from adaattn.spec import (
     Variant,
     Why,
 )
+from adaattn.spec.evidence import problem_class
 
 __all__ = [
     "ENTER_ERROR",
@@ -316,11 +317,11 @@ def _costed(
     cost = estimate(problem, capability, group, hardware, density=capability.best_density)
     item = replace(_candidate(group, capability, problem), cost=cost)
     if item.is_exact and hardware.timings is not None:
-        known = comparable(hardware.timings, problem)
-        measured = interpolated(hardware.timings, known, capability.name)
-        borrowed = measured is not None and known is not problem
-        source = hardware.timings.source + (", without statistics" if borrowed else "")
-        item = replace(item, measured=measured, source=source)
+        found = interpolated(hardware.timings, problem, capability.name)
+        if found is not None:
+            measured, known = found
+            borrowed = f", of {known}" if known != problem_class(problem) else ""
+            item = replace(item, measured=measured, source=hardware.timings.source + borrowed)
     limit = policy.memory_budget_bytes
     if limit is None:
         limit = hardware.memory_bytes or cost.workspace_bytes

@@ -5,21 +5,24 @@ a cell gets wrong, such as a warmer card, it gets wrong for all of them.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-from adaattn.spec import AttentionProblem, Aux, Cell, Measured, TimingTable
+from adaattn.planning.stand_ins import stand_ins
+from adaattn.spec import AttentionProblem, Cell, Measured, TimingTable
 from adaattn.spec.evidence import problem_class
 
-__all__ = ["DISPLACES", "comparable", "interpolated", "ratio"]
+__all__ = ["DISPLACES", "fastest", "interpolated", "ratio"]
 
 DISPLACES: Final = 0.95
 """An executor takes the incumbent's place below this share of its time."""
 
 _REACH: Final = 1.0
 """Octaves to the nearest cell in each size: twice or half of what was measured, not more."""
+
+_MORE_HEADS: Final = 0.5
+"""What further heads count of that: a card that is full takes them one after the other."""
 
 _BETWEEN: Final = 2.0
 """Octaves within which other cells count beside the nearest one: the steps of the grids."""
@@ -45,36 +48,49 @@ def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: s
         name: of the challenger.
         incumbent: of the executor that it would displace.
     """
-    logs = []
-    work = _work(problem, problem.visible_pairs)
-    for distance, cell in _near(table, comparable(table, problem), (name, incumbent)):
-        mine, other = cell.times[name], cell.times[incumbent]
-        grown = max(work / _cell_work(cell), 1.0) ** _GROWTH
-        waited = [max(grown * time.device_ms, time.host_ms) for time in (mine, other)]
-        worse = max(mine.device_ms / other.device_ms, waited[0] / waited[1])
-        logs.append((distance, math.log(worse)))
-    if not logs:
-        return None
-    return math.exp(max(logs[0][1], _mean(logs)))
+    for known, factor in stand_ins(problem):
+        logs = []
+        work = _work(known, known.visible_pairs)
+        for distance, cell in _near(table, known, (name, incumbent)):
+            mine, other = cell.times[name], cell.times[incumbent]
+            grown = max(work / _cell_work(cell), 1.0) ** _GROWTH
+            waited = [max(grown * time.device_ms, time.host_ms) for time in (mine, other)]
+            worse = max(mine.device_ms / other.device_ms, waited[0] / waited[1])
+            logs.append((distance, math.log(worse)))
+        if logs:
+            return factor * math.exp(max(logs[0][1], _mean(logs)))
+    return None
 
 
-def comparable(table: TimingTable, problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem whose times speak for this one.
+def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, float]) -> str:
+    """Return the executor that takes the least, each pair compared in cells that measured both.
 
-    It is the problem itself; where a table knows nothing of its class, the same without statistics
-    of rows: they cost fused kernels little, and those that write scores out more than that.
+    Args:
+        table: of the problem's device.
+        problem: simplified.
+        shares: of the incumbent's time, by executor, which may come from different cells.
     """
-    of_rows = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
-    if not problem.aux or problem.aux & ~of_rows or problem_class(problem) in table.cells:
-        return problem
-    return replace(problem, aux=Aux.NONE)
+    best, *others = sorted(shares, key=shares.__getitem__)
+    for name in others:
+        direct = ratio(table, problem, name, best)
+        if direct is not None and direct < 1.0:
+            best = name
+    return best
 
 
-def interpolated(table: TimingTable, problem: AttentionProblem, name: str) -> Measured | None:
-    """Return what an executor should take by the cells around a problem, or None."""
-    near = _near(table, problem, (name,))
-    if not near:
-        return None
+def interpolated(
+    table: TimingTable, problem: AttentionProblem, name: str
+) -> tuple[Measured, str] | None:
+    """Return what an executor should take by the cells around a problem, and their class."""
+    for known, _ in stand_ins(problem):
+        near = _near(table, known, (name,))
+        if near:
+            return _time_of(known, name, near), problem_class(known)
+    return None
+
+
+def _time_of(problem: AttentionProblem, name: str, near: Sequence[tuple[float, Cell]]) -> Measured:
+    """Return the mean of cells' times, grown by the work."""
     times = [(distance, cell.times[name]) for distance, cell in near]
     work = math.log(_work(problem, problem.visible_pairs))
     grown = [work - math.log(_cell_work(cell)) for _, cell in near]
@@ -104,8 +120,10 @@ def _near(
         if not all(name in cell.times for name in names):
             continue
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
-        if max(steps) <= _BETWEEN:
-            found.append((sum(steps), max(steps), cell))
+        heads = steps[0] if place[0] < point[0] else _MORE_HEADS * steps[0]
+        reach = max(heads, *steps[1:])
+        if reach <= _BETWEEN:
+            found.append((sum(steps), reach, cell))
     found.sort(key=lambda item: item[0])
     if not found or min(item[1] for item in found) > _REACH:
         return []

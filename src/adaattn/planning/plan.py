@@ -22,7 +22,7 @@ from adaattn.planning.assignment import (
 )
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import measuring_ms
-from adaattn.planning.evidence import DISPLACES, ratio
+from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import format_ms, trace_of
@@ -286,9 +286,9 @@ def _best_exact(
     own = incumbent.group.capability
     shares = {name: ratio(hardware.timings, problem, name, own) for name in by_name if name != own}
     faster = {name: share for name, share in shares.items() if share and share < DISPLACES}
-    ready = [name for name in faster if not _compile_ms(by_name[name])]
-    now = by_name[min(ready, key=faster.__getitem__)] if ready else incumbent
-    best = by_name[min(faster, key=faster.__getitem__)] if faster else incumbent
+    ready = {name: share for name, share in faster.items() if not _compile_ms(by_name[name])}
+    now = by_name[fastest(hardware.timings, problem, ready)] if ready else incumbent
+    best = by_name[fastest(hardware.timings, problem, faster)] if faster else incumbent
     return (best,) if best is now or not _compile_ms(best) else (best, now)
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from adaattn.cli.machines import facts_of
 from adaattn.hardware.tables import timings_of
-from adaattn.planning.evidence import DISPLACES, interpolated, ratio
-from adaattn.spec import AttentionProblem, Cell, Measured, TimingTable
+from adaattn.planning.evidence import DISPLACES, fastest, interpolated, ratio
+from adaattn.planning.stand_ins import UNMEASURED, stand_ins
+from adaattn.spec import Align, AttentionProblem, Aux, Cell, MaskKind, Measured, TimingTable
+from adaattn.spec.evidence import problem_class
 from adaattn.testing import make_problem
 from adaattn.tuning_cell import cell_of
 from adaattn.tuning_grid import default_grid
@@ -56,6 +58,17 @@ def without(table: TimingTable, left_out: Cell) -> TimingTable:
     return replace(table, cells={left_out.problem_class: rest})
 
 
+def table_of(*cells: Cell) -> TimingTable:
+    by_class: dict[str, tuple[Cell, ...]] = {}
+    for cell in cells:
+        by_class[cell.problem_class] = (*by_class.get(cell.problem_class, ()), cell)
+    return TimingTable(source="table of a test", cells=by_class)
+
+
+def times(**milliseconds: float) -> dict[str, Measured]:
+    return {name: Measured(device_ms=ms, host_ms=0.01) for name, ms in milliseconds.items()}
+
+
 @pytest.mark.parametrize("card", CARDS)
 def test_with_one_cell_left_out_its_neighbours_choose_as_well(card: str) -> None:
     taken = wrong = 0
@@ -85,28 +98,35 @@ def test_a_problem_that_was_measured_is_expected_to_take_as_long(card: str) -> N
         for name, time in cell.times.items():
             expected = interpolated(shipped(card), problem, name)
             assert expected is not None
-            found = by_class.setdefault(cell.problem_class, [])
-            found.append(expected.device_ms / time.device_ms)
+            measured, known = expected
+            assert known == cell.problem_class
+            found = by_class.setdefault(known, [])
+            found.append(measured.device_ms / time.device_ms)
     assert len(by_class) > 15
     for name, shares in by_class.items():
         median = sorted(shares)[len(shares) // 2]
         assert DISPLACES < median < 1.0 / DISPLACES, name
 
 
-SMALL = {"num_heads": 4, "len_q": 512, "len_k": 512, "head_dim": 64, "device_type": "cuda"}
+SMALL: dict[str, Any] = {
+    "num_heads": 4,
+    "len_q": 512,
+    "len_k": 512,
+    "head_dim": 64,
+    "device_type": "cuda",
+}
 
 
 @pytest.mark.parametrize(("batch", "is_taken"), [(1, False), (2, False), (4, True)])
 def test_the_time_to_call_a_small_problem_does_not_speak_for_a_large_one(
     batch: int, is_taken: bool
 ) -> None:
-    times = {
+    measured = {
         "slow to call": Measured(device_ms=0.010, host_ms=0.024),
         "usual": Measured(device_ms=0.016, host_ms=0.012),
     }
     measured_on = make_problem(**SMALL)
-    cell = cell_of(measured_on, times)
-    table = TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})
+    table = table_of(cell_of(measured_on, measured))
     problem = replace(measured_on, batch=batch)
     share = ratio(table, problem, "slow to call", "usual")
     assert share is not None
@@ -115,7 +135,9 @@ def test_the_time_to_call_a_small_problem_does_not_speak_for_a_large_one(
 
 
 def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
-    packed = make_problem(**SMALL, num_sequences=4, packed_square=True, max_len_q=128, max_len_k=128)
+    packed = make_problem(
+        **SMALL, num_sequences=4, packed_square=True, max_len_q=128, max_len_k=128
+    )
     time = {"usual": Measured(device_ms=1.0, host_ms=1.0)}
     several, twice = (
         cell_of(problem, time) for problem in (packed, replace(packed, num_sequences=8))
@@ -128,3 +150,74 @@ def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
     merged = tables[0].merged(tables[1])
     read = TimingTable.from_dict(merged.to_dict(), "read")
     assert [cell.num_sequences for cell in read.cells[several.problem_class]] == [4, 8]
+
+
+def test_executors_are_compared_in_the_cells_that_measured_both() -> None:
+    """Shares of the incumbent's time came from different cells, and the slower one won by them."""
+    far = make_problem(**SMALL)
+    near = replace(far, len_q=1024, len_k=1024)
+    table = table_of(
+        cell_of(far, times(usual=100.0, slower=4.0, faster=2.0)),
+        cell_of(near, times(usual=100.0, slower=1.0)),
+    )
+    shares = {name: ratio(table, near, name, "usual") for name in ("slower", "faster")}
+    assert shares == {"slower": pytest.approx(0.01, rel=0.9), "faster": pytest.approx(0.02)}
+    found = {name: share for name, share in shares.items() if share is not None}
+    assert fastest(table, near, found) == "faster"
+    assert fastest(table, near, {"slower": 0.01}) == "slower"
+
+
+MIX: dict[str, Any] = {
+    "is_causal": True, "has_sinks": True, "softcap": 20.0, "has_alibi": True, "dilation": 2,
+    "window": (64, 0), "value_dim": 32, "aux": Aux.ENTROPY,
+}  # fmt: skip
+
+
+def test_a_mix_that_nobody_measured_goes_by_its_simpler_problems_with_a_margin() -> None:
+    problem = make_problem(**SMALL, **MIX)
+    assert [problem_class(known) for known, _ in stand_ins(problem)] == [
+        "fp32 causal window dilation softcap sinks alibi value_dim statistics",
+        "fp32 causal window dilation softcap sinks alibi value_dim",
+        "fp32 causal window dilation softcap alibi value_dim",
+        "fp32 causal window dilation softcap alibi",
+        "fp32 causal window dilation alibi",
+        "fp32 causal window dilation",
+        "fp32 causal window",
+        "fp32 causal",
+    ]
+    causal = make_problem(**SMALL, is_causal=True)
+    for share, expected in ((0.5, 0.5 * UNMEASURED), (0.8, 0.8 * UNMEASURED)):
+        table = table_of(cell_of(causal, times(fused=share, chunked=1.0)))
+        assert ratio(table, problem, "fused", "chunked") == pytest.approx(expected)
+        assert ratio(table, causal, "fused", "chunked") == pytest.approx(share)
+    found = interpolated(table, problem, "fused")
+    assert found is not None and found[1] == "fp32 causal"
+
+
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        ({"requires_grad": True, "has_sinks": True}, "fp32 training"),
+        ({"dropout_p": 0.1, "softcap": 5.0}, "fp32 dropout"),
+        ({"mask": MaskKind.BOOLEAN, "mask_shape": (512, 512), "is_causal": True}, "fp32 mask"),
+        ({"mask": MaskKind.ADDITIVE, "mask_shape": (1, 512), "softcap": 5.0}, "fp32 bias of_keys"),
+        ({"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_q": 128}, "fp32"),
+        ({"num_sequences": 4, "max_len_q": 128, "max_len_k": 128, "packed_square": True},
+         "fp32 packed causal"),
+        ({"aux": Aux.DROPPED_MASS | Aux.LSE, "block_size": (128, 128), "most_blocks": 2},
+         "fp32 blocks128x128 dropped_mass"),
+        ({"aux": Aux.WEIGHTS, "has_alibi": True}, "fp32 weights"),
+    ],
+)  # fmt: skip
+def test_what_other_kernels_serve_is_never_left_out(values: dict[str, Any], last: str) -> None:
+    assert problem_class(stand_ins(make_problem(**(SMALL | values)))[-1][0]) == last
+
+
+def test_a_problem_of_many_heads_goes_by_cells_of_a_full_card_and_not_the_other_way() -> None:
+    problem = make_problem(**(SMALL | {"num_heads": 64}))
+    table = table_of(cell_of(problem, times(fused=0.5, usual=1.0)))
+    for heads, is_known in ((16 * 64, True), (32 * 64, False), (16, True), (8, False)):
+        share = ratio(
+            table, replace(problem, num_heads=heads, num_kv_heads=heads), "fused", "usual"
+        )
+        assert (share is not None) is is_known, heads

@@ -548,7 +548,7 @@ def test_times_are_extrapolated_by_a_factor_of_two_and_to_no_other_class(
 def test_statistics_go_by_the_times_without_them_where_nobody_measured_them(aux: Aux) -> None:
     decision, taken = _taken({"best": _time(0.5), "pytorch": _time(1.0)}, aux=aux)
     assert taken == "best"
-    assert "(table of a test, without statistics)" in _entries(decision)["best/fp32"].reason
+    assert "(table of a test, of fp32)" in _entries(decision)["best/fp32"].reason
 
 
 def test_the_dropped_mass_takes_the_scores_of_all_blocks_and_goes_by_its_own_times_alone() -> None:

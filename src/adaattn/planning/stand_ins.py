@@ -1,0 +1,104 @@
+"""Simpler problems whose times speak for a mix that nobody measured.
+
+A table has a class for each feature, and calls mix them: a window, sinks and a softcap in one
+model. Each feature costs a fused kernel a few operations on scores that it holds, and those that
+write scores out one more pass over memory, so that what is left of a ratio is nearly its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
+from adaattn.spec.evidence import problem_class
+
+__all__ = ["UNMEASURED", "stand_ins"]
+
+UNMEASURED: Final = 1.5
+"""What a ratio of a stand-in is taken times. In the tables of H200 and H100 a feature leaves the
+ratio of `hopper` or `triton` to `chunked` as it is or makes it smaller in most of 400 pairs of
+cells, and makes it 1.40 times as large at most (ALiBi)."""
+
+_OF_ROWS: Final = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
+
+
+@lru_cache(maxsize=4096)
+def stand_ins(problem: AttentionProblem) -> tuple[tuple[AttentionProblem, float], ...]:
+    """Return the problem, then ever simpler ones, each with what its ratios are to be taken times.
+
+    Precision, gradients, dropout, lists of blocks and masks are never left out: other kernels
+    serve them, or these do something else.
+
+    Args:
+        problem: simplified.
+
+    Example:
+        >>> problem = AttentionProblem(batch=1, num_heads=8, num_kv_heads=8, len_q=64, len_k=64,
+        ...                            head_dim=64, value_dim=64, is_causal=True, has_sinks=True)
+        >>> [(problem_class(simpler), factor) for simpler, factor in stand_ins(problem)]
+        [('fp32 causal sinks', 1.0), ('fp32 causal', 2.0)]
+    """
+    found = [(problem, 1.0)]
+    for simplify, factor in _STEPS:
+        last, so_far = found[-1]
+        simpler = simplify(last)
+        if problem_class(simpler) != problem_class(last):
+            found.append((simpler, max(so_far, factor)))
+    return tuple(found)
+
+
+def _without_statistics(problem: AttentionProblem) -> AttentionProblem:
+    return problem if problem.aux & ~_OF_ROWS else replace(problem, aux=Aux.NONE)
+
+
+def _without_sinks(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, has_sinks=False)
+
+
+def _without_numbers_of_heads(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, head_terms=HeadTerm(0))
+
+
+def _with_square_values(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, value_dim=problem.head_dim)
+
+
+def _without_softcap(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, softcap=0.0)
+
+
+def _without_alibi(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, has_alibi=False)
+
+
+def _without_dilation(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, dilation=1)
+
+
+def _without_window(problem: AttentionProblem) -> AttentionProblem:
+    return replace(problem, window=(-1, -1))
+
+
+def _as_usual_order(problem: AttentionProblem) -> AttentionProblem:
+    """Packed sequences in causal order; masks, and rows at the end of longer keys, without."""
+    if problem.num_sequences:
+        return replace(problem, is_causal=True)
+    corner = problem.align is Align.BOTTOM_RIGHT and problem.len_q != problem.len_k
+    if corner or problem.mask is not MaskKind.NONE:
+        return replace(problem, is_causal=False)
+    return problem
+
+
+_STEPS: Final[tuple[tuple[Callable[[AttentionProblem], AttentionProblem], float], ...]] = (
+    (_without_statistics, 1.0),
+    (_without_sinks, UNMEASURED),
+    (_without_numbers_of_heads, UNMEASURED),
+    (_with_square_values, UNMEASURED),
+    (_without_softcap, UNMEASURED),
+    (_without_alibi, UNMEASURED),
+    (_without_dilation, UNMEASURED),
+    (_without_window, UNMEASURED),
+    (_as_usual_order, UNMEASURED),
+)
+"""In this order: statistics cost fused kernels little, and those that write scores out more."""
