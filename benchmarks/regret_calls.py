@@ -1,4 +1,8 @@
-"""Both sides of a problem of `benchmarks.regret` as function calls, and what they should give."""
+"""Both sides of a problem of `benchmarks.regret` as function calls, and what they should give.
+
+The peer is ``F.scaled_dot_product_attention`` with a mask made before, where it has no word for
+what is asked; and attention written out where no mask says it either.
+"""
 
 import contextlib
 import math
@@ -71,7 +75,11 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
         found: torch.Tensor = adaattn.scaled_dot_product_attention(*inputs, **ours_keywords)
         return found
 
+    written = _written_out(problem, tensors, spec)
+
     def peer() -> torch.Tensor:
+        if problem.softcap or problem.has_sinks:
+            return written()
         return F.scaled_dot_product_attention(*inputs, **peer_keywords)
 
     def check(budget: float) -> None:
@@ -120,10 +128,14 @@ def _tensors(problem: Problem, device: str) -> Tensors:
     if problem.kind is Kind.ALIBI:
         places = torch.arange(1, problem.heads + 1, device=device)
         slopes = torch.exp2(-8.0 * places / problem.heads)[None]
+    sinks = None
+    if problem.has_sinks:
+        sinks = torch.randn(problem.heads, generator=generator, device=device, dtype=dtype)
     return Tensors.of(
         query,
         key,
         value,
+        sinks=sinks,
         cu_seqlens_q=starts,
         cu_seqlens_k=starts,
         bounds_q=bounds,
@@ -176,6 +188,7 @@ def _spec(problem: Problem) -> AttentionProblem:
         head_dim=problem.dim,
         requires_grad=problem.training,
         has_alibi=problem.kind is Kind.ALIBI,
+        has_sinks=problem.has_sinks,
         mask=kind if problem.mask_shape else MaskKind.NONE,
         lengths_q=problem.lengths,
         **keywords,
@@ -185,11 +198,15 @@ def _spec(problem: Problem) -> AttentionProblem:
 def positional(problem: Problem) -> dict[str, Any]:
     """Return the keywords that say what positions hide, common to every way of calling ours."""
     found: dict[str, Any] = {}
-    if problem.kind in (Kind.CAUSAL, Kind.CAUSAL_WINDOW, Kind.ALIBI, Kind.PACKED):
+    if "causal" in problem.kind.value:
         found["is_causal"] = True
     if problem.window:
-        right = 0 if problem.kind is Kind.CAUSAL_WINDOW else problem.window
+        right = problem.window if problem.kind is Kind.WINDOW else 0
         found["window"] = (problem.window, right)
+    if problem.dilation > 1:
+        found["dilation"] = problem.dilation
+    if problem.softcap:
+        found["softcap"] = problem.softcap
     return found
 
 
@@ -200,6 +217,8 @@ def _our_keywords(problem: Problem, tensors: Tensors) -> dict[str, Any]:
         found["attn_mask"] = tensors.mask.view(problem.mask_shape)
     if tensors.alibi_slopes is not None:
         found["alibi_slopes"] = tensors.alibi_slopes[0]
+    if tensors.sinks is not None:
+        found["sinks"] = tensors.sinks
     if tensors.cu_seqlens_q is not None:
         found |= {"cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k}
     return found
@@ -217,6 +236,31 @@ def _peer_keywords(problem: Problem, tensors: Tensors, spec: AttentionProblem) -
     if problem.kind is Kind.PLAIN:
         return {}
     return {"attn_mask": visible_keys(tensors, spec)[0, 0]}
+
+
+def _written_out(
+    problem: Problem, tensors: Tensors, spec: AttentionProblem
+) -> Callable[[], torch.Tensor]:
+    """Return what a user of PyTorch writes for a softcap or sinks; its mask is made before."""
+    query, key, value, sinks = tensors.query, tensors.key, tensors.value, tensors.sinks
+    group = problem.heads // problem.kv_heads
+    hidden = ~visible_keys(tensors, spec)[0, 0]
+
+    def run() -> torch.Tensor:
+        keys, values = (
+            item.repeat_interleave(group, 1) if group > 1 else item for item in (key, value)
+        )
+        scores = (query @ keys.mT) / math.sqrt(problem.dim)
+        if problem.softcap:
+            scores = problem.softcap * torch.tanh(scores / problem.softcap)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is None:
+            return torch.softmax(scores, dim=-1) @ values
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
+        return weights[..., :-1] @ values
+
+    return run
 
 
 class _Exact:
@@ -245,6 +289,7 @@ class _Exact:
             alibi_slopes=None
             if tensors.alibi_slopes is None
             else tensors.alibi_slopes[:, self.heads],
+            sinks=None if tensors.sinks is None else tensors.sinks[self.heads],
         )
         batch, num_heads = part.query.shape[:2]
         kv_heads = part.key.shape[1]

@@ -26,13 +26,24 @@ class Kind(enum.Enum):
     WINDOW = "window"
     ALIBI = "alibi causal"
     PACKED = "packed causal"
+    SINKS = "sinks causal"
+    SOFTCAP = "softcap causal"
+    DILATED = "dilated causal"
+    MIX = "mix causal"
 
 
 _KINDS = {
-    "function": tuple(Kind),
+    "function": (
+        *(Kind.PLAIN, Kind.CAUSAL, Kind.MASK, Kind.BIAS, Kind.PADDING, Kind.PADDING_BIAS),
+        *(Kind.CAUSAL_WINDOW, Kind.WINDOW, Kind.ALIBI, Kind.PACKED),
+    ),
+    "written": (Kind.SINKS, Kind.SOFTCAP, Kind.DILATED, Kind.MIX),
     "module": (Kind.PLAIN, Kind.CAUSAL, Kind.PADDING, Kind.CAUSAL_WINDOW, Kind.WINDOW),
     "transformers": (Kind.CAUSAL, Kind.PADDING),
 }
+_FUNCTIONS = ("function", "written")
+_SOFTCAPS = (10.0, 30.0, 50.0)
+_DILATIONS = (2, 3, 4, 8)
 _PADDED = {Kind.PADDING, Kind.PADDING_BIAS}
 _MASKED = {Kind.MASK, Kind.BIAS} | _PADDED
 _WITH_CROSS = {Kind.PLAIN} | _MASKED
@@ -64,6 +75,9 @@ class Problem:
         mask_shape: of a mask or bias; () without one.
         hidden_rows: leading query rows that a mask hides every key from.
         window: tokens to each side that are seen; 0 without a window.
+        dilation: every so many keys are seen.
+        softcap: of the scores; 0 without one.
+        has_sinks: a logit of each head joins the denominator.
         lengths: tokens of each packed document; () when not packed.
     """
 
@@ -81,6 +95,9 @@ class Problem:
     mask_shape: tuple[int, ...] = ()
     hidden_rows: int = 0
     window: int = 0
+    dilation: int = 1
+    softcap: float = 0.0
+    has_sinks: bool = False
     lengths: tuple[int, ...] = ()
 
     @property
@@ -92,6 +109,9 @@ class Problem:
         for shown, word in (
             (self.mask_shape, "x".join(map(str, self.mask_shape))),
             (self.window, f"+-{self.window}"),
+            (self.dilation > 1, f"every {self.dilation}"),
+            (self.softcap, f"softcap {self.softcap:g}"),
+            (self.has_sinks, "sinks"),
             (self.lengths, f"{len(self.lengths)} documents"),
             (self.hidden_rows, f"{self.hidden_rows} rows hidden"),
             (self.training, "training"),
@@ -151,7 +171,11 @@ _LAYER = {
 
 
 def kinds(through: str) -> tuple[Kind, ...]:
-    """Return the kinds that are drawn for the function, the module or a Transformers model."""
+    """Return the kinds that are drawn for the function, the module or a Transformers model.
+
+    ``"written"`` are calls of the function that PyTorch's has no word for, so that its users write
+    attention out.
+    """
     return _KINDS[through]
 
 
@@ -164,7 +188,7 @@ def draw(
         count: how many.
         seed: of Python's generator.
         device: ``"cpu"`` or ``"cuda"``, for dtypes and sizes.
-        through: ``"function"``, ``"module"`` or ``"transformers"``.
+        through: ``"function"``, ``"written"``, ``"module"`` or ``"transformers"``.
         longest: the greatest length; None is that of the device.
     """
     source = random.Random(seed)
@@ -172,7 +196,7 @@ def draw(
     if longest is not None:
         shortest = min(limits.shortest, longest)
         limits = replace(limits, longest=longest, shortest=shortest)
-    if through != "function":
+    if through not in _FUNCTIONS:
         limits = replace(limits, **_LAYER[device])
     order: list[Kind] = []
     found = []
@@ -191,7 +215,7 @@ def _problem(
     group = _weighted(source, _GROUPS)
     kv_heads = _between(source, 1, 32 // group)
     len_q, len_k = _lengths(source, kind, through, limits)
-    is_function = through == "function"
+    is_function = through in _FUNCTIONS
     drawn = Problem(
         index=index,
         kind=kind,
@@ -210,11 +234,30 @@ def _problem(
         return replace(made, window=_between(source, 1, max(made.len_k // 2, 1)))
     if kind is Kind.PACKED:
         return replace(made, lengths=_documents(source, made.len_q))
+    if through == "written":
+        return _beyond_masks(source, made)
     if kind not in _MASKED:
         return made
     shape = _mask_shape(source, made, limits)
     hides = shape[-2] > 1 and source.random() < 0.2
     return replace(made, mask_shape=shape, hidden_rows=source.randint(1, 3) if hides else 0)
+
+
+def _beyond_masks(source: random.Random, problem: Problem) -> Problem:
+    """Return the problem with what its kind asks for; a mix has two of three, or all."""
+    if problem.kind is Kind.DILATED:
+        return replace(problem, dilation=source.choice(_DILATIONS))
+    asked = {problem.kind}
+    if problem.kind is Kind.MIX:
+        others = (Kind.SINKS, Kind.SOFTCAP, Kind.CAUSAL_WINDOW)
+        asked = set(source.sample(others, source.choice((2, 2, 3))))
+    window = _between(source, 1, max(problem.len_k // 2, 1))
+    return replace(
+        problem,
+        window=window if Kind.CAUSAL_WINDOW in asked else 0,
+        softcap=source.choice(_SOFTCAPS) if Kind.SOFTCAP in asked else 0.0,
+        has_sinks=Kind.SINKS in asked,
+    )
 
 
 def _lengths(source: random.Random, kind: Kind, through: str, limits: _Limits) -> tuple[int, int]:
