@@ -4,8 +4,8 @@
 
 Each problem is drawn from a seed, computed by both, checked, and only then timed, in turns in one
 run. What PyTorch's function lacks a word for is a mask that was made before the timing; sinks and
-softcaps (``--through written``) are attention written out. The ratio is the peer's time over ours: 1
-is equal, more is faster.
+softcaps (``--through written``) are attention written out. The ratio is the peer's time over ours:
+1 is equal, more is faster.
 """
 
 import argparse

@@ -6,6 +6,7 @@ from typing import Final
 
 from adaattn.backends.masked import is_plain, sliding_columns
 from adaattn.backends.tiles import CPU_BYTES
+from adaattn.backends.written import is_written, multiplies_as_is
 from adaattn.spec import AttentionProblem, Precision, Scheme
 
 __all__ = ["choose_chunk_rows", "is_fused", "row_bytes"]
@@ -33,6 +34,11 @@ Fitted to chunks of 64 to 1024 rows in sixteen problems: windows of 1 to 128 and
 tokens, 1 to 128 heads. What it takes is 2 % above the best in the median, 23 % at most (AMD EPYC
 9004 with 2 cores, 2026-11, benchmarks/results/chunk_rows_cpu.json).
 """
+
+_WRITTEN_PRODUCTS: Final = {False: (3e6, 8e6), True: (1e7, 2.7e7)}
+"""The same of chunks that are written out, by whether 16-bit numbers are multiplied as such: those
+products are the faster ones, and a chunk costs as much. As nine problems of 43 to 1024 tokens had
+it (as above)."""
 
 _GPU_CHUNK_PRODUCTS: Final = {True: (5e9, 5e10), False: (5e8, 5e9)}
 """The same on a GPU by whether the input has 16 bits: at a fused kernel's rate what the host takes
@@ -156,7 +162,11 @@ def _products(problem: AttentionProblem, size: int) -> float:
     chunks = -(-len_q // rows)
     products = per_pair * len_q * keys
     if problem.device_type == "cpu":
-        return products + chunks * _CHUNK_PRODUCTS[problem.requires_grad]
+        beside = _CHUNK_PRODUCTS
+        if is_written(problem) and not is_plain(problem):
+            half = problem.precision.bits <= 16
+            beside = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
+        return products + chunks * beside[problem.requires_grad]
     if chunks > 1 and problem.requires_grad:
         products *= _AGAIN
     half = problem.precision.bits <= 16

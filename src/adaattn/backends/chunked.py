@@ -1,10 +1,10 @@
 """Exact attention with every feature in bounded memory: query rows are taken a chunk at a time.
 
 A chunk reads only the keys that its rows can see, so windows and causal order save time as
-well as memory. Where nothing but masks is asked for, a chunk is one SDPA call; softcap,
-sinks and auxiliary outputs take matrix products and an explicit softmax, recomputed in the
-backward pass. On a CPU what a list of blocks leaves out costs nothing. Not for speed on a GPU
-where FlexAttention can serve.
+well as memory. Where nothing but masks is asked for, a chunk is one SDPA call; softcap and
+sinks take matrix products and a softmax (`written`), what is added to such scores or read off
+their rows an explicit one (`explicit`), recomputed in the backward pass. On a CPU what a list of
+blocks leaves out costs nothing. Not for speed on a GPU where FlexAttention can serve.
 
 The gradients of k and v, sums over chunks, add up in fp32. Masks that follow from positions
 alone are kept between calls (`adaattn.backends.tiles`).
@@ -44,6 +44,7 @@ from adaattn.backends.masked import (
     whole_tile,
 )
 from adaattn.backends.sdpa_call import fused_attention, needs_care
+from adaattn.backends.written import is_written, whole_written, written_tile
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -108,7 +109,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     if problem.batch_invariant:
         return None
     if not problem.num_sequences:
-        return whole_tile(problem, group)
+        return whole_tile(problem, group) or whole_written(problem, group)
     return whole_packed(problem) if _is_one_call(problem) and not needs_care(problem) else None
 
 
@@ -223,6 +224,8 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     chunk: _Chunk = explicit_tile
     if length and is_plain(problem):
         chunk = partial(sdpa_tile, step=step)
+    elif is_written(problem):
+        chunk = written_tile
     if step == length:
         rows, cols = range(length), _keys(problem, range(length))
         columns = list(chunk(part_of(tensors, rows, cols), problem, rows, cols))

@@ -22,7 +22,10 @@ _REACH: Final = 1.0
 """Octaves to the nearest cell in each size: twice or half of what was measured, not more."""
 
 _MORE_HEADS: Final = 0.5
-"""What further heads count of that: a card that is full takes them one after the other."""
+"""What further heads count of that where the cell filled the card: it takes them in turn."""
+
+_FULL: Final = 128
+"""Tiles of 128 rows that fill one: an H100 has 132 processors."""
 
 _BETWEEN: Final = 2.0
 """Octaves within which other cells count beside the nearest one: the steps of the grids."""
@@ -35,7 +38,14 @@ cost. Leaving out one cell at a time of the tables of H200 and H100, powers of 0
 the place of PyTorch's kernel in 309, 321 and 347 cells, wrongly in 12, 14 and 21."""
 
 
-def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: str) -> float | None:
+def ratio(
+    table: TimingTable,
+    problem: AttentionProblem,
+    name: str,
+    incumbent: str,
+    *,
+    by_stand_in: bool = False,
+) -> float | None:
     """Return the time of one executor over that of another; None where nobody measured it.
 
     The larger of the ratios of device time and of what a caller waits, so that neither loses;
@@ -47,8 +57,13 @@ def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: s
         problem: simplified.
         name: of the challenger.
         incumbent: of the executor that it would displace.
+        by_stand_in: simpler problems' times count where its own has none: the challenger is one
+            kernel for all mixes, and nothing says that it was left out of this one.
     """
-    for known, factor in stand_ins(problem):
+    is_known = problem_class(problem) in table.cells
+    for place, (known, factor) in enumerate(stand_ins(problem)):
+        if place and not by_stand_in and (is_known or factor > 1.0):
+            return None
         logs = []
         work = _work(known, known.visible_pairs)
         for distance, cell in _near(table, known, (name, incumbent)):
@@ -59,11 +74,15 @@ def ratio(table: TimingTable, problem: AttentionProblem, name: str, incumbent: s
             logs.append((distance, math.log(worse)))
         if logs:
             return factor * math.exp(max(logs[0][1], _mean(logs)))
+        if not place and _near(table, known, (incumbent,)):
+            return None
     return None
 
 
 def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, float]) -> str:
     """Return the executor that takes the least, each pair compared in cells that measured both.
+
+    Where no cell of its class did, the shares decide.
 
     Args:
         table: of the problem's device.
@@ -120,7 +139,8 @@ def _near(
         if not all(name in cell.times for name in names):
             continue
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
-        heads = steps[0] if place[0] < point[0] else _MORE_HEADS * steps[0]
+        is_full = cell.heads * -(-cell.len_q // 128) >= _FULL
+        heads = _MORE_HEADS * steps[0] if place[0] > point[0] and is_full else steps[0]
         reach = max(heads, *steps[1:])
         if reach <= _BETWEEN:
             found.append((sum(steps), reach, cell))

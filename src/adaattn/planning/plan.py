@@ -283,8 +283,18 @@ def _best_exact(
     incumbent = incumbent_of(usable, problem)
     if hardware.timings is None:
         return (incumbent,)
-    own = incumbent.group.capability
-    shares = {name: ratio(hardware.timings, problem, name, own) for name in by_name if name != own}
+    own, is_slow = incumbent.group.capability, not incumbent.capability.is_fused
+    shares = {
+        name: ratio(
+            hardware.timings,
+            problem,
+            name,
+            own,
+            by_stand_in=is_slow and item.capability.is_one_kernel,
+        )
+        for name, item in by_name.items()
+        if name != own
+    }
     faster = {name: share for name, share in shares.items() if share and share < DISPLACES}
     ready = {name: share for name, share in faster.items() if not _compile_ms(by_name[name])}
     now = by_name[fastest(hardware.timings, problem, ready)] if ready else incumbent
@@ -315,7 +325,9 @@ def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
     assert best.measured is not None
     if meanwhile.measured is None:
         return 0
-    gain = meanwhile.measured.wall_ms - best.measured.wall_ms
+    # Times of the two may come from different cells; their ratio in the same ones was below this.
+    least = (1.0 - DISPLACES) * meanwhile.measured.wall_ms
+    gain = max(meanwhile.measured.wall_ms - best.measured.wall_ms, least)
     return math.ceil(best.measured.compile_ms / max(gain, 1e-6))
 
 

@@ -13,9 +13,9 @@ from typing import Final
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 from adaattn.spec.evidence import problem_class
 
-__all__ = ["UNMEASURED", "stand_ins"]
+__all__ = ["MARGIN", "stand_ins"]
 
-UNMEASURED: Final = 1.5
+MARGIN: Final = 1.5
 """What a ratio of a stand-in is taken times. In the tables of H200 and H100 a feature leaves the
 ratio of `hopper` or `triton` to `chunked` as it is or makes it smaller in most of 400 pairs of
 cells, and makes it 1.40 times as large at most (ALiBi)."""
@@ -28,7 +28,8 @@ def stand_ins(problem: AttentionProblem) -> tuple[tuple[AttentionProblem, float]
     """Return the problem, then ever simpler ones, each with what its ratios are to be taken times.
 
     Precision, gradients, dropout, lists of blocks and masks are never left out: other kernels
-    serve them, or these do something else.
+    serve them, or these do something else. Causal order is, beside a mask and at the end of longer
+    keys; packed sequences take it on, which is how tables have them.
 
     Args:
         problem: simplified.
@@ -42,10 +43,10 @@ def stand_ins(problem: AttentionProblem) -> tuple[tuple[AttentionProblem, float]
     """
     found = [(problem, 1.0)]
     for simplify, factor in _STEPS:
-        last, so_far = found[-1]
+        last, _ = found[-1]
         simpler = simplify(last)
         if problem_class(simpler) != problem_class(last):
-            found.append((simpler, max(so_far, factor)))
+            found.append((simpler, factor))
     return tuple(found)
 
 
@@ -62,7 +63,9 @@ def _without_numbers_of_heads(problem: AttentionProblem) -> AttentionProblem:
 
 
 def _with_square_values(problem: AttentionProblem) -> AttentionProblem:
-    return replace(problem, value_dim=problem.head_dim)
+    """Values of half to twice the keys' size as wide as those: the table's own reach."""
+    near = problem.head_dim <= 2 * problem.value_dim <= 4 * problem.head_dim
+    return replace(problem, value_dim=problem.head_dim) if near else problem
 
 
 def _without_softcap(problem: AttentionProblem) -> AttentionProblem:
@@ -77,29 +80,36 @@ def _without_dilation(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, dilation=1)
 
 
+def _from_the_top_left(problem: AttentionProblem) -> AttentionProblem:
+    """Rows at the end of longer keys: with a window as at their beginning, else as full ones."""
+    if problem.align is Align.TOP_LEFT or problem.len_q == problem.len_k or problem.num_sequences:
+        return problem
+    if problem.window != (-1, -1):
+        return replace(problem, align=Align.TOP_LEFT)
+    return replace(problem, align=Align.TOP_LEFT, is_causal=False)
+
+
 def _without_window(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, window=(-1, -1))
 
 
 def _as_usual_order(problem: AttentionProblem) -> AttentionProblem:
-    """Packed sequences in causal order; masks, and rows at the end of longer keys, without."""
+    """Packed sequences in causal order, masks without."""
     if problem.num_sequences:
         return replace(problem, is_causal=True)
-    corner = problem.align is Align.BOTTOM_RIGHT and problem.len_q != problem.len_k
-    if corner or problem.mask is not MaskKind.NONE:
-        return replace(problem, is_causal=False)
-    return problem
+    return problem if problem.mask is MaskKind.NONE else replace(problem, is_causal=False)
 
 
 _STEPS: Final[tuple[tuple[Callable[[AttentionProblem], AttentionProblem], float], ...]] = (
     (_without_statistics, 1.0),
-    (_without_sinks, UNMEASURED),
-    (_without_numbers_of_heads, UNMEASURED),
-    (_with_square_values, UNMEASURED),
-    (_without_softcap, UNMEASURED),
-    (_without_alibi, UNMEASURED),
-    (_without_dilation, UNMEASURED),
-    (_without_window, UNMEASURED),
-    (_as_usual_order, UNMEASURED),
+    (_without_sinks, MARGIN),
+    (_without_numbers_of_heads, MARGIN),
+    (_with_square_values, MARGIN),
+    (_without_softcap, MARGIN),
+    (_without_alibi, MARGIN),
+    (_without_dilation, MARGIN),
+    (_from_the_top_left, MARGIN),
+    (_without_window, MARGIN),
+    (_as_usual_order, MARGIN),
 )
-"""In this order: statistics cost fused kernels little, and those that write scores out more."""
+"""In this order: statistics cost fused kernels next to nothing."""

@@ -93,6 +93,8 @@ class Capability:
         materialises_scores: allocates all Sq x Sk scores.
         expands_kv: copies k and v for each query head of a group.
         is_fused: one kernel with online softmax; counted as "flash" in statistics.
+        is_one_kernel: the same kernel serves every mix of features, and what it takes without one
+            tells what it takes with it.
         efficiency: share of the device's matrix rate reached.
         num_launches: eager operations per call.
         unavailable: why this installation cannot run it at all; "" if it can.
@@ -140,6 +142,7 @@ class Capability:
     materialises_scores: bool = False
     expands_kv: bool = False
     is_fused: bool = False
+    is_one_kernel: bool = False
     efficiency: float = 0.5
     num_launches: int = 1
     unavailable: str = ""

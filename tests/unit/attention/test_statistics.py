@@ -387,7 +387,8 @@ class TestReasons:
         monkeypatch.setitem(registry._EXECUTORS, "chunked", full)
         runner = Runner("quality")
         x = torch.randn(1, 2, 64, 8)
-        runner.run(x, x, x, softcap=5.0)
+        slopes = torch.tensor([0.5, 0.25])
+        runner.run(x, x, x, is_causal=True, softcap=5.0, alibi_slopes=slopes)
         assert runner.statistics["step_downs"] == 1
         assert runner.statistics["fallback_calls"] == 1
         (reason,) = runner.statistics["fallback_reasons"]

@@ -579,6 +579,25 @@ def test_a_list_of_blocks_is_one_class_with_causal_order_and_without() -> None:
     assert problem_class(plain) != problem_class(replace(plain, is_causal=True))
 
 
+@pytest.mark.parametrize("compile_ms", [0.0, 100.0])
+def test_of_two_that_are_faster_the_cells_that_measured_both_tell_which(compile_ms: float) -> None:
+    """By shares of the incumbent's time in different cells the slower one once won."""
+    everything = ~Feature(0)
+    best = Capability(name="best", backend="x", features=everything, is_fused=True)
+    offered = (best, replace(best, name="second"), replace(best, name="pytorch"))
+    problem = _problem("cpu", sdpa_default="pytorch")
+    far = replace(problem, len_q=2 * problem.len_q, len_k=2 * problem.len_k)
+    times = {"best": _time(2.0), "second": _time(4.0), "pytorch": _time(100.0)}
+    tables = [
+        _table(far, {name: replace(time, compile_ms=compile_ms) for name, time in times.items()}),
+        _table(problem, {"second": _time(1.0, compile_ms=compile_ms), "pytorch": _time(100.0)}),
+    ]
+    facts = replace(fake_facts("cpu"), timings=tables[0].merged(tables[1]))
+    decision = decide(problem, None, facts, Policy(), offered)
+    plan = decision.later if compile_ms else decision.plan
+    assert plan is not None and plan.groups[0].capability == "best"
+
+
 def test_what_has_to_be_compiled_waits_until_calls_have_lost_what_that_costs() -> None:
     decision, taken = _taken({"best": _time(0.5, compile_ms=100.0), "pytorch": _time(1.0)})
     assert taken == "pytorch" and decision.calls_before == 200

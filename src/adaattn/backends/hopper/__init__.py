@@ -89,6 +89,7 @@ CAPABILITIES = (
         max_compute_capability=(9, 0),
         skips_hidden=True,
         is_fused=True,
+        is_one_kernel=True,
         efficiency=0.65,
         unavailable=why_no_triton(),
         # Behind what PyTorch's users would run: measured times bring it forward.

@@ -99,6 +99,7 @@ CAPABILITIES = (
         min_compute_capability=(8, 0),
         skips_hidden=True,
         is_fused=True,
+        is_one_kernel=True,
         efficiency=0.5,
         unavailable=why_no_triton(),
         # Behind FlexAttention: a user of PyTorch has it without this package.

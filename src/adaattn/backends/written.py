@@ -1,0 +1,158 @@
+"""Softcap and sinks as users of PyTorch write them: products and a softmax in the input's dtype.
+
+Fewer passes over the scores than `explicit` makes, and no statistics of rows. Where the processor
+multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
+"""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from adaattn.backends.common import (
+    accumulation_dtype,
+    grouped_product,
+    hides_nothing,
+    key_range,
+    part_of,
+)
+from adaattn.backends.interface import Direct, Tensors
+from adaattn.backends.masked import tile_masks
+from adaattn.backends.masks import may_keep, stream_of
+from adaattn.backends.tiles import kept, made_tile, tile_key
+from adaattn.hardware import probe
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+
+__all__ = ["is_written", "multiplies_as_is", "whole_written", "written_tile"]
+
+_HIDDEN = float("-inf")
+
+
+def is_written(problem: AttentionProblem) -> bool:
+    """Return whether a chunk is softcap, sinks and what is seen, and no more.
+
+    What is added to scores is added in 32 bits, by `explicit`.
+    """
+    added = problem.has_alibi or problem.mask is MaskKind.ADDITIVE
+    return problem.aux is Aux.NONE and not added and not problem.head_terms.value
+
+
+def written_tile(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range
+) -> tuple[torch.Tensor, ...]:
+    """Return the output of some rows; the tile's tensors hold them and their keys alone."""
+    _, seen = tile_masks(tile, problem, rows, cols)
+    hidden = None if seen is None else ~seen
+    given = tile.mask is not None or tile.blocks is not None
+    blind = given or not _sees_itself(problem) or not cols
+    return (_attend(tile.query, tile.key, tile.value, tile.sinks, hidden, problem, blind=blind),)
+
+
+def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return the function of a problem that is one chunk without masks; None where it is not."""
+    rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
+    is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
+    given = problem.mask is not MaskKind.NONE or problem.has_blocks
+    if given or not (is_one and rows and cols and is_written(problem)):
+        return None
+    part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
+    hides = not hides_nothing(problem, rows, cols)
+    blind = not _sees_itself(problem)
+    place: object = None
+
+    def make(device: torch.device) -> torch.Tensor:
+        return ~made_tile(problem, rows, cols, device, torch.bool)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None = None,
+        sinks: torch.Tensor | None = None,
+        *rest: None,
+    ) -> torch.Tensor:
+        if key.shape[2] != problem.len_k or not may_keep(query):
+            grown = replace(problem, len_k=key.shape[2])
+            tensors = Tensors.of(query, key, value, sinks=sinks)
+            read = range(*key_range(grown, 0, grown.len_q))
+            return written_tile(part_of(tensors, rows, read), grown, rows, read)[0]
+        if part is not None:
+            key, value = key[:, :, part], value[:, :, part]
+        hidden = None
+        if hides:
+            nonlocal place
+            place = place or ("hidden", tile_key(problem, rows, cols, query, torch.bool))
+            hidden = kept((place, stream_of(query)), partial(make, query.device))
+        return _attend(query, key, value, sinks, hidden, problem, blind=blind)
+
+    return run
+
+
+@lru_cache
+def multiplies_as_is(precision: Precision) -> bool:
+    """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
+    return precision.bits > 16 or (
+        precision is Precision.BF16 and precision in probe("cpu").instructions
+    )
+
+
+def _sees_itself(problem: AttentionProblem) -> bool:
+    """Return whether each row stands at a key, which position always lets it see."""
+    return problem.offset >= 0 and problem.offset + problem.len_q <= problem.len_k
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    problem: AttentionProblem,
+    *,
+    blind: bool,
+) -> torch.Tensor:
+    """Return the output of rows over keys.
+
+    Args:
+        query: [B, Hq, R, D].
+        key: [B, Hkv, C, D].
+        value: [B, Hkv, C, Dv].
+        sinks: [Hq], or None.
+        hidden: boolean, broadcastable to [B, Hq, R, C]; None where no key is.
+        problem: its scale, softcap and dropout.
+        blind: a row may see nothing.
+    """
+    own = query.dtype
+    if problem.device_type == "cpu" and not multiplies_as_is(problem.precision):
+        dtype = accumulation_dtype(own)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale, cap = problem.scale, problem.softcap
+    if cap > 0:
+        scale /= cap
+    # bf16 has fp32's exponents: its products may be scaled late, which rounds them once less.
+    late = query.dtype is torch.bfloat16
+    scores = grouped_product(query if late else query * scale, key.transpose(-1, -2))
+    in_place = not scores.requires_grad
+    if late:
+        scores = scores.mul_(scale) if in_place else scores * scale
+    if cap > 0:
+        scores = scores.tanh_().mul_(cap) if in_place else cap * torch.tanh(scores)
+    if hidden is not None:
+        fill = scores.masked_fill_ if in_place else scores.masked_fill
+        scores = fill(hidden, _HIDDEN)
+    unseen = None
+    if blind:
+        unseen = (scores != _HIDDEN).any(-1, keepdim=True).logical_not_()
+        scores = scores.masked_fill(unseen, 0.0)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if unseen is not None:
+        weights = weights.masked_fill(unseen, 0.0)
+    if problem.dropout_p > 0:
+        weights = F.dropout(weights, problem.dropout_p)
+    return grouped_product(weights, value).to(own)
