@@ -115,8 +115,9 @@ def test_a_seed_gives_the_same_problems_of_every_kind(problems: ModuleType, devi
     drawn = problems.draw(300, seed=4, device=device)
     assert drawn == problems.draw(300, seed=4, device=device)
     assert drawn != problems.draw(300, seed=5, device=device)
-    counts = [sum(item.kind is kind for item in drawn) for kind in problems.Kind]
-    assert set(counts) == {300 // len(problems.Kind)}
+    kinds = problems.kinds("function")
+    counts = [sum(item.kind is kind for item in drawn) for kind in kinds]
+    assert set(counts) == {300 // len(kinds)}
     assert {item.training for item in drawn} == {item.transposed for item in drawn} == {True, False}
     assert {item.heads // item.kv_heads for item in drawn} >= {1, 2, 4, 8}
     assert {item.dim for item in drawn} == {32, 48, 64, 80, 96, 128, 192, 256, 512}
@@ -127,6 +128,19 @@ def test_a_seed_gives_the_same_problems_of_every_kind(problems: ModuleType, devi
         assert sum(item.lengths) in (0, item.len_q)
         assert item.heads % item.kv_heads == 0
         assert item.scores <= (2**24 if device == "cpu" else 2**30)
+
+
+def test_what_users_write_out_is_softcaps_sinks_dilations_and_mixes(
+    regret: ModuleType, problems: ModuleType, tmp_path: Path
+) -> None:
+    drawn = problems.draw(80, seed=4, device="cuda", through="written")
+    assert {item.kind for item in drawn} == set(problems.kinds("written"))
+    for item in drawn:
+        asked = (item.softcap > 0) + item.has_sinks + (item.window > 0) + (item.dilation > 1)
+        assert asked == 1 or (item.kind is problems.Kind.MIX and asked in (2, 3))
+    document = _run(regret, tmp_path, "--through", "written", "--problems", "12")
+    assert document["summary"]["count"] == 12
+    assert document["summary"]["failed"] == document["summary"]["failed_elsewhere"] == 0
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -166,6 +166,8 @@ def _products(problem: AttentionProblem, size: int) -> float:
         if is_written(problem) and not is_plain(problem):
             half = problem.precision.bits <= 16
             beside = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
+            if chunks > 1 and problem.requires_grad:
+                products *= _AGAIN
         return products + chunks * beside[problem.requires_grad]
     if chunks > 1 and problem.requires_grad:
         products *= _AGAIN
