@@ -23,7 +23,7 @@ from adaattn import (
     plan_attention,
 )
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import registry
+from adaattn.backends import registry, written
 from adaattn.errors import UnsupportedError
 from adaattn.testing import (
     assert_matches,
@@ -210,6 +210,10 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+EXPLICIT: dict[str, Any] = {"softcap": 5.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])}
+"""What no bound call serves, so that the executor itself runs each time."""
+
+
 class TestFailures:
     """What ``auto`` does where an executor fails. Each test has lengths that no other has."""
 
@@ -244,7 +248,7 @@ class TestFailures:
     ) -> None:
         """A shortcut held the executor itself, and no step down was left behind it."""
         tensors = draw(length=141 + num_good)
-        name = plan_attention(*tensors, softcap=5.0).plan.groups[0].capability
+        name = plan_attention(*tensors, **EXPLICIT).plan.groups[0].capability
         honest, is_full = registry._EXECUTORS[name], False
 
         def failing(*given: Any) -> Any:
@@ -254,10 +258,28 @@ class TestFailures:
 
         monkeypatch.setitem(registry._EXECUTORS, name, failing)
         for _ in range(num_good):
-            attend(*tensors, softcap=5.0)
+            attend(*tensors, **EXPLICIT)
         assert [event.fallbacks for event in events] == [()] * num_good
         is_full = True
-        self.assert_steps_down(events, name, tensors, softcap=5.0)
+        self.assert_steps_down(events, name, tensors, **EXPLICIT)
+
+    @pytest.mark.parametrize("num_good", [0, 1, 2])
+    def test_a_lack_of_memory_in_a_bound_call_steps_down_on_every_call(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent], num_good: int
+    ) -> None:
+        tensors = draw(length=161 + num_good)
+        honest, is_full = written._attend, False
+
+        def failing(*given: Any, **more: Any) -> Any:
+            if is_full:
+                raise FULL
+            return honest(*given, **more)
+
+        monkeypatch.setattr(written, "_attend", failing)
+        for _ in range(num_good):
+            attend(*tensors, softcap=5.0)
+        is_full = True
+        self.assert_steps_down(events, "chunked", tensors, softcap=5.0)
 
     def test_an_error_that_is_no_lack_of_memory_is_the_callers_to_see(
         self, monkeypatch: pytest.MonkeyPatch
@@ -272,11 +294,11 @@ class TestFailures:
             kernel = Failing(RuntimeError("a bug in the kernel"))
             with kernel, pytest.raises(RuntimeError, match="a bug in the kernel"):
                 attend(*tensors)
-        name = plan_attention(*tensors, softcap=5.0).plan.groups[0].capability
+        name = plan_attention(*tensors, **EXPLICIT).plan.groups[0].capability
         monkeypatch.setitem(registry._EXECUTORS, name, broken)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="a bug in the executor"):
-                attend(*tensors, softcap=5.0)
+                attend(*tensors, **EXPLICIT)
 
 
 def test_a_layer_whose_heads_may_lose_nothing_is_exact_and_never_measured(

@@ -4,6 +4,7 @@ Fewer passes over the scores than `explicit` makes, and no statistics of rows. W
 multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -89,12 +90,19 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     return run
 
 
-@lru_cache
-def multiplies_as_is(precision: Precision) -> bool:
+@lru_cache(maxsize=1)
+def _formats() -> tuple[Precision, ...]:
+    return probe("cpu").instructions
+
+
+def _multiplies_as_is(precision: Precision) -> bool:
     """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
-    return precision.bits > 16 or (
-        precision is Precision.BF16 and precision in probe("cpu").instructions
-    )
+    return precision.bits > 16 or (precision is Precision.BF16 and precision in _formats())
+
+
+multiplies_as_is: Callable[[Precision], bool] = torch.compiler.assume_constant_result(
+    _multiplies_as_is
+)
 
 
 def _sees_itself(problem: AttentionProblem) -> bool:
