@@ -4,9 +4,9 @@ Fewer passes over the scores than `explicit` makes, and no statistics of rows. W
 multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 __all__ = ["is_written", "multiplies_as_is", "whole_written", "written_tile"]
 
 _HIDDEN = float("-inf")
+_FORMATS: Final = probe("cpu").instructions
 
 
 def is_written(problem: AttentionProblem) -> bool:
@@ -90,19 +91,9 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     return run
 
 
-@lru_cache(maxsize=1)
-def _formats() -> tuple[Precision, ...]:
-    return probe("cpu").instructions
-
-
-def _multiplies_as_is(precision: Precision) -> bool:
+def multiplies_as_is(precision: Precision) -> bool:
     """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
-    return precision.bits > 16 or (precision is Precision.BF16 and precision in _formats())
-
-
-multiplies_as_is: Callable[[Precision], bool] = torch.compiler.assume_constant_result(
-    _multiplies_as_is
-)
+    return precision.bits > 16 or (precision is Precision.BF16 and precision in _FORMATS)
 
 
 def _sees_itself(problem: AttentionProblem) -> bool:
