@@ -84,7 +84,7 @@ _CUDA: Final = _Lists(
     head_dims=(128, 64, 256, 512),
     sizes=((1, 32), (4, 32)),
     groups=(1, 4),
-    lengths=(2048, 512, 8192, 128),
+    lengths=(2048, 512, 8192, 128, 4096, 16384),
 )
 _GRIDS: Final = {
     "cpu": _Grid(
@@ -93,6 +93,8 @@ _GRIDS: Final = {
         training=replace(_CPU, lengths=(512, 2048, 1024)),
         decode=replace(_CPU, groups=(4, 8, 1), lengths=(2048, 8192, 512, 1024, 4096, 16384)),
         omitted=(
+            "sinks",
+            "dilation",
             "window both ways",
             "thin window",
             "thin window both ways",
@@ -147,6 +149,8 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "mask": {"mask": MaskKind.BOOLEAN},
     "alibi": {"is_causal": True, "has_alibi": True},
     "softcap": {"is_causal": True, "softcap": 30.0},
+    "sinks": {"is_causal": True, "has_sinks": True},
+    "dilation": {"is_causal": True, "dilation": 4},
     "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
     "blocks": {"is_causal": True, "listed": 8},
     "bias": {"mask": MaskKind.ADDITIVE},
