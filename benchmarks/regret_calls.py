@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +34,7 @@ from adaattn.testing import (
 from benchmarks.failures import blamed
 from benchmarks.ops.inputs import alibi_mask
 from benchmarks.regret_problems import Kind, Problem
+from benchmarks.written_out import written_out
 
 __all__ = ["OURS", "PEER", "Calls", "function_calls", "kept", "positional"]
 
@@ -69,18 +71,17 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
     ours_keywords = shared | _our_keywords(problem, tensors)
     if policy != "quality":
         ours_keywords["policy"] = policy
-    peer_keywords = shared | _peer_keywords(problem, tensors, spec)
+    peer_keywords: dict[str, Any] = {}
+    if problem.softcap or problem.has_sinks:
+        hidden = ~visible_keys(tensors, spec)[0, 0]
+        peer = written_out(*inputs, hidden=hidden, softcap=problem.softcap, sinks=tensors.sinks)
+    else:
+        peer_keywords = shared | _peer_keywords(problem, tensors, spec)
+        peer = partial(F.scaled_dot_product_attention, *inputs, **peer_keywords)
 
     def ours() -> torch.Tensor:
         found: torch.Tensor = adaattn.scaled_dot_product_attention(*inputs, **ours_keywords)
         return found
-
-    written = _written_out(problem, tensors, spec)
-
-    def peer() -> torch.Tensor:
-        if problem.softcap or problem.has_sinks:
-            return written()
-        return F.scaled_dot_product_attention(*inputs, **peer_keywords)
 
     def check(budget: float) -> None:
         exact = _Exact(problem, tensors, spec)
@@ -236,31 +237,6 @@ def _peer_keywords(problem: Problem, tensors: Tensors, spec: AttentionProblem) -
     if problem.kind is Kind.PLAIN:
         return {}
     return {"attn_mask": visible_keys(tensors, spec)[0, 0]}
-
-
-def _written_out(
-    problem: Problem, tensors: Tensors, spec: AttentionProblem
-) -> Callable[[], torch.Tensor]:
-    """Return what a user of PyTorch writes for a softcap or sinks; its mask is made before."""
-    query, key, value, sinks = tensors.query, tensors.key, tensors.value, tensors.sinks
-    group = problem.heads // problem.kv_heads
-    hidden = ~visible_keys(tensors, spec)[0, 0]
-
-    def run() -> torch.Tensor:
-        keys, values = (
-            item.repeat_interleave(group, 1) if group > 1 else item for item in (key, value)
-        )
-        scores = (query @ keys.mT) / math.sqrt(problem.dim)
-        if problem.softcap:
-            scores = problem.softcap * torch.tanh(scores / problem.softcap)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if sinks is None:
-            return torch.softmax(scores, dim=-1) @ values
-        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
-        return weights[..., :-1] @ values
-
-    return run
 
 
 class _Exact:

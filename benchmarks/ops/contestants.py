@@ -5,7 +5,6 @@ a mask, is not timed.
 """
 
 import importlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from adaattn.backends.flex_masks import made_block_mask
 from benchmarks.failures import RefusedError
 from benchmarks.ops.inputs import Inputs, peer_mask, seen
 from benchmarks.ops.registry import Cell
+from benchmarks.written_out import written_out
 
 __all__ = ["ALL_BLOCKS", "NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
 
@@ -129,28 +129,11 @@ def _cudnn(cell: Cell, inputs: Inputs) -> Call:
 
 def _naive(cell: Cell, inputs: Inputs) -> Call:
     """Return softmax(Q Kᵀ) V written out, with softcap or sinks where the cell has them."""
-    given, query = cell.given, inputs.query
-    group = query.shape[1] // inputs.key.shape[1]
-    rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
-    hidden = ~seen(cell, inputs)(rows[:, None], keys) if given.is_causal else None
-    scale = 1 / math.sqrt(query.shape[3])
-    sinks = inputs.sinks
-
-    def run() -> torch.Tensor:
-        _, key, value = (
-            item.repeat_interleave(group, 1) if group > 1 else item for item in inputs.qkv
-        )
-        scores = (query @ key.mT) * scale
-        if given.softcap:
-            scores = given.softcap * torch.tanh(scores / given.softcap)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], dim=-1)
-        weights = torch.softmax(scores, dim=-1)
-        return (weights if sinks is None else weights[..., :-1]) @ value
-
+    hidden = None
+    if cell.given.is_causal:
+        rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
+        hidden = ~seen(cell, inputs)(rows[:, None], keys)
+    run = written_out(*inputs.qkv, hidden=hidden, softcap=cell.given.softcap, sinks=inputs.sinks)
     return Call(run=run, mask=hidden)
 
 

@@ -26,9 +26,11 @@ from adaattn.backends.tiles import identity, kept, made_tile, most_bytes, seen_t
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = [
+    "grown_chunk",
     "is_in_order",
     "is_plain",
     "listed_keys",
+    "only_chunk",
     "packed_tile",
     "sdpa_tile",
     "sliding_columns",
@@ -85,17 +87,34 @@ def sdpa_tile(
     return (fused_attention(query, tile.key, tile.value, mask, problem),)
 
 
+def only_chunk(problem: AttentionProblem, group: HeadGroup) -> tuple[range, range] | None:
+    """Return the rows and keys of a problem without masks that is one chunk; None where not."""
+    rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
+    several = 0 < group.launch.chunk_rows < problem.len_q or problem.num_sequences > 0
+    given = problem.mask is not MaskKind.NONE or problem.has_blocks
+    return None if several or given or not (rows and cols) else (rows, cols)
+
+
+def grown_chunk(
+    tensors: Tensors, problem: AttentionProblem
+) -> tuple[Tensors, AttentionProblem, range, range]:
+    """Return a call's only chunk, with its problem, rows and keys, for the keys that there are."""
+    grown = replace(problem, len_k=tensors.key.shape[2])
+    rows, cols = range(grown.len_q), range(*key_range(grown, 0, grown.len_q))
+    return part_of(tensors, rows, cols), grown, rows, cols
+
+
 def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the call of SDPA that a problem is, with its mask; None where it is none.
 
     A window over a hundred tokens takes 15 us more than SDPA through `sdpa_tile`, 5 us through
     this (AMD EPYC 9004, PyTorch 2.13, 2026-11).
     """
-    rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
-    is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
-    given = problem.mask is not MaskKind.NONE or problem.alibi_requires_grad or problem.has_blocks
-    if given or needs_care(problem) or not (is_one and rows and cols and is_plain(problem)):
+    chunk = only_chunk(problem, group)
+    careful = problem.alibi_requires_grad or needs_care(problem)
+    if chunk is None or careful or not is_plain(problem):
         return None
+    rows, cols = chunk
     keywords = sdpa_keywords(problem)
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hidden = not hides_nothing(problem, rows, cols)
@@ -114,10 +133,8 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         if key.shape[2] != problem.len_k or not may_keep(query):
             if slopes is not None and slopes.dim() == 1:
                 slopes = slopes.unsqueeze(0)
-            grown = replace(problem, len_k=key.shape[2])
             tensors = Tensors.of(query, key, value, alibi_slopes=slopes)
-            read = range(*key_range(grown, 0, grown.len_q))
-            return sdpa_tile(part_of(tensors, rows, read), grown, rows, read, len(rows))[0]
+            return sdpa_tile(*grown_chunk(tensors, problem), step=len(rows))[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
         nonlocal place, recent

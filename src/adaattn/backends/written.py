@@ -4,31 +4,24 @@ Fewer passes over the scores than `explicit` makes, and no statistics of rows. W
 multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import (
-    accumulation_dtype,
-    grouped_product,
-    hides_nothing,
-    key_range,
-    part_of,
-)
+from adaattn.backends.common import accumulation_dtype, grouped_product, hides_nothing
 from adaattn.backends.interface import Direct, Tensors
-from adaattn.backends.masked import tile_masks
+from adaattn.backends.masked import grown_chunk, only_chunk, tile_masks
 from adaattn.backends.masks import may_keep, stream_of
 from adaattn.backends.tiles import kept, made_tile, tile_key
-from adaattn.hardware import probe
+from adaattn.hardware.probe import describe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = ["is_written", "multiplies_as_is", "whole_written", "written_tile"]
 
 _HIDDEN = float("-inf")
-_FORMATS: Final = probe("cpu").instructions
+_FORMATS: Final = describe("cpu").instructions
 
 
 def is_written(problem: AttentionProblem) -> bool:
@@ -53,11 +46,10 @@ def written_tile(
 
 def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the function of a problem that is one chunk without masks; None where it is not."""
-    rows, cols = range(problem.len_q), range(*key_range(problem, 0, problem.len_q))
-    is_one = not 0 < group.launch.chunk_rows < problem.len_q and not problem.num_sequences
-    given = problem.mask is not MaskKind.NONE or problem.has_blocks
-    if given or not (is_one and rows and cols and is_written(problem)):
+    chunk = only_chunk(problem, group)
+    if chunk is None or not is_written(problem):
         return None
+    rows, cols = chunk
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hides = not hides_nothing(problem, rows, cols)
     blind = not _sees_itself(problem)
@@ -75,10 +67,8 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         *rest: None,
     ) -> torch.Tensor:
         if key.shape[2] != problem.len_k or not may_keep(query):
-            grown = replace(problem, len_k=key.shape[2])
             tensors = Tensors.of(query, key, value, sinks=sinks)
-            read = range(*key_range(grown, 0, grown.len_q))
-            return written_tile(part_of(tensors, rows, read), grown, rows, read)[0]
+            return written_tile(*grown_chunk(tensors, problem))[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
         hidden = None

@@ -283,14 +283,14 @@ def _best_exact(
     incumbent = incumbent_of(usable, problem)
     if hardware.timings is None:
         return (incumbent,)
-    own, is_slow = incumbent.group.capability, not incumbent.capability.is_fused
+    own, writes_scores = incumbent.group.capability, not incumbent.capability.is_fused
     shares = {
         name: ratio(
             hardware.timings,
             problem,
             name,
             own,
-            by_stand_in=is_slow and item.capability.is_one_kernel,
+            by_stand_in=writes_scores and item.capability.is_one_kernel,
         )
         for name, item in by_name.items()
         if name != own
