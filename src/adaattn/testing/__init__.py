@@ -13,7 +13,7 @@ from adaattn.testing.compare import (
     compare,
     head_errors,
 )
-from adaattn.testing.executors import assert_executor_matches
+from adaattn.testing.executors import assert_executor_matches, assert_training_matches
 from adaattn.testing.fake_hardware import fake_facts
 from adaattn.testing.gradients import (
     assert_gradients_match,
@@ -40,6 +40,7 @@ __all__ = [
     "assert_gradients_match",
     "assert_matches",
     "assert_results_match",
+    "assert_training_matches",
     "assert_within_budget",
     "attention",
     "cast_tensors",

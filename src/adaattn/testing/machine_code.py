@@ -1,5 +1,6 @@
 """Machine code of our kernels for sm_90a, without a GPU: what Triton and its assembler made."""
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -11,12 +12,26 @@ from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
-__all__ = ["Loop", "MachineCode", "hopper_code", "triton_code"]
+__all__ = [
+    "Loop",
+    "MachineCode",
+    "hopper_code",
+    "key_gradients_code",
+    "mask_gradients_code",
+    "row_gradients_code",
+    "triton_code",
+]
 
 _TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 _ALIGNED_BYTES: Final = 16
+_ROWS: Final = (
+    *("query", "key", "value", "output", "upstream"),
+    *("query_gradient", "key_gradient", "value_gradient"),
+)
+"""What lies in rows of 1024 numbers here."""
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 _TARGET = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
@@ -81,18 +96,42 @@ def triton_code(problem: AttentionProblem) -> MachineCode:
     Args:
         problem: what is computed. Its mask, if it has one, has adjacent and aligned columns.
     """
+    return _built(*_portable(problem))
+
+
+def key_gradients_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the portable kernel of the gradients of keys and values."""
+    return _gradient_code(problem, "keys", 2)
+
+
+def row_gradients_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the portable kernel of the gradients of queries, and of slopes if wanted."""
+    return _gradient_code(problem, "rows", 1)
+
+
+def mask_gradients_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the portable kernel of the gradient of an added mask."""
+    return _gradient_code(problem, "mask", 1)
+
+
+def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
+    """Return what Triton makes of a launch.
+
+    Args:
+        pointers: the types of its tensors; all begin at multiples of 16 bytes.
+        launch: the function, its numbers and constants.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from adaattn.backends.triton.forward import forward
-
-    pointers, launch = _portable(problem)
+    module = importlib.import_module(f"adaattn.backends.triton.{launch.module}")
+    function = getattr(module, launch.name)
     sources = {}
     constants: dict[tuple[int, ...], Any] = {}
     aligned = {}
     arguments = (*pointers, *launch.numbers, *launch.constants)
-    for place, (name, argument) in enumerate(zip(forward.arg_names, arguments, strict=True)):
+    for place, (name, argument) in enumerate(zip(function.arg_names, arguments, strict=True)):
         if place < len(pointers) and argument is not None:
             sources[name] = argument
             aligned[place,] = [["tt.divisibility", _ALIGNED_BYTES]]
@@ -101,9 +140,70 @@ def triton_code(problem: AttentionProblem) -> MachineCode:
         else:
             sources[name] = "constexpr"
             constants[place,] = argument
-    source = ASTSource(forward, sources, constants, aligned)
+    source = ASTSource(function, sources, constants, aligned)
     target = GPUTarget("cuda", 90, 32)
     return _examined(triton.compile(source, target=target, options=dict(launch.options)))
+
+
+def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> MachineCode:
+    """Return the machine code of one of the backward kernels."""
+    kind = f"*{_TYPES[problem.precision]}"
+    mask, seen = _mask(problem)
+    given = (
+        *(kind, kind, kind, kind, "*fp32", "*fp32", mask),
+        *_beside(problem),
+        *(*_of_heads(problem), "*fp32" if problem.precision is Precision.FP32 else None),
+    )
+    sizes = (1, problem.num_heads, problem.num_kv_heads, problem.len_q, problem.len_k)
+    layout = Layout(
+        sizes=sizes,
+        **dict.fromkeys(_ROWS, (1024, 1024, 1024)),
+        mask=seen,
+        slope=0,
+        sequences=problem.num_sequences,
+        listed=(1, 1, problem.most_blocks),
+        listing=(1, 1, problem.most_blocks),
+    )
+    arguments = GradientArguments(problem)
+    if name == "mask":
+        return _built((*given, kind), arguments.mask(layout, problem.mask_shape))
+    launch = arguments.keys(layout) if name == "keys" else arguments.rows(layout)
+    sums = (
+        "*fp32" if wanted else None
+        for wanted in (
+            problem.alibi_requires_grad,
+            problem.head_terms_require_grad and problem.by_head(HeadTerm.SCALE),
+            problem.head_terms_require_grad and problem.by_head(HeadTerm.SOFTCAP),
+        )
+    )
+    return _built((*given, *[kind] * outputs, *(sums if name == "rows" else ())), launch)
+
+
+def _mask(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
+    """Return the type of a problem's mask, and how it lies."""
+    if problem.mask is MaskKind.NONE:
+        return None, MaskLayout()
+    boolean = problem.mask is MaskKind.BOOLEAN
+    row = problem.len_k if problem.mask_shape[-2] > 1 else 0
+    kind = "*u8" if boolean else f"*{_TYPES[problem.precision]}"
+    return kind, MaskLayout(1 if boolean else 2, (0, 0, row, 1))
+
+
+def _beside(problem: AttentionProblem) -> tuple[str | None, ...]:
+    """Return the types of slopes, starts, the seed and lists, for the backward kernels."""
+    starts = "*i32" if problem.num_sequences else None
+    lists = "*i32" if problem.has_blocks else None
+    slopes = "*fp32" if problem.has_alibi else None
+    return slopes, starts, starts, "*i64" if problem.dropout_p else None, lists, lists
+
+
+def _of_heads(problem: AttentionProblem) -> tuple[str | None, ...]:
+    """Return the types of the numbers of each head."""
+    return (
+        "*fp32" if problem.by_head(HeadTerm.SCALE) else None,
+        "*i32" if problem.by_head(HeadTerm.WINDOW) else None,
+        "*fp32" if problem.by_head(HeadTerm.SOFTCAP) else None,
+    )
 
 
 def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch]:
@@ -115,12 +215,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     rows = ["*fp32" if is_split or problem.wants(flag) else None for flag in STATISTICS[:3]]
     if is_split and not problem.wants(Aux.ENTROPY):
         rows[2] = None
-    mask, seen = None, MaskLayout()
-    if problem.mask is not MaskKind.NONE:
-        boolean = problem.mask is MaskKind.BOOLEAN
-        mask = "*u8" if boolean else f"*{_TYPES[problem.precision]}"
-        row = problem.len_k if problem.mask_shape[-2] > 1 else 0
-        seen = MaskLayout(1 if boolean else 2, (0, 0, row, 1))
+    mask, seen = _mask(problem)
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
     pointers = (
@@ -132,9 +227,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
         "*fp32" if arguments.is_halved else None,
         *(lists, lists),
         "*fp32" if problem.wants(Aux.DROPPED_MASS) else None,
-        "*fp32" if problem.by_head(HeadTerm.SCALE) else None,
-        "*i32" if problem.by_head(HeadTerm.WINDOW) else None,
-        "*fp32" if problem.by_head(HeadTerm.SOFTCAP) else None,
+        *(*_of_heads(problem), None),
     )
     sizes = (problem.num_heads, problem.len_q, problem.len_k)
     grid = (1, 2 if is_split else 1, 1)

@@ -76,18 +76,18 @@ class Arguments:
         self.is_halved = is_halved(problem)
         self._problem = problem
         self._tile = choose_tile(problem)
-        self._pack = packed_heads(problem)
+        self.pack = packed_heads(problem)
         left, right = problem.window
         if problem.by_head(HeadTerm.WINDOW):
             left = right = _MOST_KEYS
-        self._window = left, 0 if problem.is_causal else right
+        self.window = left, 0 if problem.is_causal else right
 
     @property
     def known_by(self) -> tuple[object, ...]:
         """What says, before there are tensors, which kernels a problem takes."""
         problem = self._problem
         splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
-        features = (*self._features, *self._listed, problem.mask, problem.mask_shape[-2:-1] == (1,))
+        features = (*self.features, *self.listed, problem.mask, problem.mask_shape[-2:-1] == (1,))
         asked = self._asked(False)
         return (
             "triton",
@@ -105,11 +105,11 @@ class Arguments:
         """Return the programs without splits, and the tiles of rows of a head."""
         rows, dilation = self._tile.rows, self._problem.dilation
         if sequences:
-            tiles = (len_q // (rows // self._pack) + sequences) * dilation
+            tiles = (len_q // (rows // self.pack) + sequences) * dilation
         else:
             longest = -(-len_q // dilation)
-            tiles = -(-longest * self._pack // rows) * dilation
-        return tiles * (heads // self._pack) * batch, tiles
+            tiles = -(-longest * self.pack // rows) * dilation
+        return tiles * (heads // self.pack) * batch, tiles
 
     def splits(self, programs: int, len_k: int, num_processors: int) -> tuple[int, int]:
         """Return over how many programs the keys of a tile are split, and the keys of each.
@@ -121,7 +121,7 @@ class Arguments:
         """
         problem, tile = self._problem, self._tile
         keys = -(-len_k // problem.dilation)
-        left, right = self._window
+        left, right = self.window
         if left >= 0 and right >= 0:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
         if problem.num_sequences or problem.has_blocks:
@@ -167,10 +167,10 @@ class Arguments:
             name="forward",
             grid=grid,
             numbers=(
-                *self._factors,
+                *self.factors,
                 *strides,
                 *sizes,
-                *self._window,
+                *self.window,
                 problem.dilation,
                 *counts,
                 *listed,
@@ -178,15 +178,15 @@ class Arguments:
             constants=(
                 *(
                     *self._shape,
-                    *seen.constants(self._pack, rows_read),
-                    *self._features,
-                    *self._listed,
+                    *seen.constants(self.pack, rows_read),
+                    *self.features,
+                    *self.listed,
                     *(is_split, is_split and overlaps),
                 ),
-                *(*self._asked(is_split), *self._aligns, is_wide),
+                *(*self._asked(is_split), *self.aligns, is_wide),
                 # Keys of other sequences may not choose where they are to have no say.
                 *(self.is_halved, not (problem.batch_invariant and problem.num_sequences)),
-                *(HALVED_ROWS, self._dot),
+                *(HALVED_ROWS, self.dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
         )
@@ -233,7 +233,7 @@ class Arguments:
             numbers=(*strides[:3], heads, rows),
             constants=(
                 *(columns, halved_columns(columns), padded(columns)),
-                *(HALVED_ROWS, self._given_align),
+                *(HALVED_ROWS, self.given_align),
             ),
             options=(("num_warps", 4),),
         )
@@ -253,16 +253,16 @@ class Arguments:
     def _shape(self) -> tuple[Any, ...]:
         """What is compiled in of shapes and positions."""
         problem, tile = self._problem, self._tile
-        left, right = self._window
+        left, right = self.window
         return (
             *(tile.rows, tile.keys, problem.head_dim, problem.value_dim),
             *(padded(problem.head_dim), padded(problem.value_dim)),
-            *(problem.group_size, self._pack, problem.align is Align.BOTTOM_RIGHT),
+            *(problem.group_size, self.pack, problem.align is Align.BOTTOM_RIGHT),
             *(left >= 0, right >= 0, problem.dilation > 1, problem.num_sequences > 0),
         )
 
     @cached_property
-    def _features(self) -> tuple[bool, ...]:
+    def features(self) -> tuple[bool, ...]:
         """What is compiled in of the rest: biases, sinks, softcap, PTX's tanh, dropout."""
         problem = self._problem
         # Scores in bf16 would round more than it does.
@@ -273,7 +273,7 @@ class Arguments:
         return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
 
     @cached_property
-    def _listed(self) -> tuple[int, int, bool]:
+    def listed(self) -> tuple[int, int, bool]:
         """What is compiled in of a list of blocks: their sizes, and whether others are weighed."""
         return (*self._problem.block_size, self._problem.wants(Aux.DROPPED_MASS))
 
@@ -283,7 +283,7 @@ class Arguments:
         return not self._problem.dense_columns or self._problem.stride_bytes < COPIED_BYTES
 
     @cached_property
-    def _given_align(self) -> int:
+    def given_align(self) -> int:
         """What strides of q, k and v are known to be multiples of, in elements."""
         problem = self._problem
         number_bytes = problem.precision.bits // 8
@@ -292,19 +292,19 @@ class Arguments:
         return max(problem.stride_bytes // number_bytes, 1)
 
     @cached_property
-    def _aligns(self) -> tuple[int, int]:
+    def aligns(self) -> tuple[int, int]:
         """What strides are known to be multiples of: the query's and output's, the keys'."""
-        problem, known = self._problem, self._given_align
+        problem, known = self._problem, self.given_align
         own = known if problem.value_dim % known == 0 else 1
         return own, HALVED_STEP if self.is_halved else known
 
     @cached_property
-    def _dot(self) -> str:
+    def dot(self) -> str:
         """The arithmetic of products."""
         return "tf32x3" if self._problem.precision is Precision.FP32 else "tf32"
 
     @cached_property
-    def _factors(self) -> tuple[float, float, float]:
+    def factors(self) -> tuple[float, float, float]:
         """What products are multiplied by before the cap and after it, and dropout's share."""
         scale, cap = self._problem.scale, self._problem.softcap
         before, after = (scale / cap, cap * LOG2_E) if cap else (scale * LOG2_E, 0.0)

@@ -24,17 +24,7 @@ from adaattn.spec import (
 
 __all__ = ["CAPABILITIES"]
 
-_NOT: Final = (
-    Feature.MASK_GRADIENT
-    | Feature.SINKS_GRADIENT
-    | Feature.ALIBI_GRADIENT
-    | Feature.LSE_GRADIENT
-    | Feature.BACKWARD
-    | Feature.DETERMINISTIC_BACKWARD
-    | Feature.HEAD_TERMS_GRADIENT
-    | Feature.WEIGHTS
-    | Feature.EMPTY
-)
+_NOT: Final = Feature.WEIGHTS | Feature.EMPTY
 
 
 def _overhead(

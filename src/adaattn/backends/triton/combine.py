@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.primitives import LOG2_E, log2_or_nothing, with_sink
+from adaattn.backends.triton.primitives import LOG2_E, log2_or_nothing, lse_rest, with_sink
 
 __all__ = ["combine"]
 
@@ -26,6 +26,7 @@ def combine(
     maxima_ptr,
     products_ptr,
     sinks_ptr,
+    lse_rest_ptr,
     stride_ob,
     stride_oh,
     stride_om,
@@ -81,7 +82,10 @@ def combine(
     result = (output * inverse).to(output_ptr.dtype.element_ty)
     tl.store(output_ptr + place + columns, result, mask=columns < DV)
     if HAS_LSE:
-        tl.store(lse_ptr + row, log2_or_nothing(total, reference) / LOG2_E)
+        lse = log2_or_nothing(total, reference) / LOG2_E
+        tl.store(lse_ptr + row, lse)
+        if lse_rest_ptr is not None:
+            tl.store(lse_rest_ptr + row, lse_rest(total, reference, lse))
     if HAS_ROW_MAX:
         tl.store(row_max_ptr + row, largest / LOG2_E)
     if HAS_ENTROPY:

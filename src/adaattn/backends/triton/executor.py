@@ -1,7 +1,7 @@
 """Runs the portable kernels: what is compiled for a problem, and what each call brings."""
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -16,9 +16,11 @@ from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.gradient_launch import GradientArguments
+from adaattn.backends.triton.gradients import Attention, drawn_seed, wants_gradients
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
 
@@ -44,30 +46,70 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the same outside of a graph."""
-    query = tensors.query
-    shape = query.shape[:3]
-    lse, row_max, entropy, dropped = statistics = tuple(
-        query.new_empty(shape, dtype=torch.float32) if problem.wants(flag) else None
-        for flag in STATISTICS
-    )
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    output = _launcher(problem)(
-        *(query, tensors.key, tensors.value, *companions, *starts),
-        *(tensors.blocks, tensors.head_terms),
-        statistics=statistics,
+    given = (tensors.query, tensors.key, tensors.value, *companions, *starts)
+    compute = _differentiable if wants_gradients(problem) else _computed
+    output, lse, row_max, entropy, dropped = compute(
+        problem, *given, tensors.blocks, tensors.head_terms
     )
+    if not problem.wants(Aux.LSE):
+        lse = None
     return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
+
+
+def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> tuple[Any, ...]:
+    """Return the output and the statistics that the problem asks for, in their order."""
+    query = given[0]
+    statistics = tuple(
+        query.new_empty(query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
+        for flag in STATISTICS
+    )
+    return _launcher(problem)(*given, statistics=statistics, **others), *statistics
+
+
+def _differentiable(
+    problem: AttentionProblem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    starts_q: torch.Tensor | None = None,
+    starts_k: torch.Tensor | None = None,
+    blocks: BlockList | None = None,
+    terms: HeadTerms | None = None,
+) -> tuple[Any, ...]:
+    """Return the same, known to autograd; the log-sum-exp is always there."""
+    check_untransformed(query, key, value)
+    terms = terms or HeadTerms()
+    with_lse = replace(problem, aux=problem.aux | Aux.LSE)
+    beside = (starts_q, starts_k, blocks, terms.window)
+    found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
+        *(partial(_computed, with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
+        *(terms.scale, terms.softcap),
+    )
+    return found
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
-    return _Launcher(problem)
+    if not wants_gradients(problem):
+        return _Launcher(problem)
+
+    def run(*given: Any) -> torch.Tensor:
+        output: torch.Tensor = _differentiable(problem, *given)[0]
+        return output
+
+    return run
 
 
 def is_ready(problem: AttentionProblem) -> bool:
     """Return whether this machine has compiled the kernels of a problem."""
+    if wants_gradients(problem):
+        return is_noted(GradientArguments(problem).known_by)
     return is_noted(Arguments(problem).known_by)
 
 
@@ -125,6 +167,8 @@ class _Launcher:
         head_terms: HeadTerms | None = None,
         *,
         statistics: tuple[torch.Tensor | None, ...] = _NO_STATISTICS,
+        seed: torch.Tensor | None = None,
+        lse_rest: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention [B, Hq, Sq, Dv].
 
@@ -141,6 +185,9 @@ class _Launcher:
             head_terms: likewise.
             statistics: fp32 [B, Hq, Sq] each, written where given, in the order of `STATISTICS`, as
                 the problem asks for them.
+            seed: int64 [1], of dropout; None draws one.
+            lse_rest: fp32 [B, Hq, Sq], written where given: what rounding takes from the
+                log-sum-exp.
         """
         problem = self._problem
         check_untransformed(query, key, value)
@@ -178,10 +225,11 @@ class _Launcher:
         lifts = None
         if prepared.halve:
             key, value, lifts = _halved(prepared, key, value)
-        seed = torch.randint(2**62, (1,), device=query.device) if problem.dropout_p else None
+        if problem.dropout_p and seed is None:
+            seed = drawn_seed(query)
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
         rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts, *lists)
-        rest = (*rest, statistics[3], *numbers)
+        rest = (*rest, statistics[3], *numbers, lse_rest)
         statistics = statistics[:3]
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
@@ -189,8 +237,8 @@ class _Launcher:
             parts = query.new_empty(prepared.parts, dtype=torch.float32)
             shape = (3, *prepared.parts[:-1])
             sums, maxima, products = query.new_empty(shape, dtype=torch.float32)
-            prepared.forward(query, key, value, parts, sums, maxima, products, *rest)
-            prepared.combine(output, *statistics, parts, sums, maxima, products, sinks)
+            prepared.forward(query, key, value, parts, sums, maxima, products, *rest[:-1], None)
+            prepared.combine(*(output, *statistics, parts, sums, maxima, products, sinks, lse_rest))
         if query.is_cuda and not self._is_noted:
             self._is_noted = True
             note(self._arguments.known_by)

@@ -43,6 +43,7 @@ from adaattn.backends.triton.primitives import (
     load_entries,
     load_rows,
     log2_or_nothing,
+    lse_rest,
     place_of,
     power_of_two,
     seen,
@@ -90,6 +91,7 @@ def forward(
     head_scales_ptr,
     head_windows_ptr,
     head_softcaps_ptr,
+    lse_rest_ptr,
     scale,
     softcap,
     dropout_p,
@@ -183,6 +185,7 @@ def forward(
         head_scales_ptr: [Hq], the scale of each head, or None; the rest of its factor is in scale.
         head_windows_ptr: [Hq, 2], or None; left and right are the most that there is then.
         head_softcaps_ptr: [Hq], or None.
+        lse_rest_ptr: fp32 [B, Hq, Sq], or None: what rounding the log-sum-exp took from it.
         stride_lb: of counts over batch, 0 where one serves all.
         stride_lh: of counts over heads, likewise.
         IS_FOLLOWED: what adds up the splits is launched while this still runs, and waits for it.
@@ -421,14 +424,9 @@ def forward(
             )
             if IS_HALVED:
                 key_low = load_rows(
-                    block_ptr + key_plane,
-                    within_wide,
-                    key_step,
-                    high - start,
-                    KEY_COLUMNS,
-                    BLOCK_D,
-                    PHASE != 0,
-                )
+                    block_ptr + key_plane, within_wide, key_step, high - start, KEY_COLUMNS,
+                    BLOCK_D, PHASE != 0,
+                )  # fmt: skip
                 scores = tl.dot(query_low, tl.trans(key_block))
                 scores = tl.dot(query, tl.trans(key_low), scores)
                 scores = tl.dot(query, tl.trans(key_block), scores) * row_scale
@@ -442,7 +440,7 @@ def forward(
             if HAS_SOFTCAP:
                 scores = soft_capped(scores, softcap, FAST_TANH, head_softcaps_ptr is not None)
             if HAS_ALIBI:
-                scores = add_bias(scores, slope, positions, keys)
+                scores = add_bias(scores, slope[:, None], positions[:, None], keys[None, :])
             if MASK != 0:
                 entries = load_entries(
                     mask_base,
@@ -458,7 +456,9 @@ def forward(
                 else:
                     scores += entries.to(tl.float32) * LOG2_E
             if PHASE != 0:
-                visible = seen(positions, keys, high, left, right, HAS_LEFT, HAS_RIGHT)
+                visible = seen(
+                    positions[:, None], keys[None, :], high, left, right, HAS_LEFT, HAS_RIGHT
+                )
                 scores = tl.where(visible, scores, _NOTHING)
 
             if PHASE == 2:
@@ -499,7 +499,8 @@ def forward(
                         running_lift = new_lift
                 running_max = new_max
                 if HAS_DROPOUT:
-                    kept = is_kept(seed, row_of_all, keys * dilation + residue, dropout_p)
+                    places = (keys * dilation + residue)[None, :]
+                    kept = is_kept(seed, row_of_all[:, None], places, dropout_p)
                     weights = tl.where(kept, weights, 0.0)
                 block_ptr = value_base + start.to(tl.int64) * value_step
                 if IS_HALVED:
@@ -533,14 +534,8 @@ def forward(
                         others = tl.fma(others, decay[:, None], product)
                 else:
                     value_block = load_rows(
-                        block_ptr,
-                        within_wide,
-                        value_step,
-                        high - start,
-                        DV,
-                        BLOCK_DV,
-                        PHASE != 0,
-                    )
+                        block_ptr, within_wide, value_step, high - start, DV, BLOCK_DV, PHASE != 0
+                    )  # fmt: skip
                     if DOT == "tf32x3":
                         product = tl.dot(weights, value_block, input_precision=DOT)
                         accumulator = tl.fma(accumulator, decay[:, None], product)
@@ -588,6 +583,9 @@ def forward(
         if HAS_LSE:
             lse = log2_or_nothing(running_sum, running_max) / LOG2_E
             tl.store(lse_ptr + row_of_all, lse, mask=is_row)
+            if lse_rest_ptr is not None:
+                rest = lse_rest(running_sum, running_max, lse)
+                tl.store(lse_rest_ptr + row_of_all, rest, mask=is_row)
         if HAS_ROW_MAX:
             tl.store(row_max_ptr + row_of_all, largest / LOG2_E, mask=is_row)
         if HAS_ENTROPY:

@@ -26,6 +26,7 @@ __all__ = [
     "load_entries",
     "load_rows",
     "log2_or_nothing",
+    "lse_rest",
     "place_of",
     "power_of_two",
     "seen",
@@ -327,10 +328,10 @@ def seen(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """Return which keys are seen from which positions: boolean [BLOCK_M, BLOCK_N]."""
-    ahead = keys[None, :] - positions[:, None]
+    """Return which keys are seen from which positions, of shapes that broadcast to a tile."""
+    ahead = keys - positions
     # In the shape of both: `ahead < high - positions` holds more registers, and spills.
-    visible = (keys < high)[None, :] & (ahead == ahead)
+    visible = (keys < high) & (ahead == ahead)
     if HAS_LEFT:
         visible = visible & (ahead >= -left)
     if HAS_RIGHT:
@@ -366,9 +367,16 @@ def soft_capped(scores, cap, FAST: tl.constexpr, MAY_BE_NONE: tl.constexpr):
 
 @triton.jit
 def add_bias(scores, slope, positions, keys):
-    """Return scores with ALiBi: less by slope [BLOCK_M] for each step of distance."""
-    steps = tl.abs(positions[:, None] - keys[None, :])
-    return scores - slope[:, None] * steps.to(tl.float32)
+    """Return scores with ALiBi: less by the slope for each step of distance.
+
+    Args:
+        scores: of a tile.
+        slope: of its head, or of each row; all that follow broadcast to the tile.
+        positions: of rows.
+        keys: their numbers.
+    """
+    steps = tl.abs(positions - keys)
+    return scores - slope * steps.to(tl.float32)
 
 
 @triton.jit
@@ -388,6 +396,19 @@ def exp2_sum(scores, reference, HAS_ENTROPY: tl.constexpr):
 def log2_or_nothing(total, reference):
     """Return log2(total) + reference, -inf where the total is 0."""
     return tl.where(total == 0.0, _NOTHING, tl.log2(tl.where(total == 0.0, 1.0, total)) + reference)
+
+
+@triton.jit
+def lse_rest(total, reference, lse):
+    """Return what log2(total) + reference has beyond a rounded log-sum-exp in natural units.
+
+    fp32 keeps 1e-5 of one at 300: weights computed anew from it would be as wrong. A product that
+    is not rounded takes it away again, here and in the backward pass.
+    """
+    is_seen = total > 0.0
+    known = tl.where(is_seen, lse, 0.0)
+    beyond = tl.fma(-known, LOG2_E, tl.where(is_seen, reference, 0.0))
+    return beyond + tl.log2(tl.where(is_seen, total, 1.0))
 
 
 @triton.jit
@@ -412,12 +433,12 @@ def is_kept(seed, row_of_all, keys, dropout_p):
 
     Args:
         seed: int64.
-        row_of_all: [BLOCK_M] number of the row among all rows of all heads, int64.
-        keys: [BLOCK_N] key numbers.
+        row_of_all: number of the row among all rows of all heads, int64; broadcasts to the tile.
+        keys: key numbers, likewise.
         dropout_p: probability of dropping.
     """
-    zeros = row_of_all[:, None].to(tl.uint32) * 0 + keys[None, :].to(tl.uint32) * 0
-    low = zeros + row_of_all[:, None].to(tl.uint32)
-    high = zeros + (row_of_all >> 32)[:, None].to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, zeros + keys[None, :].to(tl.uint32), low, high, zeros)
+    zeros = row_of_all.to(tl.uint32) * 0 + keys.to(tl.uint32) * 0
+    low = zeros + row_of_all.to(tl.uint32)
+    high = zeros + (row_of_all >> 32).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, zeros + keys.to(tl.uint32), low, high, zeros)
     return tl.uint_to_uniform_float(bits) >= dropout_p

@@ -4,34 +4,24 @@ Each is one text of a device function replaced by another. The same function mad
 change passes on the same tensors. Dropout is random, and has its own test in `test_interpreted.py`.
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adaattn.backends import load, triton
-from adaattn.backends.interface import Tensors
-from adaattn.hardware import probe
-from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
-from adaattn.testing import (
-    assert_executor_matches,
-    make_problem,
-    make_tensors,
-    with_tensors,
-)
+from adaattn.backends import triton
+from adaattn.spec import Align, Aux, MaskKind, Precision
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
 )
 
-FILES = ("forward", "primitives", "listed", "combine", "halving")
-STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
+FILES = {"forward", "primitives", "listed", "combine", "halving"}
+ELSEWHERE = {"backward", "key_gradients", "row_gradients", "mask_gradients"}
+"""Those of `test_gradient_faults.py`."""
+
 
 RAGGED: dict[str, Any] = {"len_q": 40, "len_k": 131}
 CAUSAL: dict[str, Any] = {"len_q": 130, "is_causal": True, "num_heads": 1}
@@ -238,75 +228,17 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
-    """Return a problem with all statistics of its kernel, and its tensors."""
-    values = {"precision": Precision.FP16, "aux": STATISTICS} | values
-    small, sinks = values.pop("small_rows", None), values.pop("sinks", None)
-    lengths = {key: values.pop(key) for key in ("lengths_q", "lengths_k") if key in values}
-    problem = make_problem(**lengths, **values)
-    tensors = make_tensors(problem, **lengths)
-    if small is not None:
-        rows = torch.ones(problem.len_k, 1)
-        rows[1::2] = small
-        tensors = with_tensors(tensors, key=tensors.key * rows, value=tensors.value * rows)
-    if sinks is not None and tensors.sinks is not None:
-        tensors = with_tensors(tensors, sinks=torch.full_like(tensors.sinks, sinks))
-    if problem.has_alibi:
-        slopes = torch.rand(problem.batch, problem.num_heads)
-        tensors = with_tensors(tensors, alibi_slopes=slopes)
-    return problem, tensors
-
-
-def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
-    """Raise AssertionError unless the kernels' result is right; what nothing wrote is no number."""
-    group = HeadGroup(capability="triton", scheme=Scheme.of(problem.precision))
-    assert_executor_matches(partial(load("triton"), group=group), tensors, problem)
-
-
-@pytest.fixture
-def change(
-    monkeypatch: pytest.MonkeyPatch, rewritten: Callable[[Any, str, str], Any]
-) -> Callable[[str, str, str], None]:
-    """Return what replaces a text of a device function, wherever that is called from."""
-    facts = replace(probe("cpu"), num_processors=13)
-    monkeypatch.setattr("adaattn.backends.triton.executor.probe", lambda name: facts)
-    modules = [importlib.import_module(f"adaattn.backends.triton.{name}") for name in FILES]
-    before = {name: it for module in modules for name, it in vars(module).items()}
-
-    def put(name: str, old: str, new: str) -> None:
-        copy = rewritten(before[name].fn, old, new)
-        for module in modules:
-            if name in vars(module):
-                monkeypatch.setattr(module, name, copy)
-
-    return put
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_device_code_is_seen(
-    name: str, change: Callable[[str, str, str], None]
+    name: str, hold_fault_seen: Callable[[Fault], None]
 ) -> None:
-    function, old, new, values = FAULTS[name]
-    problem, tensors = made(values)
-    change(function, old, old)
-    hold_to_the_definition(tensors, problem)
-    change(function, old, new)
-    # What NumPy says of numbers that a fault makes too large is not the comparison's word.
-    with warnings.catch_warnings(), pytest.raises(AssertionError, match="beyond their bound"):
-        warnings.simplefilter("ignore", RuntimeWarning)
-        hold_to_the_definition(tensors, problem)
+    hold_fault_seen(FAULTS[name])
 
 
-def test_each_file_of_device_code_has_faults() -> None:
+def test_each_file_of_device_code_has_faults(
+    files_with_faults: Callable[[dict[str, Fault]], set[str]],
+) -> None:
     folder = Path(triton.__file__).parent
     files = {path.stem for path in folder.glob("*.py") if "@triton.jit" in path.read_text()}
-    assert files == set(FILES)
-    broken = {function for function, *_ in FAULTS.values()}
-    for name in files:
-        module = importlib.import_module(f"adaattn.backends.triton.{name}")
-        assert broken & {key for key, it in vars(module).items() if _is_of(it, module.__name__)}
-
-
-def _is_of(item: Any, module: str) -> bool:
-    """Return whether something is a device function of a module."""
-    return getattr(getattr(item, "fn", None), "__module__", None) == module
+    assert files == FILES | ELSEWHERE
+    assert files_with_faults(FAULTS) == FILES

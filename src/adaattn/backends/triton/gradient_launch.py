@@ -1,0 +1,252 @@
+"""The launches of a problem's backward pass: tiles, numbers, and what is compiled in."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.launch import Tile, padded
+from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
+
+__all__ = ["GradientArguments", "Layout"]
+
+_INT32: Final = 2**31
+_SUM_ROWS: Final = 32
+"""Rows of one program that sums products of outputs and gradients."""
+
+_KEY_TILES: Final = {
+    64: Tile(rows=64, keys=128, warps=8, stages=2),
+    128: Tile(rows=64, keys=64, warps=8, stages=2),
+    256: Tile(rows=16, keys=64, warps=8, stages=2),
+}
+"""By columns, in 16 bits, of the gradients of keys and values: those that spilled least of the
+tiles that were compiled for sm_90a. Not timed on a card yet, and so are the others."""
+
+_ROW_TILES: Final = {
+    64: Tile(rows=128, keys=64, warps=8, stages=3),
+    128: Tile(rows=128, keys=64, warps=8, stages=2),
+    256: Tile(rows=64, keys=64, warps=8, stages=2),
+}
+"""Likewise of those of queries."""
+
+_WIDE_KEY_TILES: Final = {
+    64: Tile(rows=32, keys=32, warps=4, stages=2),
+    128: Tile(rows=32, keys=16, warps=4, stages=1),
+    256: Tile(rows=16, keys=16, warps=8, stages=1),
+}
+_WIDE_ROW_TILES: Final = {
+    64: Tile(rows=32, keys=32, warps=4, stages=2),
+    128: Tile(rows=32, keys=32, warps=8, stages=1),
+    256: Tile(rows=16, keys=16, warps=8, stages=1),
+}
+"""The same in fp32, whose products are three of tf32 each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the tensors of a backward pass lie: strides of the first three dimensions.
+
+    Args:
+        sizes: B, Hq, Hkv, Sq and Sk.
+        query: strides, and so on.
+        key: likewise.
+        value: likewise.
+        output: likewise.
+        upstream: of the gradient of the output.
+        query_gradient: of what is written.
+        key_gradient: likewise.
+        value_gradient: likewise.
+        mask: how the mask lies.
+        slope: ALiBi's slopes from one sequence to the next.
+        sequences: that are packed.
+        listed: strides of the counts of blocks over batch and heads, and the room of a list.
+        listing: the same of the lists of the blocks of keys.
+    """
+
+    sizes: tuple[int, int, int, int, int]
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    output: tuple[int, ...]
+    upstream: tuple[int, ...]
+    query_gradient: tuple[int, ...]
+    key_gradient: tuple[int, ...]
+    value_gradient: tuple[int, ...]
+    mask: MaskLayout
+    slope: int
+    sequences: int
+    listed: tuple[int, int, int]
+    listing: tuple[int, int, int]
+
+
+class GradientArguments:
+    """The arguments of the backward kernels for one problem."""
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+        self._forward = Arguments(problem)
+        self._key_tile, self._row_tile = gradient_tiles(problem)
+
+    @property
+    def known_by(self) -> tuple[object, ...]:
+        """What says, before there are tensors, which kernels a problem's training takes."""
+        return ("gradients", *self._forward.known_by, self._key_tile, self._row_tile)
+
+    @property
+    def are_copied(self) -> bool:
+        """Whether q, k and v lie so that the kernels read contiguous copies of them."""
+        return self._forward.are_copied
+
+    @property
+    def align(self) -> int:
+        """What strides of the output's gradient must be multiples of, in elements."""
+        return self._aligns[0]
+
+    def sums(self, layout: Layout) -> Launch:
+        """Return the launch of what sums the products of outputs and their gradients."""
+        batch, heads, _, len_q, _ = layout.sizes
+        columns = self._problem.value_dim
+        return Launch(
+            module="backward",
+            name="row_sums",
+            grid=(batch * heads * -(-len_q // _SUM_ROWS), 1, 1),
+            numbers=(*layout.output, *layout.upstream, heads, len_q),
+            constants=(columns, padded(columns), _SUM_ROWS),
+            options=(("num_warps", 4),),
+        )
+
+    def keys(self, layout: Layout) -> Launch:
+        """Return the launch of what has the gradients of keys and values."""
+        batch, _, kv_heads, _, len_k = layout.sizes
+        tiles = self._tiles(len_k, self._key_tile.keys, layout.sequences)
+        gradients = (*layout.key_gradient, *layout.value_gradient)
+        return self._launch(
+            "key_gradients", batch * kv_heads * tiles, self._key_tile, layout, gradients,
+            (tiles, *layout.listing),
+        )  # fmt: skip
+
+    def rows(self, layout: Layout) -> Launch:
+        """Return the launch of what has the gradients of queries, and of the terms of heads."""
+        batch, heads, _, len_q, _ = layout.sizes
+        tiles = self._tiles(len_q, self._row_tile.rows, layout.sequences)
+        return self._launch(
+            "row_gradients", batch * heads * tiles, self._row_tile, layout, layout.query_gradient,
+            (tiles, *layout.listed),
+        )  # fmt: skip
+
+    def mask(self, layout: Layout, mask_sizes: tuple[int, ...]) -> Launch:
+        """Return the launch of what has the gradient of an added mask of four sizes."""
+        tile = self._row_tile
+        batch, heads, _, *lengths = layout.sizes
+        mask_batch, mask_heads, mask_rows, mask_keys = mask_sizes
+        tiles = -(-mask_rows // tile.rows) * -(-mask_keys // tile.keys)
+        before, after, dropout_p = self._forward.factors
+        return Launch(
+            module="mask_gradients",
+            name="mask_gradients",
+            grid=(mask_batch * mask_heads * tiles, 1, 1),
+            numbers=(
+                *(before, after, dropout_p, *self._strides(layout)),
+                *(*layout.mask.strides, layout.slope, batch, heads, *lengths),
+                *(*self._forward.window, self._problem.dilation, layout.sequences),
+                *(*layout.listed, *mask_sizes),
+            ),
+            constants=(
+                *(*self._shape(tile), *self._features, *self._problem.block_size),
+                *(*self._aligns, self._forward.dot),
+            ),
+            options=(("num_warps", tile.warps), ("num_stages", 1)),
+        )
+
+    def _launch(
+        self,
+        name: str,
+        programs: int,
+        tile: Tile,
+        layout: Layout,
+        gradients: tuple[int, ...],
+        counts: tuple[int, ...],
+    ) -> Launch:
+        """Return the launch of one of the two kernels that loop over tiles."""
+        problem = self._problem
+        before, after, dropout_p = self._forward.factors
+        steps = (layout.query[2], layout.key[2], layout.value[2], layout.upstream[2])
+        is_wide = max(steps) * problem.dilation * max(tile.rows, tile.keys) >= _INT32
+        _, heads, _, *lengths = layout.sizes
+        return Launch(
+            module=name,
+            name=name,
+            grid=(programs, 1, 1),
+            numbers=(
+                *(before, after, problem.scale, dropout_p, *self._strides(layout), *gradients),
+                *(*layout.mask.strides, layout.slope, heads, *lengths),
+                *(*self._forward.window, problem.dilation, layout.sequences, *counts),
+            ),
+            constants=(
+                *(*self._shape(tile), layout.mask.kind, layout.mask.strides[2] != 0),
+                *(*self._features, *problem.block_size),
+                *(*self._aligns, is_wide, self._forward.dot),
+            ),
+            options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
+        )
+
+    def _strides(self, layout: Layout) -> tuple[int, ...]:
+        """Return the strides of what all kernels read."""
+        return (*layout.query, *layout.key, *layout.value, *layout.upstream)
+
+    def _tiles(self, length: int, step: int, sequences: int) -> int:
+        """Return the tiles of a head's rows, or keys, all classes of a dilation together."""
+        dilation = self._problem.dilation
+        if sequences:
+            return (length // step + sequences) * dilation
+        longest = -(-length // dilation)
+        return -(-longest // step) * dilation
+
+    def _shape(self, tile: Tile) -> tuple[Any, ...]:
+        """Return what is compiled in of shapes and positions."""
+        problem = self._problem
+        left, right = self._forward.window
+        return (
+            *(tile.rows, tile.keys, problem.head_dim, problem.value_dim),
+            *(padded(problem.head_dim), padded(problem.value_dim)),
+            *(problem.group_size, problem.align is Align.BOTTOM_RIGHT),
+            *(left >= 0, right >= 0, problem.dilation > 1, problem.num_sequences > 0),
+        )
+
+    @property
+    def _features(self) -> tuple[bool, ...]:
+        """What is compiled in of the rest: ALiBi, softcap, PTX's tanh, dropout."""
+        has_alibi, _, *rest = self._forward.features
+        return (has_alibi, *rest)
+
+    @property
+    def _aligns(self) -> tuple[int, int]:
+        """What strides are known to be multiples of: of queries and outputs, of keys."""
+        return self._forward.aligns[0], self._forward.given_align
+
+
+def gradient_tiles(problem: AttentionProblem) -> tuple[Tile, Tile]:
+    """Return the tiles of the gradients of keys and values, and of those of queries.
+
+    They depend on columns and on the sizes of listed blocks alone.
+
+    Example:
+        >>> from adaattn.testing import make_problem
+        >>> keys, rows = gradient_tiles(make_problem(head_dim=64, precision=Precision.BF16))
+        >>> keys.keys, rows.rows
+        (128, 128)
+    """
+    size = min(max(padded(max(problem.head_dim, problem.value_dim)), 64), 256)
+    if problem.precision is Precision.FP32:
+        found = _WIDE_KEY_TILES[size], _WIDE_ROW_TILES[size]
+    else:
+        found = _KEY_TILES[size], _ROW_TILES[size]
+    if problem.mask is not MaskKind.NONE:
+        found = found[0], replace(found[1], stages=min(found[1].stages, 2))
+    if not problem.has_blocks:
+        return found
+    rows, keys = (listed & -listed for listed in problem.block_size)
+    first, second = (
+        replace(tile, rows=min(tile.rows, rows), keys=min(tile.keys, keys)) for tile in found
+    )
+    return first, second

@@ -1,0 +1,338 @@
+"""The gradients of a block of query rows of one head, from all keys that it sees."""
+
+import triton
+import triton.language as tl
+
+from adaattn.backends.triton.backward import lengths_of, load_lse, load_number, weights_of
+from adaattn.backends.triton.listed import listed_ranges, listed_start
+from adaattn.backends.triton.primitives import (
+    LOG2_E,
+    head_factors,
+    head_window,
+    is_kept,
+    key_ranges,
+    load_rows,
+    place_of,
+    store_rows,
+    times,
+)
+
+__all__ = ["row_gradients"]
+
+_NUMBERS = (
+    *("scale", "softcap", "natural", "dropout_p"),
+    *("stride_qb", "stride_qh", "stride_qm", "stride_kb", "stride_kh", "stride_kn"),
+    *("stride_vb", "stride_vh", "stride_vn", "stride_ob", "stride_oh", "stride_om"),
+    *("stride_db", "stride_dh", "stride_dm"),
+    *("stride_mb", "stride_mh", "stride_mm", "stride_mn", "stride_slope"),
+    *("num_heads", "total_q", "total_k", "left", "right", "dilation", "num_sequences"),
+    *("num_tiles", "stride_lb", "stride_lh", "most_blocks"),
+)
+"""No value of these makes another kernel."""
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def row_gradients(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    gradient_ptr,
+    lse_ptr,
+    delta_ptr,
+    mask_ptr,
+    slopes_ptr,
+    starts_q_ptr,
+    starts_k_ptr,
+    seed_ptr,
+    counts_ptr,
+    indices_ptr,
+    head_scales_ptr,
+    head_windows_ptr,
+    head_softcaps_ptr,
+    lse_rest_ptr,
+    query_gradient_ptr,
+    slope_sums_ptr,
+    scale_sums_ptr,
+    cap_sums_ptr,
+    scale,
+    softcap,
+    natural,
+    dropout_p,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_db,
+    stride_dh,
+    stride_dm,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_slope,
+    num_heads,
+    total_q,
+    total_k,
+    left,
+    right,
+    dilation,
+    num_sequences,
+    num_tiles,
+    stride_lb,
+    stride_lh,
+    most_blocks,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    TO_END: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    IS_DILATED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    LIST_ROWS: tl.constexpr,
+    LIST_KEYS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
+    WIDE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Write the gradients of BLOCK_M query rows of one head, and their part of those of its terms.
+
+    Args, beyond those of `forward` and `key_gradients`:
+        counts_ptr: int32, blocks of keys that LIST_ROWS rows see, as `forward` takes them.
+        query_gradient_ptr: [B, Hq, Sq, D], by the strides ``stride_d*``.
+        slope_sums_ptr: fp32 [B, Hq, Sq], each row's part of the gradient of its head's ALiBi slope;
+            None where nobody wants it.
+        scale_sums_ptr: likewise of the scale, less the factor ``natural``.
+        cap_sums_ptr: likewise of the softcap.
+    """
+    tile = tl.program_id(0) % num_tiles
+    head = (tl.program_id(0) // num_tiles) % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    key_head = head // GROUP
+    tile, residue, start_q, start_k, len_q, len_k, offset, left, right = lengths_of(
+        tile,
+        starts_q_ptr,
+        starts_q_ptr,
+        starts_k_ptr,
+        total_q,
+        total_k,
+        left,
+        right,
+        dilation,
+        num_sequences,
+        num_tiles,
+        BLOCK_M,
+        TO_END,
+        IS_DILATED,
+        IS_PACKED,
+        HAS_RIGHT,
+    )
+    if (tile < 0) | (tile * BLOCK_M >= len_q):
+        return
+
+    first_slot = tile * BLOCK_M
+    within_rows = tl.arange(0, BLOCK_M)
+    within = tl.arange(0, BLOCK_N)
+    rows = first_slot + within_rows
+    is_row = rows < len_q
+    query_step = stride_qm // ALIGN * ALIGN * dilation
+    gradient_step = stride_om // ALIGN * ALIGN * dilation
+    key_step = stride_kn // KEY_ALIGN * KEY_ALIGN * dilation
+    value_step = stride_vn // KEY_ALIGN * KEY_ALIGN * dilation
+    rows_within = within_rows
+    keys_within = within
+    if WIDE:
+        rows_within = within_rows.to(tl.int64)
+        keys_within = within.to(tl.int64)
+    first_q_row = start_q + first_slot * dilation
+    query_base = query_ptr + times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)
+    query_base += times(first_q_row, stride_qm, ALIGN)
+    gradient_base = gradient_ptr + times(batch, stride_ob, ALIGN) + times(head, stride_oh, ALIGN)
+    gradient_base += times(first_q_row, stride_om, ALIGN)
+    left_rows = len_q - first_slot
+    query = load_rows(query_base, rows_within, query_step, left_rows, D, BLOCK_D, True)
+    gradient = load_rows(gradient_base, rows_within, gradient_step, left_rows, DV, BLOCK_DV, True)
+    start_of_keys = start_k + tile * 0
+    key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
+    key_base += times(start_of_keys, stride_kn, KEY_ALIGN)
+    value_base = (
+        value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
+    )
+    value_base += times(start_of_keys, stride_vn, KEY_ALIGN)
+    row_of_all = (batch.to(tl.int64) * num_heads + head) * total_q + start_q + rows * dilation
+    lse = load_lse(lse_ptr, row_of_all, is_row)
+    rest = lse
+    if lse_rest_ptr is not None:
+        rest = load_number(lse_rest_ptr, row_of_all, is_row, 0.0)
+    delta = load_number(delta_ptr, row_of_all, is_row, 0.0)
+    scale, softcap = head_factors(head_scales_ptr, head_softcaps_ptr, head, scale, softcap)
+    if head_windows_ptr is not None:
+        left, right = head_window(head_windows_ptr, head, dilation, left, right)
+    slope = scale
+    if HAS_ALIBI:
+        slope = tl.load(slopes_ptr + batch * stride_slope + head).to(tl.float32) * LOG2_E
+        slope *= dilation
+    if MASK != 0:
+        mask_base = mask_ptr + times(batch, stride_mb, 1) + times(head, stride_mh, 1)
+        row_places = (start_q + rows * dilation).to(tl.int64) * stride_mm
+    if HAS_DROPOUT:
+        seed = tl.load(seed_ptr)
+        inverse = 1.0 / (1.0 - dropout_p)
+    positions = rows + offset
+    low, before, whole, after, high = key_ranges(
+        first_slot + offset,
+        tl.minimum(first_slot + BLOCK_M, len_q) - 1 + offset,
+        0,
+        len_k,
+        left,
+        left,
+        right,
+        right,
+        HAS_LEFT,
+        HAS_RIGHT,
+        LIST_ROWS != 0,
+        BLOCK_N,
+    )
+    if LIST_ROWS != 0:
+        line = batch * stride_lb + head * stride_lh + first_slot // LIST_ROWS
+        list_ptr = indices_ptr + line.to(tl.int64) * most_blocks
+        all_blocks = tl.cdiv(len_k, LIST_KEYS)
+        num_listed = tl.load(counts_ptr + line)
+        is_dense = num_listed < 0
+        num_listed = tl.where(is_dense, all_blocks, tl.minimum(num_listed, most_blocks))
+        first_piece, before, whole, after = listed_ranges(
+            list_ptr,
+            num_listed,
+            is_dense,
+            low,
+            low + before * BLOCK_N,
+            low + (before + whole) * BLOCK_N,
+            high,
+            LIST_KEYS,
+            LIST_KEYS // BLOCK_N,
+        )
+    query_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    slope_sum = tl.zeros([BLOCK_M], tl.float32)
+    scale_sum = tl.zeros([BLOCK_M], tl.float32)
+    cap_sum = tl.zeros([BLOCK_M], tl.float32)
+    for PHASE in tl.static_range(2):
+        count = whole
+        if PHASE == 1:
+            count = before + after
+        for block in range(count):
+            if LIST_ROWS != 0:
+                start = listed_start(
+                    list_ptr,
+                    first_piece + place_of(block, before, whole, PHASE != 0),
+                    is_dense,
+                    all_blocks - 1 if PHASE != 0 else len_k // LIST_KEYS - 1,
+                    LIST_KEYS,
+                    BLOCK_N,
+                )
+            else:
+                start = low + place_of(block, before, whole, PHASE != 0) * BLOCK_N
+            keys = start + within
+            key_block = load_rows(
+                key_base + start.to(tl.int64) * key_step,
+                keys_within,
+                key_step,
+                len_k - start,
+                D,
+                BLOCK_D,
+                PHASE != 0,
+            )
+            value_block = load_rows(
+                value_base + start.to(tl.int64) * value_step,
+                keys_within,
+                value_step,
+                len_k - start,
+                DV,
+                BLOCK_DV,
+                PHASE != 0,
+            )
+            entries = keys
+            if MASK != 0:
+                key_places = (start_k + keys * dilation).to(tl.int64) * stride_mn
+                places = mask_base + key_places[None, :]
+                is_entry = (keys < len_k)[None, :]
+                if MASK_ROWS:
+                    places += row_places[:, None]
+                    is_entry = is_entry & is_row[:, None]
+                entries = tl.load(places, mask=is_entry, other=0)
+            raw = tl.dot(query, tl.trans(key_block), input_precision=DOT)
+            weights, tangent = weights_of(
+                raw,
+                lse[:, None],
+                rest[:, None],
+                positions[:, None],
+                keys[None, :],
+                entries,
+                high,
+                scale,
+                softcap,
+                slope,
+                left,
+                right,
+                HAS_LEFT,
+                HAS_RIGHT,
+                MASK,
+                HAS_ALIBI,
+                HAS_SOFTCAP,
+                FAST_TANH,
+                head_softcaps_ptr is not None,
+                PHASE != 0,
+                lse_rest_ptr is not None,
+            )
+            change = tl.dot(gradient, tl.trans(value_block), input_precision=DOT)
+            if HAS_DROPOUT:
+                kept = is_kept(
+                    seed, row_of_all[:, None], (keys * dilation + residue)[None, :], dropout_p
+                )
+                change = tl.where(kept, change * inverse, 0.0)
+            change = weights * (change - delta[:, None])
+            if slope_sums_ptr is not None:
+                steps = tl.abs(positions[:, None] - keys[None, :]) * dilation
+                slope_sum -= tl.sum(change * steps.to(tl.float32), 1)
+            if cap_sums_ptr is not None:
+                inner = raw * scale
+                grown = tangent - inner * (1.0 - tangent * tangent)
+                cap_sum += tl.sum(change * grown, 1)
+            if HAS_SOFTCAP:
+                change *= 1.0 - tangent * tangent
+            if scale_sums_ptr is not None:
+                scale_sum += tl.sum(change * raw, 1)
+            query_sum = tl.dot(
+                change.to(key_block.dtype), key_block, query_sum, input_precision=DOT
+            )
+
+    if head_scales_ptr is not None:
+        query_sum *= tl.load(head_scales_ptr + head).to(tl.float32)
+    out_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
+    query_out = query_gradient_ptr + times(batch, stride_db, 1) + times(head, stride_dh, 1)
+    store_rows(query_out + times(out_rows, stride_dm, 1), query_sum * natural, is_row, D)
+    if slope_sums_ptr is not None:
+        tl.store(slope_sums_ptr + row_of_all, slope_sum, mask=is_row)
+    if scale_sums_ptr is not None:
+        tl.store(scale_sums_ptr + row_of_all, scale_sum * natural, mask=is_row)
+    if cap_sums_ptr is not None:
+        cap_sum = tl.where(softcap > 0.0, cap_sum, 0.0)  # 0 is none
+        tl.store(cap_sums_ptr + row_of_all, cap_sum, mask=is_row)

@@ -1,0 +1,295 @@
+"""The portable backward kernels as Triton's interpreter runs them, against the definition.
+
+bf16 is left to a GPU, as in `test_interpreted.py`.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends import load
+from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.triton import direct
+from adaattn.errors import UnsupportedError
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
+from adaattn.testing import (
+    Layout,
+    assert_gradients_match,
+    assert_matches,
+    assert_training_matches,
+    attention,
+    cast_tensors,
+    gradients_of,
+    make_problem,
+    make_tensors,
+    num_summands,
+    term_sizes,
+)
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/unit/test_semantics.py runs the kernels on the GPU"
+)
+
+GROUP = HeadGroup(capability="triton")
+TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
+GROUPS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
+BY_HEAD: dict[str, Any] = {"head_terms": HeadTerm(7), "num_heads": 6}
+ADDED: dict[str, Any] = {"mask": MaskKind.ADDITIVE, "mask_requires_grad": True}
+SINKS: dict[str, Any] = {"has_sinks": True, "sinks_require_grad": True}
+ALIBI: dict[str, Any] = {"has_alibi": True, "alibi_requires_grad": True}
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"len_q": 40, "num_heads": 1},
+    "one row": {"len_q": 1, "len_k": 1},
+    "ragged": {"len_q": 67, "len_k": 131, "num_heads": 1},
+    "causal": {"len_q": 130, "is_causal": True, "num_heads": 1},
+    "causal, fewer keys": {"len_q": 70, "len_k": 3, "is_causal": True},
+    "to the end": TO_END | {"len_q": 30, "len_k": 147, "num_heads": 1},
+    "to the end, fewer keys": TO_END | {"len_q": 130, "len_k": 21, "num_heads": 1},
+    "window both ways": {"len_q": 200, "window": (5, 3), "num_heads": 1},
+    "wide window": {"len_q": 300, "window": (150, 70), "num_heads": 1},
+    "window to the left": {"len_q": 150, "window": (40, -1), "num_heads": 1},
+    "window to the right": {"len_q": 150, "window": (-1, 4), "num_heads": 1},
+    "dilation": {"len_q": 100, "dilation": 3, "num_heads": 1},
+    "dilation to the end": TO_END | {"len_q": 50, "len_k": 171, "dilation": 3, "num_heads": 1},
+    "dilation in a window": {"len_q": 70, "len_k": 31, "dilation": 4, "window": (9, 6)},
+    "dilation with an added mask": ADDED | {"len_q": 30, "dilation": 2, "num_heads": 1},
+    "boolean mask": {"len_q": 70, "len_k": 100, "mask": MaskKind.BOOLEAN, "num_heads": 1},
+    "boolean mask, hidden rows": {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
+    "padding": {"len_k": 133, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 133), "batch": 2},
+    "added mask": ADDED | {"len_q": 70, "len_k": 100},
+    "added mask, hidden rows": ADDED | {"len_k": 90, "num_hidden_rows": 2},
+    "added mask without a gradient": {"len_q": 40, "mask": MaskKind.ADDITIVE},
+    "added over keys": ADDED | {"len_q": 20, "len_k": 90, "mask_shape": (1, 1, 1, 90)},
+    "added over heads": ADDED | {"len_q": 20, "num_heads": 4, "mask_shape": (1, 4, 1, 1)},
+    "added over rows": ADDED | {"len_q": 150, "len_k": 20, "mask_shape": (1, 1, 150, 1)},
+    "added for all": ADDED | {"len_q": 30, "batch": 2, "mask_shape": (1, 1, 30, 30)},
+    "added over a batch": ADDED | {"len_q": 20, "batch": 2, "mask_shape": (2, 1, 20, 20)},
+    "added, causal in groups": GROUPS | ADDED | {"len_q": 40, "is_causal": True},
+    "softcap": {"len_q": 40, "softcap": 1.5},
+    "sinks": SINKS | {"len_q": 40},
+    "sinks over hidden rows": SINKS | {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
+    "ALiBi": ALIBI | {"len_q": 100, "batch": 2, "num_heads": 1},
+    "ALiBi, dilation": ALIBI | {"len_q": 60, "dilation": 2, "is_causal": True},
+    "groups": GROUPS | {"len_q": 20},
+    "one key head": {"num_heads": 3, "num_kv_heads": 1, "len_q": 40, "is_causal": True},
+    "values of other widths": {"head_dim": 20, "value_dim": 8, "len_q": 65},
+    "odd columns": {"head_dim": 58, "value_dim": 30, "len_q": 40, "len_k": 70},
+    "128 columns": {"head_dim": 128, "len_q": 65, "is_causal": True, "num_heads": 1},
+    "256 columns": {"head_dim": 256, "len_q": 33, "num_heads": 1},
+    "packed": {"lengths_q": (9, 0, 70, 1)},
+    "packed, other keys": {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 0)},
+    "packed in a window": GROUPS | {"lengths_q": (50, 17, 1), "window": (20, 4)},
+    "packed to the end": TO_END | {"lengths_q": (3, 8, 0, 5), "lengths_k": (7, 8, 2, 9)},
+    "packed, dilation": {"lengths_q": (13, 8, 5), "is_causal": True, "dilation": 3},
+    "packed with an added mask": ADDED | TO_END | {"lengths_q": (13, 20, 5)},
+    "transposed": {"layout": Layout.TRANSPOSED, "len_q": 40},
+    "strided": {"layout": Layout.STRIDED, "len_q": 40},
+    "blocks": {"len_q": 130, "len_k": 200, "block_size": (32, 32), "num_heads": 2},
+    "blocks, causal": TO_END | {"len_q": 130, "len_k": 200, "block_size": (64, 32)},
+    "blocks in a window, in groups": GROUPS
+    | {"len_q": 100, "window": (70, 9), "block_size": (16, 64)},
+    "blocks with an added mask": ADDED | {"len_q": 70, "block_size": (32, 16)},
+    "little room for blocks": {"len_q": 100, "block_size": (32, 16), "most_blocks": 2},
+    "negative scale": {"scale": -0.3, "is_causal": True, "len_q": 40},
+    "zero scale": {"scale": 0.0, "is_causal": True, "len_q": 40},
+    "large scores": {"scale": 30.0, "len_q": 40, "len_k": 100},
+    "numbers of each head": BY_HEAD | {"len_q": 40},
+    "numbers of each head, to the end": BY_HEAD | TO_END | {"len_q": 33, "len_k": 90},
+    "numbers of each head in groups": BY_HEAD | {"num_kv_heads": 2, "len_q": 33, "len_k": 50},
+    "numbers of each head, dilation": BY_HEAD | {"len_q": 40, "dilation": 3},
+    "numbers of each head with all else": BY_HEAD
+    | SINKS
+    | ALIBI
+    | ADDED
+    | {"len_q": 40, "is_causal": True},
+    "scale of each head beside a softcap": {"head_terms": HeadTerm.SCALE, "softcap": 3.0},
+    "softcap of each head beside a scale": {"head_terms": HeadTerm.SOFTCAP, "scale": -0.4},
+    "all else": GROUPS
+    | SINKS
+    | ALIBI
+    | {"len_q": 60, "len_k": 90, "softcap": 3.0, "window": (30, -1), "mask": MaskKind.BOOLEAN}
+    | TO_END,
+}
+IN_FULL = (
+    *("ragged", "causal", "window both ways", "dilation to the end", "added over heads"),
+    *("softcap", "sinks", "ALiBi", "groups", "128 columns", "256 columns", "packed to the end"),
+    *("blocks", "numbers of each head with all else", "large scores", "odd columns"),
+)
+"""Those in fp32 too: its products are others, and its tiles."""
+
+MADE = ("lengths_q", "lengths_k", "num_hidden_rows", "layout")
+
+
+def made(name: str, precision: Precision, **others: Any) -> tuple[AttentionProblem, Tensors]:
+    """Return a case that wants all gradients that there are: its problem, and its tensors."""
+    values = {"precision": precision, "requires_grad": True} | CASES[name] | others
+    how = {key: values.pop(key) for key in MADE if key in values}
+    lengths = {key: how[key] for key in ("lengths_q", "lengths_k") if key in how}
+    if values.get("head_terms", HeadTerm(0)).value & ~HeadTerm.WINDOW.value:
+        values["head_terms_require_grad"] = True
+    problem = make_problem(**lengths, **values)
+    return problem, make_tensors(problem, **how)
+
+
+run = partial(load("triton"), group=GROUP)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, Precision.FP16) for name in CASES] + [(name, Precision.FP32) for name in IN_FULL],
+    ids=str,
+)
+def test_gradients_are_those_of_the_definition(name: str, precision: Precision) -> None:
+    problem, tensors = made(name, precision)
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.parametrize("name", ["sinks", "to the end", "softcap"])
+def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(name: str) -> None:
+    problem, tensors = made(name, Precision.FP32, aux=Aux.LSE)
+    wide = cast_tensors(tensors, torch.float64)
+    leaves = ("query", "key", "value")
+
+    def gradients(result: Result, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        generator = torch.Generator().manual_seed(5)
+        assert result.lse is not None
+        upstream = torch.randn(result.lse.shape, generator=generator)
+        given = [getattr(tensors, name) for name in leaves]
+        total = (result.lse * upstream.to(result.lse)).sum() + result.output.sum()
+        return torch.autograd.grad(total, given)
+
+    found = gradients(run(tensors, problem), tensors)
+    exact = gradients(attention(wide, problem), wide)
+    eager = gradients(attention(tensors, problem), tensors)
+    for which in zip(found, exact, eager, strict=True):
+        assert_matches(*which, summands=num_summands(problem, which[0]))
+
+
+def test_the_gradient_of_the_log_sum_exp_alone_needs_none_of_the_output() -> None:
+    problem, tensors = made("plain", Precision.FP32, aux=Aux.LSE)
+    found = torch.autograd.grad(run(tensors, problem).lse.sum(), tensors.query)[0]
+    wide = cast_tensors(tensors, torch.float64)
+    exact = torch.autograd.grad(attention(wide, problem).lse.sum(), wide.query)[0]
+    eager = torch.autograd.grad(attention(tensors, problem).lse.sum(), tensors.query)[0]
+    assert_matches(found, exact, eager, summands=num_summands(problem, found))
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_heads": 4, "num_kv_heads": 2, "is_causal": True}])
+def test_gradients_go_through_the_weights_that_dropout_kept(shape: dict[str, Any]) -> None:
+    """The identity as values shows which those are; the same generator draws them again."""
+    values = {"len_q": 40, "len_k": 32, "value_dim": 32, "dropout_p": 0.3, "requires_grad": True}
+    problem = make_problem(**(values | shape))
+    tensors = make_tensors(problem)
+    shown = replace(
+        tensors, kv=replace(tensors.kv, value=torch.eye(32).expand(tensors.value.shape))
+    )
+    torch.manual_seed(3)
+    with torch.no_grad():
+        kept = run(shown, problem).output != 0.0
+    plain = replace(problem, dropout_p=0.0)
+
+    def of(tensors: Tensors) -> Result:
+        weights = attention(tensors, replace(plain, aux=Aux.WEIGHTS)).weights
+        assert weights is not None
+        values = tensors.value.repeat_interleave(problem.group_size, 1)
+        return Result(output=(weights * kept / (1.0 - problem.dropout_p)) @ values)
+
+    torch.manual_seed(3)
+    found = run(tensors, problem)
+    wide = cast_tensors(tensors, torch.float64)
+    exact, eager = of(wide), of(tensors)
+    seen = attention(tensors, replace(plain, aux=Aux.WEIGHTS)).weights
+    assert seen is not None
+    assert 0.6 < float(kept.sum() / (seen > 0).sum()) < 0.8
+    assert_matches(found.output, exact.output, eager.output, summands=64)
+    assert_gradients_match(
+        gradients_of(found, tensors),
+        gradients_of(exact, wide),
+        gradients_of(eager, tensors),
+        sizes=term_sizes(tensors, plain),
+        problem=plain,
+    )
+
+
+def test_equal_calls_have_equal_bits() -> None:
+    problem, tensors = made("numbers of each head with all else", Precision.FP16)
+    first, second = (gradients_of(run(tensors, problem), tensors) for _ in range(2))
+    assert len(first) == 8
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from adaattn.backends.triton.gradient_launch import GradientArguments
+
+    problem, tensors = made("sinks", Precision.FP16)
+    for name in ("keys", "rows"):
+        monkeypatch.setattr(GradientArguments, name, None)
+    tensors = replace(
+        tensors,
+        query=tensors.query.detach(),
+        kv=replace(tensors.kv, key=tensors.key.detach(), value=tensors.value.detach()),
+    )
+    found = torch.autograd.grad(run(tensors, problem).output.sum(), tensors.sinks)
+    assert bool(found[0].isfinite().all())
+
+
+def test_the_function_of_repeated_calls_has_gradients() -> None:
+    problem, tensors = made("causal", Precision.FP16)
+    repeated = direct(problem, GROUP)
+    for _ in range(2):
+        output = repeated(tensors.query, tensors.key, tensors.value)
+        found = gradients_of(Result(output=output), tensors)
+        expected = gradients_of(run(tensors, problem), tensors)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_gradients_of_any_layout_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a sum, whose gradient is one number, and from a transposed view."""
+    problem, tensors = made("plain", Precision.FP16)
+    wide = cast_tensors(tensors, torch.float64)
+
+    def loss(result: Result) -> torch.Tensor:
+        return result.output.sum() + result.output.transpose(2, 3).contiguous()[..., ::3].sum()
+
+    found, exact, eager = (
+        torch.autograd.grad(loss(result), given.value)[0]
+        for result, given in (
+            (run(tensors, problem), tensors),
+            (attention(wide, problem), wide),
+            (attention(tensors, problem, compute_dtype=torch.float16), tensors),
+        )
+    )
+    assert_matches(found, exact, eager, summands=num_summands(problem, found))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    problem, tensors = made("plain", Precision.FP32)
+    output = run(tensors, problem).output
+    found = torch.autograd.grad(output.sum(), tensors.query, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"(?s)no derivatives.*reference"):
+        found[0].sum().backward()
+
+
+def test_statistics_beside_the_log_sum_exp_have_no_gradient() -> None:
+    problem, tensors = made("plain", Precision.FP32, aux=Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY)
+    result = run(tensors, problem)
+    assert result.lse is not None and result.lse.requires_grad
+    assert result.entropy is not None and not result.entropy.requires_grad
+    assert result.row_max is not None and not result.row_max.requires_grad
+
+
+@pytest.mark.parametrize("starts", [(0, 30, 20, 40), (-5, 40), (0, 90), (30, 40, 0)], ids=str)
+def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[int, ...]) -> None:
+    problem = make_problem(lengths_q=(20, 20), head_dim=16, is_causal=True, requires_grad=True)
+    problem = replace(problem, num_sequences=len(starts) - 1)
+    inside = torch.randn(3, 1, 2, 40, 16).unbind()
+    bounds = torch.tensor(starts, dtype=torch.int32)
+    leaves = [item.requires_grad_() for item in inside]
+    tensors = Tensors.of(*leaves, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    output = run(tensors, problem).output.nan_to_num(0.0)
+    for found in torch.autograd.grad(output.sum(), leaves):
+        assert bool(found.isfinite().all())
