@@ -4,7 +4,9 @@ An operator takes tensors and numbers. The problem is taken apart into them, and
 from the tensors that arrive when the graph runs, whose lengths may be others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,23 +18,72 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
-__all__ = ["operator"]
+__all__ = ["GIVEN", "Kept", "Training", "operator", "taken_apart"]
 
 _AUX: Final = 5
-"""Where the wanted outputs stand among the sizes of `_taken_apart`."""
+"""Where the wanted outputs stand among the sizes of `taken_apart`."""
 
 _SIZES: Final = 9
 """Where those stand among the arguments behind q, k and v."""
 
 _Run = Callable[[Tensors, AttentionProblem], Result]
+_Optional = torch.Tensor | None
 
 
-def operator(name: str, run: _Run) -> _Run:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a forward pass leaves to the backward pass.
+
+    Args:
+        output: [B, Hq, Sq, Dv].
+        lse: fp32 [B, Hq, Sq].
+        lse_rest: what rounding took from it, likewise; None where it does not matter.
+        seed: int64 [1], of dropout.
+    """
+
+    output: torch.Tensor
+    lse: torch.Tensor
+    lse_rest: _Optional = None
+    seed: _Optional = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How an operator is differentiated.
+
+    Args:
+        seed_of: draws the seed of a query's dropout.
+        forward: computes a problem, which asks for the log-sum-exp, from a seed; returns the result
+            and what rounding took from the log-sum-exp.
+        backward: returns the gradients of a problem from its tensors, what was kept, the gradients
+            of output and log-sum-exp, and whether each of `GIVEN` wants one; None of what does not.
+    """
+
+    seed_of: Callable[[torch.Tensor], torch.Tensor]
+    forward: Callable[[Tensors, AttentionProblem, _Optional], tuple[Result, _Optional]]
+    backward: Callable[
+        [Tensors, AttentionProblem, Kept, torch.Tensor, torch.Tensor, Sequence[bool]],
+        Sequence[_Optional],
+    ]
+
+
+GIVEN: Final = ("query", "key", "value", "mask", "sinks", "slopes", "scale", "softcap")
+"""What may want a gradient."""
+
+_PLACES: Final = (0, 1, 2, 3, 4, 5, 13, 15)
+"""Where those stand among the arguments of an operator."""
+
+_TRAINED: Final = 2
+"""Where the flags say that a gradient is wanted."""
+
+
+def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
     """Return what calls ``run`` through the operator ``adaattn::<name>``.
 
     Args:
         name: of the operator.
-        run: computes a problem; it has no gradient.
+        run: computes a problem.
+        training: how it is differentiated; None where it is not.
     """
 
     def call(
@@ -49,31 +100,36 @@ def operator(name: str, run: _Run) -> _Run:
         numbers: list[float],
         flags: list[bool],
         sizes: list[int],
-        head_scale: torch.Tensor | None = None,
-        head_window: torch.Tensor | None = None,
-        head_softcap: torch.Tensor | None = None,
+        head_scale: torch.Tensor | None,
+        head_window: torch.Tensor | None,
+        head_softcap: torch.Tensor | None,
+        seed: torch.Tensor | None,
     ) -> list[torch.Tensor]:
-        tensors = Tensors.of(
-            query,
-            key,
-            value,
-            mask=mask,
-            sinks=sinks,
-            alibi_slopes=slopes,
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-            blocks=_list_of(counts, indices, sizes[-2:]),
-            head_terms=_terms_of(head_scale, head_window, head_softcap),
+        tensors = _tensors_of(
+            *(query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices),
+            *(sizes, head_scale, head_window, head_softcap),
         )
-        result = run(tensors, _described(tensors, numbers, flags, sizes))
+        problem = _described(tensors, numbers, flags, sizes)
+        rest = None
+        if training is not None and flags[_TRAINED]:
+            result, rest = training.forward(tensors, problem, seed)
+        else:
+            result = run(tensors, problem)
         found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
-        return [query.new_empty(0, dtype=torch.float32) if item is None else item for item in found]
+        return [_or_nothing(item, query) for item in (*found, rest)]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
     made.register_fake(_fake)
+    if training is not None:
+        backward = _backward_operator(name, training)
+        made.register_autograd(partial(_differentiated, backward), setup_context=_keep)
 
     def through(tensors: Tensors, problem: AttentionProblem) -> Result:
-        blocks = tensors.blocks
+        blocks, seed = tensors.blocks, None
+        asked = problem
+        if training is not None and problem.wants_gradients:
+            asked = replace(problem, aux=problem.aux | Aux.LSE)
+            seed = training.seed_of(tensors.query) if problem.dropout_p else None
         output, *statistics = made(
             tensors.query,
             tensors.key,
@@ -81,18 +137,122 @@ def operator(name: str, run: _Run) -> _Run:
             *(tensors.mask, tensors.sinks, tensors.alibi_slopes),
             *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
             *((None, None) if blocks is None else (blocks.counts, blocks.indices)),
-            *_taken_apart(problem),
+            *taken_apart(asked),
             *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
+            seed,
         )
-        lse, row_max, entropy, dropped = (
+        lse, *others = (
             item if problem.wants(flag) else None
-            for item, flag in zip(statistics, STATISTICS, strict=True)
+            for item, flag in zip(statistics, STATISTICS, strict=False)
         )
+        # Those have no gradient, and are not to look as if they had.
+        row_max, entropy, dropped = (None if item is None else item.detach() for item in others)
         return Result(
             output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped
         )
 
     return through
+
+
+def _backward_operator(name: str, training: Training) -> Callable[..., list[torch.Tensor]]:
+    """Return the operator ``adaattn::<name>_backward``: the gradients in the order of `GIVEN`."""
+
+    def call(
+        upstream: torch.Tensor,
+        lse_upstream: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        lse_rest: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        starts_q: torch.Tensor | None,
+        starts_k: torch.Tensor | None,
+        counts: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        numbers: list[float],
+        flags: list[bool],
+        sizes: list[int],
+        head_scale: torch.Tensor | None,
+        head_window: torch.Tensor | None,
+        head_softcap: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        wanted: list[bool],
+    ) -> list[torch.Tensor]:
+        tensors = _tensors_of(
+            *(query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices),
+            *(sizes, head_scale, head_window, head_softcap),
+        )
+        problem = _described(tensors, numbers, flags, sizes)
+        rest = lse_rest if lse_rest.numel() else None
+        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
+        found = training.backward(tensors, problem, kept, upstream, lse_upstream, wanted)
+        return [_or_nothing(item, query) for item in found]
+
+    made = torch.library.custom_op(f"adaattn::{name}_backward", call, mutates_args=())
+    made.register_fake(_fake_gradients)
+    return made
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    """Keep what the backward pass reads."""
+    numbers, flags, sizes = inputs[_SIZES + 1 : _SIZES + 4]
+    ctx.words = numbers, flags, sizes
+    tensors = (*inputs[: _SIZES + 1], *inputs[_SIZES + 4 :])
+    ctx.save_for_backward(output[0], output[1], output[-1], *tensors)
+
+
+def _differentiated(
+    backward: Callable[..., list[torch.Tensor]], ctx: Any, upstream: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    """Return a gradient for each argument of an operator, by the operator of its gradients."""
+    output, lse, rest, *tensors = ctx.saved_tensors
+    wanted = [ctx.needs_input_grad[place] for place in _PLACES]
+    given = (*tensors[: _SIZES + 1], *ctx.words, *tensors[_SIZES + 1 :])
+    made = backward(upstream[0], upstream[1], output, lse, rest, *given, wanted)
+    found: list[_Optional] = [None] * len(given)
+    for place, gradient, wants in zip(_PLACES, made, wanted, strict=True):
+        found[place] = gradient if wants else None
+    return tuple(found)
+
+
+def _or_nothing(item: _Optional, query: torch.Tensor) -> torch.Tensor:
+    """Return a tensor; an empty one for None, which no operator returns."""
+    return query.new_empty(0, dtype=torch.float32) if item is None else item
+
+
+def _tensors_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: _Optional,
+    sinks: _Optional,
+    slopes: _Optional,
+    starts_q: _Optional,
+    starts_k: _Optional,
+    counts: _Optional,
+    indices: _Optional,
+    sizes: list[int],
+    head_scale: _Optional,
+    head_window: _Optional,
+    head_softcap: _Optional,
+) -> Tensors:
+    """Return the tensors of a call from an operator's arguments."""
+    return Tensors.of(
+        query,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        alibi_slopes=slopes,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        blocks=_list_of(counts, indices, sizes[-2:]),
+        head_terms=_terms_of(head_scale, head_window, head_softcap),
+    )
 
 
 def _list_of(
@@ -113,12 +273,12 @@ def _terms_of(
     return HeadTerms(scale=scale, window=window, softcap=softcap)
 
 
-def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
+def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
     """Return what a problem says beyond its tensors, as numbers of three kinds."""
     longest = problem.max_len_q, problem.max_len_k
     return (
         [problem.scale, problem.softcap, problem.dropout_p],
-        [problem.is_causal, problem.align is Align.BOTTOM_RIGHT],
+        [problem.is_causal, problem.align is Align.BOTTOM_RIGHT, problem.wants_gradients],
         [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
     )
 
@@ -126,10 +286,10 @@ def _taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], li
 def _described(
     tensors: Tensors, numbers: list[float], flags: list[bool], sizes: list[int]
 ) -> AttentionProblem:
-    """Return the problem that `_taken_apart` took apart, for the tensors at hand."""
+    """Return the problem that `taken_apart` took apart, for the tensors at hand."""
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
-    is_causal, to_end = flags
+    is_causal, to_end, _ = flags
     left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
@@ -172,8 +332,25 @@ def _fake(
 ) -> list[torch.Tensor]:
     """Return outputs without numbers: what a graph knows of them."""
     del key
-    aux, shape = Aux(rest[_SIZES][_AUX]), query.shape[:-1]
+    aux, shape, flags = Aux(rest[_SIZES][_AUX]), query.shape[:-1], rest[_SIZES - 1]
     statistics = [
         query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]
-    return [output_like(query, value.shape[-1]), *statistics]
+    keeps_rest = flags[_TRAINED] and query.dtype == torch.float32
+    kept = query.new_empty(shape if keeps_rest else (0,), dtype=torch.float32)
+    return [output_like(query, value.shape[-1]), *statistics, kept]
+
+
+def _fake_gradients(*given: Any) -> list[torch.Tensor]:
+    """Return gradients without numbers."""
+    *arguments, wanted = given[5:]
+    found = []
+    for place, name, wants in zip(_PLACES, GIVEN, wanted, strict=True):
+        item = arguments[place]
+        if not wants:
+            found.append(arguments[0].new_empty(0, dtype=torch.float32))
+        elif name in ("query", "key", "value"):
+            found.append(output_like(item, item.shape[-1]))
+        else:
+            found.append(item.new_empty(item.shape))
+    return found

@@ -126,6 +126,13 @@ class AttentionProblem:
         return self.len_k - self.len_q if self.align is Align.BOTTOM_RIGHT else 0
 
     @property
+    def wants_gradients(self) -> bool:
+        """Whether a gradient is wanted, of anything."""
+        of_scores = self.mask_requires_grad or self.alibi_requires_grad
+        of_heads = self.sinks_require_grad or self.head_terms_require_grad
+        return self.requires_grad or of_scores or of_heads
+
+    @property
     def has_blocks(self) -> bool:
         """Whether blocks of keys are listed for blocks of rows."""
         return self.block_size[1] > 0

@@ -12,12 +12,17 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
-from adaattn.backends.operators import operator
+from adaattn.backends.operators import Training, operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.gradients import Attention, drawn_seed, wants_gradients
+from adaattn.backends.triton.gradients import (
+    Attention,
+    drawn_seed,
+    gradients_in_graphs,
+    kept_rest,
+)
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
@@ -46,15 +51,23 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return the same outside of a graph."""
+    if not problem.wants_gradients:
+        return _result(_computed(problem, *_given(tensors)))
+    found = _result(_differentiable(problem, *_given(tensors)))
+    return found if problem.wants(Aux.LSE) else replace(found, lse=None)
+
+
+def _given(tensors: Tensors) -> tuple[Any, ...]:
+    """Return the tensors of a call in the order of a `Direct`."""
     companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    given = (tensors.query, tensors.key, tensors.value, *companions, *starts)
-    compute = _differentiable if wants_gradients(problem) else _computed
-    output, lse, row_max, entropy, dropped = compute(
-        problem, *given, tensors.blocks, tensors.head_terms
-    )
-    if not problem.wants(Aux.LSE):
-        lse = None
+    beside = (*companions, *starts, tensors.blocks, tensors.head_terms)
+    return (tensors.query, tensors.key, tensors.value, *beside)
+
+
+def _result(found: tuple[Any, ...]) -> Result:
+    """Return an output and its statistics as a result."""
+    output, lse, row_max, entropy, dropped = found
     return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
@@ -96,7 +109,7 @@ def _differentiable(
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
-    if not wants_gradients(problem):
+    if not problem.wants_gradients:
         return _Launcher(problem)
 
     def run(*given: Any) -> torch.Tensor:
@@ -108,12 +121,24 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
 
 def is_ready(problem: AttentionProblem) -> bool:
     """Return whether this machine has compiled the kernels of a problem."""
-    if wants_gradients(problem):
+    if problem.wants_gradients:
         return is_noted(GradientArguments(problem).known_by)
     return is_noted(Arguments(problem).known_by)
 
 
-_in_graphs: Final = operator("triton", _run)
+def _trained(
+    tensors: Tensors, problem: AttentionProblem, seed: torch.Tensor | None
+) -> tuple[Result, torch.Tensor | None]:
+    """Return the result of a graph's forward pass, and what rounding took from its log-sum-exp."""
+    rest = kept_rest(tensors.query)
+    return _result(_computed(problem, *_given(tensors), seed=seed, lse_rest=rest)), rest
+
+
+_in_graphs: Final = operator(
+    "triton",
+    _run,
+    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs),
+)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -153,7 +153,7 @@ class GradientArguments:
             ),
             constants=(
                 *(*self._shape(tile), *self._features, *self._problem.block_size),
-                *(*self._aligns, self._forward.dot),
+                *(mask_rows == 1, mask_keys == 1, *self._aligns, self._forward.dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", 1)),
         )

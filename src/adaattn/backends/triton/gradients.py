@@ -1,6 +1,6 @@
 """The portable kernels with their gradients: a function that autograd knows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -11,14 +11,16 @@ from adaattn.backends.block_list import BlockList, list_strides, listed_first
 from adaattn.backends.common import output_like, with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.head_terms import HeadTerms
+from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
+from adaattn.backends.operators import GIVEN, Kept
 from adaattn.backends.triton.arguments import MaskLayout
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.errors import UnsupportedError
 from adaattn.hardware import on_clear
-from adaattn.spec import AttentionProblem, Precision
+from adaattn.spec import AttentionProblem
 
-__all__ = ["Attention", "Saved", "drawn_seed", "gradients", "wants_gradients"]
+__all__ = ["Attention", "Saved", "drawn_seed", "gradients", "gradients_in_graphs", "kept_rest"]
 
 _KEPT: Final = 256
 
@@ -62,13 +64,6 @@ class Saved:
     head_terms: HeadTerms | None = None
 
 
-def wants_gradients(problem: AttentionProblem) -> bool:
-    """Return whether a gradient of anything is wanted."""
-    of_terms = problem.alibi_requires_grad or problem.head_terms_require_grad
-    of_others = problem.mask_requires_grad or problem.sinks_require_grad
-    return problem.requires_grad or of_terms or of_others
-
-
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
     """Return the seed of a call's dropout, int64 [1], from its device's generator."""
     return torch.randint(2**62, (1,), device=query.device)
@@ -94,6 +89,41 @@ def gradients(
         ExecutorError: a kernel cannot be compiled here.
     """
     return _backward(problem)(saved, upstream, lse_upstream, wanted)
+
+
+def kept_rest(query: torch.Tensor) -> _Optional:
+    """Return room for what rounding takes from the log-sum-exp; 16 bits are as right without."""
+    return query.new_empty(query.shape[:3]) if query.dtype == torch.float32 else None
+
+
+def gradients_in_graphs(
+    tensors: Tensors,
+    problem: AttentionProblem,
+    kept: Kept,
+    upstream: torch.Tensor,
+    lse_upstream: torch.Tensor,
+    wanted: Sequence[bool],
+) -> tuple[_Optional, ...]:
+    """Return the gradients of a call in the order of `GIVEN`, as an operator asks for them."""
+    saved = Saved(
+        query=tensors.query,
+        key=tensors.key,
+        value=tensors.value,
+        output=kept.output,
+        lse=kept.lse,
+        lse_rest=kept.lse_rest,
+        mask=tensors.mask,
+        sinks=tensors.sinks,
+        slopes=tensors.alibi_slopes,
+        starts_q=tensors.cu_seqlens_q,
+        starts_k=tensors.cu_seqlens_k,
+        seed=kept.seed,
+        blocks=tensors.blocks,
+        head_terms=tensors.head_terms,
+    )
+    names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
+    found = gradients(problem, saved, upstream, lse_upstream, names)
+    return tuple(map(found.get, GIVEN))
 
 
 @lru_cache(maxsize=_KEPT)
@@ -293,10 +323,7 @@ class Attention(torch.autograd.Function):
             terms = HeadTerms(scale=scale, window=window, softcap=softcap)
         seed = drawn_seed(query) if problem.dropout_p else None
         given = (query, key, value, mask, sinks, slopes, starts_q, starts_k, blocks, terms)
-        # Weights of 16 bits are as right without.
-        rest = None
-        if problem.precision is Precision.FP32:
-            rest = query.new_empty(query.shape[:3])
+        rest = kept_rest(query)
         output, *statistics = run(*given, seed=seed, lse_rest=rest)
         ctx.problem, ctx.blocks = problem, blocks
         ctx.save_for_backward(
@@ -311,8 +338,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, upstream: _Optional, lse_upstream: _Optional, *rest: Any) -> Any:
         """Return the gradients of what wants one."""
         del rest
-        needs = ctx.needs_input_grad[-len(_GIVEN) :]
-        wanted = frozenset(name for name, need in zip(_GIVEN, needs, strict=True) if need)
+        needs = ctx.needs_input_grad[-len(GIVEN) :]
+        wanted = frozenset(name for name, need in zip(GIVEN, needs, strict=True) if need)
         given = (ctx.problem, ctx.blocks, wanted, upstream, lse_upstream, *ctx.saved_tensors)
         found = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
@@ -331,7 +358,7 @@ class _Gradients(torch.autograd.Function):
         lse_upstream: _Optional,
         *tensors: _Optional,
     ) -> tuple[_Optional, ...]:
-        """Return the gradients in the order of `_GIVEN`; None of what wants none."""
+        """Return the gradients in the order of `GIVEN`; None of what wants none."""
         del ctx
         *named, scale, window, softcap = tensors
         terms = None
@@ -341,10 +368,10 @@ class _Gradients(torch.autograd.Function):
         saved = Saved(**fields, blocks=blocks, head_terms=terms)
         if upstream is None:
             if lse_upstream is None:
-                return (None,) * len(_GIVEN)
+                return (None,) * len(GIVEN)
             upstream = torch.zeros_like(saved.output)
         found = gradients(problem, saved, upstream, lse_upstream, wanted)
-        return tuple(map(found.get, _GIVEN))
+        return tuple(map(found.get, GIVEN))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -361,4 +388,3 @@ _SAVED: Final = (
     *("query", "key", "value", "output", "lse", "lse_rest", "mask", "sinks", "slopes"),
     *("starts_q", "starts_k", "seed"),
 )
-_GIVEN: Final = ("query", "key", "value", "mask", "sinks", "slopes", "scale", "softcap")

@@ -133,6 +133,8 @@ def mask_gradients(
     HAS_DROPOUT: tl.constexpr,
     LIST_ROWS: tl.constexpr,
     LIST_KEYS: tl.constexpr,
+    ONE_ROW: tl.constexpr,
+    ONE_KEY: tl.constexpr,
     ALIGN: tl.constexpr,
     KEY_ALIGN: tl.constexpr,
     DOT: tl.constexpr,
@@ -143,6 +145,8 @@ def mask_gradients(
         mask_gradient_ptr: [mask_batch, mask_heads, mask_rows, mask_keys], contiguous.
         mask_batch: B, or 1 where one mask serves all.
         mask_heads: likewise of Hq, and so on.
+        ONE_ROW: mask_rows is 1.
+        ONE_KEY: mask_keys is 1.
     """
     tiles_m = tl.cdiv(mask_rows, BLOCK_M)
     tiles_n = tl.cdiv(mask_keys, BLOCK_N)
@@ -266,25 +270,19 @@ def mask_gradients(
         total += weights * (change - delta[:, None])
 
     base = own_batch.to(tl.int64) * mask_heads + own_head
-    if mask_rows == 1 or mask_keys == 1:
-        one_row = mask_rows == 1
-        one_key = mask_keys == 1
-        of_keys = tl.sum(total, 0)
-        of_rows = tl.sum(total, 1)
-        of_all = tl.sum(of_rows, 0)
-        keys = tile_n * BLOCK_N + within_n
-        rows = tile_m * BLOCK_M + within_m
-        if one_row and one_key:
-            tl.store(mask_gradient_ptr + base, of_all.to(mask_gradient_ptr.dtype.element_ty))
-        elif one_row:
-            numbers = of_keys.to(mask_gradient_ptr.dtype.element_ty)
-            tl.store(mask_gradient_ptr + base * mask_keys + keys, numbers, mask=keys < mask_keys)
-        else:
-            numbers = of_rows.to(mask_gradient_ptr.dtype.element_ty)
-            tl.store(mask_gradient_ptr + base * mask_rows + rows, numbers, mask=rows < mask_rows)
+    own_rows = tile_m * BLOCK_M + within_m
+    own_keys = tile_n * BLOCK_N + within_n
+    out = mask_gradient_ptr + base * mask_rows * mask_keys
+    if ONE_ROW and ONE_KEY:
+        numbers = tl.sum(tl.sum(total, 1), 0)
+        tl.store(out, numbers.to(out.dtype.element_ty))
+    elif ONE_ROW:
+        numbers = tl.sum(total, 0).to(out.dtype.element_ty)
+        tl.store(out + own_keys, numbers, mask=own_keys < mask_keys)
+    elif ONE_KEY:
+        numbers = tl.sum(total, 1).to(out.dtype.element_ty)
+        tl.store(out + own_rows, numbers, mask=own_rows < mask_rows)
     else:
-        keys = tile_n * BLOCK_N + within_n
-        rows = tile_m * BLOCK_M + within_m
-        inside = (rows < mask_rows)[:, None] & (keys < mask_keys)[None, :]
-        out = mask_gradient_ptr + (base * mask_rows + rows)[:, None] * mask_keys + keys[None, :]
-        tl.store(out, total.to(mask_gradient_ptr.dtype.element_ty), mask=inside)
+        inside = (own_rows < mask_rows)[:, None] & (own_keys < mask_keys)[None, :]
+        places = own_rows.to(tl.int64)[:, None] * mask_keys + own_keys[None, :]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=inside)

@@ -5,14 +5,17 @@ bf16 is left to a GPU, as in `test_interpreted.py`.
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.triton import direct
+from adaattn.backends.operators import taken_apart
+from adaattn.backends.triton import direct, executor
 from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
@@ -121,6 +124,8 @@ IN_FULL = (
 )
 """Those in fp32 too: its products are others, and its tiles."""
 
+MANY = "numbers of each head with all else"
+
 MADE = ("lengths_q", "lengths_k", "num_hidden_rows", "layout")
 
 
@@ -216,7 +221,7 @@ def test_gradients_go_through_the_weights_that_dropout_kept(shape: dict[str, Any
 
 
 def test_equal_calls_have_equal_bits() -> None:
-    problem, tensors = made("numbers of each head with all else", Precision.FP16)
+    problem, tensors = made(MANY, Precision.FP16)
     first, second = (gradients_of(run(tensors, problem), tensors) for _ in range(2))
     assert len(first) == 8
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -293,3 +298,97 @@ def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[in
     output = run(tensors, problem).output.nan_to_num(0.0)
     for found in torch.autograd.grad(output.sum(), leaves):
         assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32], ids=lambda it: it.label)
+@pytest.mark.parametrize("name", ["plain", "packed in a window", "blocks", MANY])
+def test_the_operator_of_graphs_has_the_same_gradients(name: str, precision: Precision) -> None:
+    problem, tensors = made(name, precision)
+    eager, through = run(tensors, problem), executor._in_graphs(tensors, problem)
+    assert torch.equal(eager.output, through.output)
+    assert through.lse is None
+    expected, found = gradients_of(eager, tensors), gradients_of(through, tensors)
+    assert list(found) == list(expected)
+    for name, gradient in expected.items():
+        assert torch.equal(gradient, found[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("sinks", {"dropout_p": 0.2, "aux": Aux.LSE | Aux.ENTROPY}), ("added over keys", {})],
+)
+def test_a_compiled_training_step_is_one_graph(name: str, values: dict[str, Any]) -> None:
+    problem, tensors = made(name, Precision.FP32, **values)
+
+    def step(tensors: Tensors) -> Result:
+        return run(tensors, problem)
+
+    torch.compiler.reset()  # the numbers of another problem would make these symbols
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (step, compiled):
+        torch.manual_seed(0)
+        results.append(call(tensors))
+    eager, found = results
+    assert torch.equal(eager.output, found.output)
+    expected = gradients_of(eager, tensors)
+    for name, gradient in gradients_of(found, tensors).items():
+        assert torch.equal(gradient, expected[name]), name
+    if found.entropy is not None:
+        assert found.lse.requires_grad and not found.entropy.requires_grad
+
+
+def test_the_operators_keep_the_rules_of_operators() -> None:
+    problem, tensors = made("sinks", Precision.FP32)
+    given = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
+    words = taken_apart(replace(problem, aux=Aux.LSE))
+    torch.library.opcheck(torch.ops.adaattn.triton.default, (*given, *words, *[None] * 4))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32], ids=lambda it: it.label)
+@pytest.mark.parametrize("values", [{"len_q": 70}, GROUPS | {"len_q": 40, "is_causal": True}])
+def test_gradients_of_a_sequence_are_those_that_it_has_alone(
+    values: dict[str, Any], precision: Precision
+) -> None:
+    problem = make_problem(
+        batch=3, batch_invariant=True, requires_grad=True, precision=precision, **values
+    )
+    leaves = [item.requires_grad_() for item in _qkv(problem)]
+    upstream = torch.randn_like(leaves[0])
+    whole = torch.autograd.grad(run(Tensors.of(*leaves), problem).output, leaves, upstream)
+    for row in (0, 2):
+        part = slice(row, row + 1)
+        alone = [item[part].detach().clone().requires_grad_() for item in leaves]
+        output = run(Tensors.of(*alone), replace(problem, batch=1)).output
+        found = torch.autograd.grad(output, alone, upstream[part].clone())
+        assert all(torch.equal(x, y[part]) for x, y in zip(found, whole, strict=True))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32], ids=lambda it: it.label)
+def test_gradients_of_a_packed_sequence_do_not_depend_on_its_neighbours(
+    precision: Precision,
+) -> None:
+    mine = [torch.randn(1, 4, 33, 16) for _ in range(4)]
+    found = []
+    for lengths in ((33,), (70, 33), (5, 33, 1)):
+        before, total = (0, *lengths)[lengths.index(33)], sum(lengths)
+        problem = make_problem(
+            lengths_q=lengths, num_heads=4, is_causal=True, precision=precision,
+            batch_invariant=True, requires_grad=True,
+        )  # fmt: skip
+        whole = [torch.randn(1, 4, total, 16) for _ in range(4)]
+        for item, own in zip(whole, mine, strict=True):
+            item[:, :, before : before + 33] = own
+        *leaves, upstream = (item.to(torch_dtype(precision)) for item in whole)
+        leaves = [item.requires_grad_() for item in leaves]
+        starts = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32)
+        output = run(Tensors.of(*leaves, cu_seqlens_q=starts, cu_seqlens_k=starts), problem).output
+        gradients = torch.autograd.grad(output, leaves, upstream)
+        found.append([item[:, :, before : before + 33] for item in gradients])
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+def _qkv(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
+    tensors = make_tensors(replace(problem, requires_grad=False))
+    return tensors.query, tensors.key, tensors.value

@@ -542,6 +542,6 @@ def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
     arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
     sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
-    settings = ([problem.scale, 0.0, 0.0], [False, False], sizes)
-    terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap)
+    settings = ([problem.scale, 0.0, 0.0], [False] * 3, sizes)
+    terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap, None)
     torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings, *terms))
