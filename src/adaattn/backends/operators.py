@@ -141,17 +141,22 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
             *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
             seed,
         )
-        lse, *others = (
-            item if problem.wants(flag) else None
-            for item, flag in zip(statistics, STATISTICS, strict=False)
-        )
-        # Those have no gradient, and are not to look as if they had.
-        row_max, entropy, dropped = (None if item is None else item.detach() for item in others)
-        return Result(
-            output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped
-        )
+        return _result(problem, output, statistics)
 
     return through
+
+
+def _result(
+    problem: AttentionProblem, output: torch.Tensor, statistics: list[torch.Tensor]
+) -> Result:
+    """Return what an operator returned, without the statistics that nobody asked for."""
+    lse, *others = (
+        item if problem.wants(flag) else None
+        for item, flag in zip(statistics, STATISTICS, strict=False)
+    )
+    # Those have no gradient, and are not to look as if they had.
+    row_max, entropy, dropped = (None if item is None else item.detach() for item in others)
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def _backward_operator(name: str, training: Training) -> Callable[..., list[torch.Tensor]]:
