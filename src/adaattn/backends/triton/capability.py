@@ -77,6 +77,13 @@ def _halfwords(problem: AttentionProblem) -> str:
     return ""
 
 
+def _training(problem: AttentionProblem) -> str:
+    """Return why a fixed order may not bring it to the front, where no time has a say, or ""."""
+    if not (problem.batch_invariant and problem.wants_gradients):
+        return ""
+    return "no card has run its gradients yet, and batch_invariant asks for no measured time"
+
+
 CAPABILITIES = (
     Capability(
         name="triton",
@@ -92,10 +99,11 @@ CAPABILITIES = (
         is_one_kernel=True,
         efficiency=0.5,
         unavailable=why_no_triton(),
-        # Behind FlexAttention: a user of PyTorch has it without this package.
-        order=lambda problem: 45,
+        # Behind FlexAttention: a user of PyTorch has it without this package. In training behind
+        # all others: no card has timed the gradients.
+        order=lambda problem: 75 if problem.wants_gradients else 45,
         compiles=True,
-        rules=(_blocks, _halfwords),
+        rules=(_blocks, _halfwords, _training),
         overhead=_overhead,
         compile_ms=1500.0,  # 1 to 2 s (Triton 3.6, 2026-11)
     ),
