@@ -10,7 +10,9 @@ that it cannot serve is counted, with its reasons. A problem is found again by i
 A result beyond its bound is compared once more, with the worst of eager PyTorch's errors over 16
 orders of the columns: one order may round luckily. What passes then is printed as NEAR.
 
-Not covered: gradients, dropout and the softmax weights as an output.
+``--training`` holds the gradients of all tensors too, from a random one of the output.
+
+Not covered: dropout, the softmax weights as an output, gradients that arrive at other outputs.
 """
 
 import argparse
@@ -75,7 +77,7 @@ def check(problem: Problem, options: argparse.Namespace, totals: Totals) -> None
     """Add what becomes of one problem to the totals."""
     try:
         with blamed("benchmark"):
-            call = FuzzCall(problem, options.device)
+            call = FuzzCall(problem, options.device, training=options.training)
             if reasons := call.refusals(options.backend):
                 totals.refused += 1
                 totals.reasons.update(reasons)
@@ -157,7 +159,8 @@ def in_jobs(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 def _name(options: argparse.Namespace) -> str:
     """Return the name of the result."""
-    return f"fuzz_{options.backend}_{options.device}"
+    kind = "_training" if options.training else ""
+    return f"fuzz_{options.backend}{kind}_{options.device}"
 
 
 def write(totals: Totals, options: argparse.Namespace) -> Path:
@@ -185,6 +188,7 @@ def main(given: Sequence[str] | None = None) -> int:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
     parser.add_argument("--backend", default="auto", help="as of the public call")
+    parser.add_argument("--training", action="store_true", help="hold the gradients, too")
     parser.add_argument("--problems", type=int, default=1000, help="how many are drawn")
     parser.add_argument("--families", type=int, default=60, help="combinations of features")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
@@ -203,7 +207,7 @@ def main(given: Sequence[str] | None = None) -> int:
     wanted = set(options.index or ())
     if options.share:
         wanted = set(range(options.share[0], count, options.share[1]))
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.set_grad_enabled(options.training):
         warnings.simplefilter("ignore")
         totals = run((one for one in problems if not wanted or one.index in wanted), options)
     for reason, times in totals.reasons.most_common(_REASONS):

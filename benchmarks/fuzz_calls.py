@@ -16,11 +16,14 @@ from adaattn.call.describe import build_call
 from adaattn.hardware import probe
 from adaattn.planning.support import reasons
 from adaattn.testing import (
+    assert_gradients_match,
     assert_results_match,
     attention,
     cast_tensors,
+    gradients_of,
     num_summands,
     poisoned_memory,
+    term_sizes,
     visible_keys,
     with_tensors,
 )
@@ -43,13 +46,14 @@ class FuzzCall:
     Args:
         problem: what is computed.
         device: "cpu" or "cuda".
+        training: all tensors that can have a gradient want one, and it is checked.
 
     Attributes:
         near: what the first comparison said, where a second one with more yardsticks passed.
     """
 
-    def __init__(self, problem: Problem, device: str) -> None:
-        self.problem, self.device = problem, device
+    def __init__(self, problem: Problem, device: str, *, training: bool = False) -> None:
+        self.problem, self.device, self.training = problem, device, training
         self.near = ""
         self.spec = problem.spec(device)
         self.dtype: torch.dtype = getattr(torch, problem.family.dtype)
@@ -62,10 +66,15 @@ class FuzzCall:
         self.sinks = self._normal(problem.heads) if problem.family.has_sinks else None
         self.slopes = None
         if problem.family.has_alibi:
-            shape = (problem.batch, problem.heads) if problem.index % 3 else (problem.heads,)
+            shape = (problem.batch if problem.index % 3 else 1, problem.heads)
             self.slopes = torch.rand(shape, generator=self.generator, device=device)
         self.by_head = self._by_head()
         self.blocks = self._blocks() if problem.family.block_size[1] else None
+        if training:
+            given = (self.query, self.key, self.value, self.mask, self.sinks, self.slopes)
+            for item in (*given, *self.by_head.values()):
+                if item is not None and item.is_floating_point():
+                    item.requires_grad_()
 
     def refusals(self, backend: str) -> tuple[str, ...]:
         """Return why no executor of a backend serves the problem; () where one does."""
@@ -85,11 +94,12 @@ class FuzzCall:
         """Return which executor served.
 
         Raises:
-            AssertionError: the result is wrong.
+            AssertionError: the result is wrong, or a gradient.
         """
-        wide = cast_tensors(self._tensors(), torch.float64)
+        tensors = self._tensors()
+        wide = cast_tensors(tensors, torch.float64)
         exact = attention(wide, self.spec)
-        eager = attention(self._tensors(), self.spec, compute_dtype=self.dtype)
+        eager = attention(tensors, self.spec, compute_dtype=self.dtype)
         unseen = self._unseen().expand(exact.output.shape[:-1])
         output, aux = self._run(backend, exact.output.shape)
         asked = self.problem.family.aux
@@ -104,6 +114,21 @@ class FuzzCall:
             worst = self._worst_eager(exact, eager)
             assert_results_match(result, exact, worst, summands=summands)
             self.near = str(error)
+        if self.training:
+            of_exact, of_eager = (
+                gradients_of(exact, wide),
+                gradients_of(eager, tensors),
+            )
+            sizes = term_sizes(tensors, self.spec)
+            if self.device == "cuda":
+                self._poison(output.shape)
+            assert_gradients_match(
+                gradients_of(result, tensors),
+                of_exact,
+                of_eager,
+                sizes=sizes,
+                problem=self.spec,
+            )
         return "a call without other outputs" if aux is None else self._served(aux)
 
     def _served(self, aux: adaattn.AuxOutput) -> str:
@@ -182,7 +207,7 @@ class FuzzCall:
             "softcap": family.softcap or None,
             "scale": family.scale,
             "sinks": self.sinks,
-            "alibi_slopes": self.slopes,
+            "alibi_slopes": self._slopes_as_given(),
             "cu_seqlens_q": self.starts_q,
             "cu_seqlens_k": self.starts_k,
             "blocks": self.blocks,
@@ -191,6 +216,12 @@ class FuzzCall:
             found["max_seqlen_q"] = max(problem.lengths_q)
             found["max_seqlen_k"] = max(problem.lengths_k)
         return found
+
+    def _slopes_as_given(self) -> torch.Tensor | None:
+        """Return the slopes, [Hq] where all sequences have the same."""
+        if self.slopes is None or self.problem.index % 3:
+            return self.slopes
+        return self.slopes[0]
 
     def _mask_as_given(self) -> torch.Tensor | None:
         """Return the mask, of some problems without the leading dimensions that are 1."""
@@ -201,7 +232,6 @@ class FuzzCall:
 
     def _tensors(self) -> Tensors:
         """Return the tensors as the definition takes them."""
-        slopes = self.slopes
         bounds_q, bounds_k = (
             (0, *accumulate(lengths)) if lengths else ()
             for lengths in (self.problem.lengths_q, self.problem.lengths_k)
@@ -212,7 +242,7 @@ class FuzzCall:
             self.value,
             mask=self.mask,
             sinks=self.sinks,
-            alibi_slopes=slopes[None] if slopes is not None and slopes.dim() == 1 else slopes,
+            alibi_slopes=self.slopes,
             cu_seqlens_q=self.starts_q,
             cu_seqlens_k=self.starts_k,
             bounds_q=bounds_q,

@@ -128,6 +128,22 @@ def test_an_unseen_row_that_is_no_zero_and_a_raised_error_are_failures(
     assert "no such kernel" in document["rows"][0]["failed"]
 
 
+def test_a_wrong_gradient_of_a_right_output_is_a_failure_in_training(
+    fuzz: ModuleType, spoil: dict[str, Any], tmp_path: Path
+) -> None:
+    def how(result: Result) -> Result:
+        change = result.output - result.output.detach()  # 0, and its gradient is not
+        return replace(result, output=result.output + 0.1 * change)
+
+    given = ("--backend", "spoilt", "--problems", "12")
+    assert _run(fuzz, tmp_path, *given, "--training")[0] == 0
+    spoil["how"] = how
+    assert _run(fuzz, tmp_path / "plain", *given)[0] == 0
+    status, document = _run(fuzz, tmp_path / "wrong", *given, "--training")
+    assert status == 1
+    assert all("gradient of " in row["failed"] for row in document["rows"])
+
+
 def test_what_an_executor_refuses_is_counted_with_its_reasons(
     fuzz: ModuleType, tmp_path: Path
 ) -> None:
