@@ -200,7 +200,8 @@ class _Backward:
             made = mask.new_empty(mask.shape)
             run = arguments.mask(layout, tuple(mask.shape))
             run(*read, *starts, *lists, *numbers, made)
-            found["mask"] = made
+            assert saved.mask is not None
+            found["mask"] = made.view(saved.mask.shape)
         found |= self._of_heads(saved, delta, sums, wanted)
         if upstream.is_cuda and not self._is_noted:
             self._is_noted = True

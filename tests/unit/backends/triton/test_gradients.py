@@ -252,6 +252,22 @@ def test_the_function_of_repeated_calls_has_gradients() -> None:
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_repeated_calls_take_masks_and_slopes_of_fewer_dimensions() -> None:
+    """As callers give them."""
+    given = ADDED | ALIBI | {"len_q": 20, "num_heads": 2, "mask_shape": (1, 1, 20, 20)}
+    problem = make_problem(requires_grad=True, precision=Precision.FP32, **given)
+    tensors = make_tensors(problem)
+    assert tensors.mask is not None and tensors.alibi_slopes is not None
+    flat = [item.detach()[0].requires_grad_() for item in (tensors.mask[0], tensors.alibi_slopes)]
+    output = direct(problem, GROUP)(*_given(tensors), flat[0], None, flat[1], None, None)
+    found = torch.autograd.grad(output.square().sum(), flat)
+    whole = [tensors.mask, tensors.alibi_slopes]
+    expected = torch.autograd.grad(run(tensors, problem).output.square().sum(), whole)
+    for gradient, other, leaf in zip(found, expected, flat, strict=True):
+        assert gradient.shape == leaf.shape
+        assert torch.equal(gradient, other.view(leaf.shape))
+
+
 def test_gradients_of_any_layout_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """As from a sum, whose gradient is one number, and from a transposed view."""
     problem, tensors = made("plain", Precision.FP16)
@@ -390,5 +406,8 @@ def test_gradients_of_a_packed_sequence_do_not_depend_on_its_neighbours(
 
 
 def _qkv(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
-    tensors = make_tensors(replace(problem, requires_grad=False))
+    return _given(make_tensors(replace(problem, requires_grad=False)))
+
+
+def _given(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     return tensors.query, tensors.key, tensors.value
