@@ -17,6 +17,8 @@ rows behind its end with zeros and stores none of them, so that nothing of a nei
 queries whose rows are dropped. Lists of blocks: the listed blocks of keys are visited, which are
 the same for all warpgroups of a tile; a tile that sees none visits one, hidden.
 
+Heads may have windows, scales and softcaps of their own: their tiles read those on the device.
+
 Layouts: q, k, v, out are [B, H, S, D] in any order of strides; row outputs are [B, Hq, Sq].
 """
 
@@ -298,11 +300,11 @@ def attend_tile(
     masked_end = gl.to_tensor(1)
     plain_end = count
     if x.HAS_UNALIGNED_RIGHT:
-        plain = gl.maximum(first_row + sizes.offset + x.right + 1, 0) // c.BLOCK_N
+        plain = gl.maximum(first_row + sizes.offset + sizes.right + 1, 0) // c.BLOCK_N
         masked_end = gl.minimum(gl.maximum(end - plain, 1), count)
     if x.HAS_LEFT:
         last_row = gl.minimum(first_row + 64, sizes.len_q) - 1
-        hidden = gl.cdiv(gl.maximum(last_row + sizes.offset - x.left, 0), c.BLOCK_N)
+        hidden = gl.cdiv(gl.maximum(last_row + sizes.offset - sizes.left, 0), c.BLOCK_N)
         plain_end = gl.maximum(count - gl.maximum(hidden - start, 0), masked_end)
     if REPAIR:
         masked_end = count
@@ -413,7 +415,7 @@ def forward(
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
     starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
-    list_width, list_most, list_blocks,
+    list_width, list_most, list_blocks, head_scales, head_windows, head_softcaps,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
     STAGES_M: gl.constexpr, OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr,
@@ -425,6 +427,8 @@ def forward(
     FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
     MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_FIRST: gl.constexpr,
+    HAS_HEAD_SCALES: gl.constexpr, HAS_HEAD_WINDOWS: gl.constexpr,
+    HAS_HEAD_SOFTCAPS: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -467,10 +471,11 @@ def forward(
     mbarrier.init(done, count=NUM_WARPGROUPS)
     fence_async_shared()
     x = Terms(
-        scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
-        mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
-        MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_FIRST, STAGES_M > 0,
+        scale, cap, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
+        mask_stride_m, mask_stride_n, head_scales, head_windows, head_softcaps, HAS_RIGHT,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE, MASK_IS_FIRST, STAGES_M > 0,
+        HAS_HEAD_SCALES, HAS_HEAD_WINDOWS, HAS_HEAD_SOFTCAPS,
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(
@@ -479,10 +484,10 @@ def forward(
     )  # fmt: skip
     c = Call(
         query, key, value, out, source, lse, row_max, entropy, tiles, flags, x,
-        Sizes(len_q, len_k, offset), packing, lists, num_tiles, tiles_per_head, tile_bits,
-        tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full,
-        m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M,
-        OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
+        Sizes(len_q, len_k, offset, left, right), packing, lists, num_tiles, tiles_per_head,
+        tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full,
+        v_full, m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q,
+        STAGES_M, OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
         HAS_ENTROPY,
     )  # fmt: skip
     if FIXED:

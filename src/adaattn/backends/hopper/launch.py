@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
 __all__ = [
     "MASK_ALIGNMENT",
@@ -106,6 +106,10 @@ class Variant:
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         sinks_dtype: Triton's name of the type of sinks.
         slopes_dtype: the same of slopes.
+        head_terms: which of scale, window and softcap each head has its own of.
+        scales_dtype: Triton's name of the type of scales of heads.
+        windows_dtype: the same of windows.
+        softcaps_dtype: the same of softcaps.
     """
 
     tiling: Tiling
@@ -134,11 +138,19 @@ class Variant:
     mask_is_aligned: bool = True
     sinks_dtype: str = "fp32"
     slopes_dtype: str = "fp32"
+    head_terms: HeadTerm = HeadTerm.NONE
+    scales_dtype: str = "fp32"
+    windows_dtype: str = "i32"
+    softcaps_dtype: str = "fp32"
 
     @property
     def has_fast_tanh(self) -> bool:
         """Whether the softcap's tanh may be one instruction: it has 11 bits, more than bf16's 8."""
         return self.has_softcap and self.precision is Precision.BF16
+
+    def by_head(self, term: HeadTerm) -> bool:
+        """Return whether each head has its own number."""
+        return bool(self.head_terms & term)
 
 
 def choose(
@@ -164,8 +176,10 @@ def choose(
     edge = right if is_packed else problem.offset + right
     # Warpgroups whose tile has a list visit all of its blocks, also those behind their own edge.
     apart = to_end or (problem.has_blocks and tiling.block_n < tiling.block_m)
-    unaligned = right >= 0 and (apart or edge % tiling.block_n != 0)
+    own_windows = problem.by_head(HeadTerm.WINDOW)
+    unaligned = own_windows or (right >= 0 and (apart or edge % tiling.block_n != 0))
     hides_late = right >= 0 and (unaligned or edge < 0)
+    has_left = own_windows or left >= 0
     differ = (right >= 0 or left >= 0) and not on_device
     return Variant(
         tiling=tiling,
@@ -178,23 +192,27 @@ def choose(
         has_lse=bool(problem.aux & Aux.LSE),
         has_row_max=bool(problem.aux & Aux.ROW_MAX),
         has_entropy=bool(problem.aux & Aux.ENTROPY),
-        has_right=right >= 0,
+        has_right=own_windows or right >= 0,
         has_unaligned_right=unaligned,
-        has_left=left >= 0,
+        has_left=has_left,
         is_ragged=on_device or problem.len_k % tiling.block_n != 0,
-        may_hide=on_device or hides_late or left >= 0 or problem.mask is not MaskKind.NONE,
-        has_softcap=problem.softcap > 0,
+        may_hide=on_device or hides_late or has_left or problem.mask is not MaskKind.NONE,
+        has_softcap=problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP),
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
         mask_dtype=_mask_dtype(problem),
         mask_has_rows=has_rows,
         mask_is_first=_is_first(problem),
+        head_terms=problem.head_terms,
     )
 
 
 def edges(problem: AttentionProblem) -> tuple[int, int]:
-    """Return how many later and earlier keys a row sees beside its own; -1 is all."""
+    """Return how many later and earlier keys a row sees beside its own; -1 is all.
+
+    Windows of single heads are in tensors: here they hide nothing.
+    """
     left, right = problem.window
     return (0 if problem.is_causal else right), left
 
@@ -215,8 +233,13 @@ def _is_fixed(problem: AttentionProblem) -> bool:
 
 def _is_first(problem: AttentionProblem) -> bool:
     """Return whether an additive mask may be divided by the scale: not where that overflows."""
-    alone = not problem.has_alibi and problem.softcap == 0.0
+    alone = not problem.has_alibi and problem.softcap == 0.0 and not _scales_by_head(problem)
     return problem.mask is MaskKind.ADDITIVE and alone and 2.0**-20 <= problem.scale <= 2.0**20
+
+
+def _scales_by_head(problem: AttentionProblem) -> bool:
+    """Return whether heads have scales or softcaps of their own."""
+    return problem.by_head(HeadTerm.SCALE) or problem.by_head(HeadTerm.SOFTCAP)
 
 
 def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
@@ -237,8 +260,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
     masked = problem.mask is not MaskKind.NONE
-    modified = masked or problem.has_alibi or problem.softcap > 0
-    sees_all = edges(problem) == (-1, -1)
+    modified = masked or problem.has_alibi or problem.softcap > 0 or _scales_by_head(problem)
+    sees_all = edges(problem) == (-1, -1) and not problem.by_head(HeadTerm.WINDOW)
     len_q, len_k = _longest(problem)
     short = not sees_all and len_k <= 1024
     narrow = problem.block_size[1] % 128 != 0
@@ -259,10 +282,14 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
             warpgroups=2, block_n=64 if masked or narrow else 128, block_d=block_d, block_v=block_v,
             stages_k=2, stages_v=3 if fixed else 2, late=fixed,
         )  # fmt: skip
-    # Three have no registers left for the entropy's sums: they would spill in the loop.
-    three = not (modified or problem.aux & Aux.ENTROPY or problem.has_blocks) and (
-        _rows(len_q, 192) <= 1.06 * _rows(len_q, 128)
-    )
+    # Three have no registers left for the entropy's sums, nor for windows that differ from head to
+    # head: they would spill in the loop.
+    three = not (
+        modified
+        or problem.aux & Aux.ENTROPY
+        or problem.has_blocks
+        or problem.by_head(HeadTerm.WINDOW)
+    ) and (_rows(len_q, 192) <= 1.06 * _rows(len_q, 128))
     if not sees_all and problem.window[0] < 0:
         three = three and len_k > 4096
     return Tiling(

@@ -358,7 +358,8 @@ def device_code() -> dict[str, Any]:
 
 
 POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slopes", "starts_q",
-            "starts_k", "counts", "indices")  # fmt: skip
+            "starts_k", "counts", "indices", "head_scales", "head_windows",
+            "head_softcaps")  # fmt: skip
 
 
 class Machine:

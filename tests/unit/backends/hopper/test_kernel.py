@@ -13,7 +13,16 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    HeadGroup,
+    HeadTerm,
+    MaskKind,
+    Precision,
+    Scheme,
+)
 from adaattn.testing import (
     assert_executor_matches,
     make_problem,
@@ -30,6 +39,7 @@ pytestmark = [
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 BOTTOM = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
+BY_HEAD = {"head_terms": HeadTerm(7), "num_heads": 4}
 ALL_AUX = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 PROBLEMS: dict[str, dict[str, Any]] = {
     "one row": {"len_q": 1, "len_k": 1000},
@@ -101,6 +111,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     "wide bias": {"len_q": 300, "mask": MaskKind.ADDITIVE, "mask_is_wide": True},
     "bias of rows": {"len_q": 300, "mask": MaskKind.ADDITIVE, "mask_shape": (2, 1, 300, 1)},
+    "numbers of each head": {"len_q": 1000, **BY_HEAD, "aux": ALL_AUX},
+    "numbers of each head, causal": {"len_q": 700, "len_k": 1037, **BY_HEAD, **BOTTOM},
+    "numbers of each head in half": {"len_q": 700, **BY_HEAD, "precision": Precision.FP16},
+    "windows of each head": {"len_q": 1500, "head_terms": HeadTerm.WINDOW, "head_dim": 64},
+    "scales of each head": {"len_q": 700, "head_terms": HeadTerm.SCALE, "is_causal": True},
 }
 
 
@@ -193,6 +208,7 @@ PACKED: dict[str, dict[str, Any]] = {
     },
     "half": {"lengths_q": (500, 40), "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"lengths_q": (300, 40, 70), "mask": MaskKind.BOOLEAN},
+    "numbers of each head": {"lengths_q": (700, 0, 40), **BY_HEAD, **BOTTOM},
     "many": {"lengths_q": tuple(range(1, 90)), "is_causal": True, "head_dim": 64},
 }
 
@@ -273,6 +289,7 @@ LISTS: dict[str, dict[str, Any]] = {
     },
     "half": {"len_q": 700, "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"len_q": 700, "len_k": 733, "mask": MaskKind.BOOLEAN, "is_causal": True},
+    "numbers of each head": {"len_q": 1700, "is_causal": True, **BY_HEAD},
 }
 
 
