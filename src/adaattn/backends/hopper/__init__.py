@@ -39,8 +39,10 @@ def _layout(problem: AttentionProblem) -> str:
     """Return why TMA cannot read the tensors, or ""."""
     if problem.dense_columns and problem.stride_bytes % _STRIDE_BYTES == 0:
         return ""
-    if problem.stride_bytes == 1:
-        return ""  # nothing is known, in a graph: what cannot be read is copied
+    if problem.stride_bytes == 1 or problem.batch_invariant:
+        # In a graph nothing is known; under batch_invariant a sequence alone may lie otherwise than
+        # in a batch, and both must go this way. What cannot be read is copied.
+        return ""
     return f"it takes adjacent columns and strides that are multiples of {_STRIDE_BYTES} bytes"
 
 
@@ -64,8 +66,10 @@ def _order(problem: AttentionProblem) -> int:
     """Return its place behind what PyTorch's users would run; measured times bring it forward.
 
     Few rows of a head leave most of a tile empty, and its keys to one block: there `triton`, which
-    splits them, is before it.
+    splits them, is before it. Of packed sequences whose lengths have no say all are here.
     """
+    if problem.num_sequences and problem.batch_invariant:
+        return 45
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
     return 46 if rows <= _FEW_ROWS else 45
 
@@ -93,6 +97,7 @@ CAPABILITIES = (
             | Feature.ENTROPY
             | Feature.BLOCK_LIST
             | Feature.HEAD_TERMS
+            | Feature.BATCH_INVARIANT
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         rules=(_narrow, _layout, _negative, _lists),

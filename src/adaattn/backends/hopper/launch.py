@@ -1,4 +1,9 @@
-"""How a problem is cut into tiles: a frozen choice from sizes alone."""
+"""How a problem is cut into tiles: a frozen choice from sizes alone.
+
+Under ``batch_invariant`` no length is looked at, which of packed sequences is another's; nor where
+a mask's rows begin. A tile is rows of one sequence and head, so that what is computed again in the
+second pass is its own affair, too.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -165,19 +170,21 @@ def choose(
         staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
     right, left = edges(problem)
-    fixed = _is_fixed(problem)
+    fixed, blind = _is_fixed(problem), problem.batch_invariant
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
-    if staged is None:
-        staged = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
+    if staged is None or blind:
+        staged = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0 and not blind
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
-    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square
+    in_doubt = on_device or blind
+    is_square = problem.packed_square and not blind
+    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
     edge = right if is_packed else problem.offset + right
     # Warpgroups whose tile has a list visit all of its blocks, also those behind their own edge.
     apart = to_end or (problem.has_blocks and tiling.block_n < tiling.block_m)
     own_windows = problem.by_head(HeadTerm.WINDOW)
-    unaligned = own_windows or (right >= 0 and (apart or edge % tiling.block_n != 0))
+    unaligned = own_windows or (right >= 0 and (apart or blind or edge % tiling.block_n != 0))
     hides_late = right >= 0 and (unaligned or edge < 0)
     has_left = own_windows or left >= 0
     differ = (right >= 0 or left >= 0) and not on_device
@@ -195,8 +202,8 @@ def choose(
         has_right=own_windows or right >= 0,
         has_unaligned_right=unaligned,
         has_left=has_left,
-        is_ragged=on_device or problem.len_k % tiling.block_n != 0,
-        may_hide=on_device or hides_late or has_left or problem.mask is not MaskKind.NONE,
+        is_ragged=in_doubt or problem.len_k % tiling.block_n != 0,
+        may_hide=in_doubt or hides_late or has_left or problem.mask is not MaskKind.NONE,
         has_softcap=problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP),
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
@@ -256,6 +263,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
       for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
     - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
       8K keys.
+
+    Where lengths have no say it is the tiling of long sequences, with two warpgroups.
     """
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
@@ -263,7 +272,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     modified = masked or problem.has_alibi or problem.softcap > 0 or _scales_by_head(problem)
     sees_all = edges(problem) == (-1, -1) and not problem.by_head(HeadTerm.WINDOW)
     len_q, len_k = _longest(problem)
-    short = not sees_all and len_k <= 1024
+    blind = problem.batch_invariant
+    short = not sees_all and len_k <= 1024 and not blind
     narrow = problem.block_size[1] % 128 != 0
     if staged and masked and (widest <= 128 or mask_bytes(problem) < 4):
         return _staged(problem, block_d, block_v, fixed=fixed)
@@ -285,7 +295,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     # Three have no registers left for the entropy's sums, nor for windows that differ from head to
     # head: they would spill in the loop.
     three = not (
-        modified
+        blind
+        or modified
         or problem.aux & Aux.ENTROPY
         or problem.has_blocks
         or problem.by_head(HeadTerm.WINDOW)
@@ -294,7 +305,7 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
         three = three and len_k > 4096
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
-        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=len_k < 8192,
+        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=blind or len_k < 8192,
     )  # fmt: skip
 
 

@@ -267,6 +267,30 @@ def test_packed_scores_beyond_the_fixed_reference_are_computed_again(is_causal: 
     _held_to_the_oracle(replace(tensors, kv=replace(tensors.kv, key=key)), problem)
 
 
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16], ids=lambda it: it.label)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
+    head_dim: int, precision: Precision
+) -> None:
+    """Some keys exceed the fixed reference, so that tiles of both calls are computed again."""
+    lengths = (1, 700, 40, 129, 2000)
+    asked = {"is_causal": True, "head_dim": head_dim, "precision": precision}
+    problem, tensors = _packed({"lengths_q": lengths, "batch_invariant": True} | asked)
+    key = tensors.key.clone()
+    key[:, :, 3::400] *= 60
+    tensors = replace(tensors, kv=replace(tensors.kv, key=key))
+    whole = hopper.run(tensors, problem, GROUP).output
+    for n, length in enumerate(lengths):
+        rows = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+        bounds = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        given = [it[:, :, rows].clone() for it in (tensors.query, key, tensors.value)]
+        alone, _ = _packed({"lengths_q": (length,), "batch_invariant": True} | asked)
+        parts = Tensors.of(*given, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+        assert torch.equal(hopper.run(parts, alone, GROUP).output, whole[:, :, rows])
+        dense = _problem({"batch": 1, "len_q": length, "batch_invariant": True} | asked)
+        assert torch.equal(hopper.run(Tensors.of(*given), dense, GROUP).output, whole[:, :, rows])
+
+
 LISTS: dict[str, dict[str, Any]] = {
     "plain": {"len_q": 700, "len_k": 1700, "aux": ALL_AUX},
     "causal": {"len_q": 1700, "is_causal": True, "aux": Aux.LSE},
