@@ -96,6 +96,7 @@ CAPABILITIES = (
             | Feature.ROW_MAX
             | Feature.ENTROPY
             | Feature.BLOCK_LIST
+            | Feature.DROPPED_MASS
             | Feature.HEAD_TERMS
             | Feature.BATCH_INVARIANT
         ),

@@ -17,7 +17,7 @@ from adaattn.spec import HeadTerm, MaskKind
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
-_POINTERS = ("lse", "row_max", "entropy")
+_POINTERS = ("lse", "row_max", "entropy", "dropped")
 _NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 
@@ -121,6 +121,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "HAS_HEAD_SCALES": variant.by_head(HeadTerm.SCALE),
         "HAS_HEAD_WINDOWS": variant.by_head(HeadTerm.WINDOW),
         "HAS_HEAD_SOFTCAPS": variant.by_head(HeadTerm.SOFTCAP),
+        "HAS_DROPPED": variant.has_dropped,
     }
 
 

@@ -95,6 +95,7 @@ class Variant:
         has_lse: the log-sum-exp is stored.
         has_row_max: the row maximum is.
         has_entropy: the row entropy is.
+        has_dropped: a bound of what blocks that are not listed would weigh is.
         has_right: rows do not see all later keys: causal order, a window.
         has_unaligned_right: their last key is not that of a block for the last row of a tile.
         has_left: rows do not see all earlier keys.
@@ -127,6 +128,7 @@ class Variant:
     has_lse: bool = False
     has_row_max: bool = False
     has_entropy: bool = False
+    has_dropped: bool = False
     has_right: bool = False
     has_unaligned_right: bool = False
     has_left: bool = False
@@ -172,8 +174,10 @@ def choose(
     right, left = edges(problem)
     fixed, blind = _is_fixed(problem), problem.batch_invariant
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
-    if staged is None or blind:
-        staged = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0 and not blind
+    has_dropped = bool(problem.aux & Aux.DROPPED_MASS)
+    if staged is None or blind or has_dropped:
+        aligned = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
+        staged = aligned and not blind and not has_dropped
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
@@ -196,9 +200,10 @@ def choose(
         is_packed=is_packed,
         to_end=to_end,
         list_ratio=problem.block_size[1] // tiling.block_n,
-        has_lse=bool(problem.aux & Aux.LSE),
+        has_lse=has_dropped or bool(problem.aux & Aux.LSE),
         has_row_max=bool(problem.aux & Aux.ROW_MAX),
         has_entropy=bool(problem.aux & Aux.ENTROPY),
+        has_dropped=has_dropped,
         has_right=own_windows or right >= 0,
         has_unaligned_right=unaligned,
         has_left=has_left,

@@ -323,3 +323,17 @@ def listed_block(c, tile, visit):
     first_visit = gl.cdiv(c.sizes.len_k, c.BLOCK_N)
     most = gl.where(visit == 0, first_visit, c.sizes.len_k // c.BLOCK_N)
     return gl.maximum(gl.minimum(block, most - 1), 0)
+
+
+@gluon.jit
+def is_listed(c, tile, place, block):
+    """Whether a block of keys is listed, and the place to look from for the one behind it.
+
+    ``place`` is that of the first entry that is not before the block asked for last.
+    """
+    wanted = block // c.LIST_RATIO
+    inside = place < tile.num
+    found = gl.load(tile.entries + place, mask=inside, other=0)
+    place += (inside & (found < wanted)).to(gl.int32)
+    found = gl.load(tile.entries + place, mask=place < tile.num, other=-1)
+    return (found == wanted).to(gl.int32), place

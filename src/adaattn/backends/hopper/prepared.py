@@ -143,7 +143,8 @@ class Prepared:
         constants: the compile-time ones.
         tiles: the list of tiles, or None.
         is_lasting: what was prepared may serve later calls.
-        aux: row outputs.
+        aux: row outputs that the kernel stores.
+        has_lse: the caller wants the log-sum-exp, too.
     """
 
     launch: Callable[..., None]
@@ -159,6 +160,7 @@ class Prepared:
     tiles: _Tiles | None
     is_lasting: bool
     aux: Aux
+    has_lse: bool
 
     def run(
         self,
@@ -173,10 +175,10 @@ class Prepared:
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
         out = query.new_empty_strided(self.out_shape, self.out_strides)
-        lse, row_max, entropy = (
+        lse, row_max, entropy, dropped = (
             query.new_empty(self.out_shape[:3], dtype=torch.float32) if self.aux & flag else None
-            for flag in STATISTICS[:3]
-        ) if self.aux else (None, None, None)  # fmt: skip
+            for flag in STATISTICS
+        ) if self.aux else (None, None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
         tiles = None
         if self.tiles is not None:
@@ -192,10 +194,12 @@ class Prepared:
             *self.scalars,
             *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
             *self.numbers,
-            *map(_address, by_head),
+            *map(_address, (*by_head, dropped)),
             *self.constants,
         )
-        return Result(output=out, lse=lse, row_max=row_max, entropy=entropy)
+        if not self.has_lse:
+            lse = None
+        return Result(output=out, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -254,7 +258,8 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         constants=constants,
         tiles=tiles,
         is_lasting=lasting,
-        aux=problem.aux,
+        aux=problem.aux | Aux.LSE if variant.has_dropped else problem.aux,
+        has_lse=problem.wants(Aux.LSE),
     )
 
 

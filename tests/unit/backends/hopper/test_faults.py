@@ -46,6 +46,8 @@ PACKED: dict[str, Any] = {"lengths_q": (40, 0, 170, 1), "is_causal": True}
 OTHER_KEYS: dict[str, Any] = {"lengths_q": (40, 100), "lengths_k": (70, 180), "is_causal": True,
                               "align": Align.BOTTOM_RIGHT}  # fmt: skip
 BLOCKS: dict[str, Any] = HEADS | {"len_q": 300, "len_k": 500, "block_size": (128, 128)}
+EQUAL: dict[str, Any] = BLOCKS | {"aux": Aux.DROPPED_MASS, "scale": 1e-9}
+"""Where all scores are equal the bound of the dropped mass is the mass itself."""
 FP16: dict[str, Any] = {"precision": Precision.FP16}
 SCALES: dict[str, Any] = GROUPS | {"head_terms": HeadTerm.SCALE}
 CAPS: dict[str, Any] = GROUPS | {"head_terms": HeadTerm.SOFTCAP}
@@ -172,6 +174,17 @@ BY_HEAD: dict[str, Fault] = {
                                                "sizes_by_head(c, 0 * number)",
                                                WINDOWS | {"block_size": (128, 128)}),
 }  # fmt: skip
+DROPPED: dict[str, Fault] = {
+    "unlisted block taken for listed": ("is_listed", "(found == wanted)", "(found >= wanted)",
+                                        EQUAL),
+    "all blocks taken for listed": ("is_listed", "(found == wanted)", "(found == found)", EQUAL),
+    "unlisted blocks weigh as one key": ("bound_block", "num_keys * gl.exp2", "gl.exp2", EQUAL),
+    "blocks before dropped": ("bound_block", "total * gl.exp2(largest - base)", "total * 0.0",
+                              EQUAL),
+    "weight of what was dropped": ("bound_tiles", "1.0 + ratio", "1.0 + 2.0 * ratio", EQUAL),
+    "share of another head": ("bound_tiles", "(tile.number >> c.tile_bits)",
+                              "(1 - (tile.number >> c.tile_bits))", EQUAL),
+}  # fmt: skip
 WRITTEN: dict[str, Fault] = {
     "rows stored one too far": ("store_part", "start, first_row,", "start, first_row + 1,", PLAIN),
     "tile unwritten": ("store_part", "number >= 0", "number > 0", PLAIN),
@@ -196,7 +209,7 @@ FAULTS: dict[str, Fault] = {
     f"{kind}: {name}": fault
     for kind, faults in (
         *(("scores", SCORES), ("keys", KEYS)),
-        *(("lists", LISTS), ("by head", BY_HEAD), ("written", WRITTEN)),
+        *(("lists", LISTS), ("by head", BY_HEAD), ("dropped", DROPPED), ("written", WRITTEN)),
     )
     for name, fault in faults.items()
 }

@@ -314,6 +314,21 @@ LISTS: dict[str, dict[str, Any]] = {
     "half": {"len_q": 700, "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"len_q": 700, "len_k": 733, "mask": MaskKind.BOOLEAN, "is_causal": True},
     "numbers of each head": {"len_q": 1700, "is_causal": True, **BY_HEAD},
+    "dropped mass": {"len_q": 1700, "is_causal": True, "aux": Aux.DROPPED_MASS},
+    "dropped mass of a biased list": {
+        "len_q": 700,
+        "len_k": 1700,
+        "head_dim": 64,
+        "mask": MaskKind.ADDITIVE,
+        "aux": Aux.DROPPED_MASS | Aux.LSE,
+    },
+    "dropped mass in half": {
+        "len_q": 900,
+        "len_k": 1130,
+        "precision": Precision.FP16,
+        "aux": Aux.DROPPED_MASS,
+        **BOTTOM,
+    },
 }
 
 
