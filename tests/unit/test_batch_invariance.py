@@ -223,6 +223,10 @@ def test_the_plan_does_not_depend_on_the_batch(machine: str, values: dict[str, A
     ("machine", "values", "name"),
     [
         ("h200", {"precision": Precision.BF16}, "triton"),
+        ("h200", {"precision": Precision.BF16, "head_dim": 128}, "triton"),
+        ("h200", {"precision": Precision.BF16, "head_dim": 128, "len_q": 1}, "triton"),
+        ("a100", {"precision": Precision.BF16, "head_dim": 128}, "triton"),
+        ("h200", {"precision": Precision.FP32, "head_dim": 128}, "triton"),
         ("h200", {"precision": Precision.BF16, "requires_grad": True}, "chunked"),
         ("v100", {"precision": Precision.FP16}, "chunked"),
         ("cpu", {"precision": Precision.BF16}, "chunked"),
@@ -236,6 +240,22 @@ def test_the_first_in_order_that_declares_it_runs(
     (entry,) = [it for it in decision.trace if it.accepted]
     assert "the first in a fixed order whose results do not depend on the batch" in entry.reason
     assert decision.later is None
+
+
+PACKED_SIZES = {"head_dim": 128, "precision": Precision.BF16, "is_causal": True}
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 5000), (700, 40, 9), (2,) * 300], ids=len)
+@pytest.mark.parametrize("layout", [(False, 1), (True, 16), (True, 4)], ids=str)
+def test_no_neighbour_and_no_layout_has_a_say_in_the_executor(
+    lengths: tuple[int, ...], layout: tuple[bool, int]
+) -> None:
+    """Alone a sequence may lie in memory otherwise than beside others."""
+    sizes = PACKED_SIZES | {"dense_columns": layout[0], "stride_bytes": layout[1]}
+    problem = make_problem(lengths_q=lengths, device_type="cuda", batch_invariant=True, **sizes)
+    assert taken(problem, "h200").plan.groups[0].capability == "triton"
+    alone = [it for it in capabilities() if it.name == "hopper"]
+    assert decide(problem, None, fake_facts("h200"), Policy(), alone).plan.is_exact
 
 
 def test_who_stands_behind_is_said_to() -> None:
@@ -378,7 +398,7 @@ def test_gradients_of_each_sequence_are_its_own() -> None:
 
 def test_who_declares_it_is_exact() -> None:
     declared = [it for it in capabilities() if adaattn.spec.Feature.BATCH_INVARIANT in it.features]
-    assert {it.name for it in declared} == {"triton", "chunked"}
+    assert {it.name for it in declared} == {"hopper", "triton", "chunked"}
     assert all(it.method is Method.EXACT for it in declared)
 
 
@@ -394,6 +414,7 @@ def test_who_declares_it_is_exact() -> None:
         {"len_q": 700, "len_k": 700, "is_causal": True},
         {"len_q": 300, "len_k": 300, "window": (100, 0), "softcap": 20.0},
         {"len_q": 33, "len_k": 90, "has_mask": True},
+        {"len_q": 333, "len_k": 512, "has_mask": True},
     ],
     ids=str,
 )

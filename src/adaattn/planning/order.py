@@ -28,14 +28,21 @@ def incumbent_of(usable: Sequence[Candidate], problem: AttentionProblem) -> Cand
     return min((default, *fused), key=order)
 
 
-def first_in_order(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def first_in_order(
+    candidates: Sequence[Candidate], problem: AttentionProblem
+) -> tuple[Candidate, ...]:
     """Return the exact candidate that stands first, fused ones before the others; () for none.
 
-    No size of a batch and no time has a say. Where the first has too little memory nothing takes
-    its place: the same sequence in a smaller batch would have been computed by it.
+    No time has a say, and no size of a batch: an executor that declares `Feature.BATCH_INVARIANT`
+    has its place, too, from the sizes of one sequence. Where the first has too little memory
+    nothing stands in for it: the same sequence in a smaller batch would have been computed by it.
     """
     able = [it for it in candidates if it.is_exact and (not it.refusal or it.why is Why.MEMORY)]
-    first = min(able, key=lambda it: not it.capability.is_fused, default=None)
+
+    def order(item: Candidate) -> tuple[bool, int]:
+        return not item.capability.is_fused, item.capability.order(problem)
+
+    first = min(able, key=order, default=None)
     return () if first is None or first.refusal else (first,)
 
 

@@ -275,7 +275,7 @@ def _best_exact(
     have lost as much as that costs.
     """
     if problem.batch_invariant:
-        return first_in_order(candidates)
+        return first_in_order(candidates, problem)
     usable = [item for item in candidates if item.is_exact and not item.refusal]
     if not usable:
         return ()

@@ -189,17 +189,17 @@ def by_head() -> dict[str, Any]:
 @pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
 @pytest.mark.parametrize("name", ["plain", "causal", "to the end"])
 def test_heads_of_different_numbers_are_one_launch_that_waits_for_nothing(
-    name: str, sizes: tuple[int, int]
+    name: str, sizes: tuple[int, int], backend: str
 ) -> None:
     tensors = draw(*sizes)
     given = CALLS[name] | {"enable_gqa": True} | by_head()
-    held_to_the_definition(attend(*tensors, backend="triton", **given), tensors, **given)
+    held_to_the_definition(attend(*tensors, backend=backend, **given), tensors, **given)
     with waiting_is_an_error():
         for _ in range(3):
-            attend(*tensors, backend="triton", **given)
+            attend(*tensors, backend=backend, **given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = attend(*tensors, backend="triton", **given)
+        output = attend(*tensors, backend=backend, **given)
     given["scale"].mul_(1.5)
     given["window"][1].fill_(7)
     graph.replay()
@@ -207,11 +207,9 @@ def test_heads_of_different_numbers_are_one_launch_that_waits_for_nothing(
     held_to_the_definition(output, tensors, **given)
 
 
-def test_a_compiled_graph_holds_numbers_of_each_head() -> None:
-    torch._dynamo.reset()
-
+def test_a_compiled_graph_holds_numbers_of_each_head(operator: str) -> None:
     def call(*items: torch.Tensor, **given: Any) -> torch.Tensor:
-        result: torch.Tensor = attend(*items, enable_gqa=True, backend="triton", **given)
+        result: torch.Tensor = attend(*items, enable_gqa=True, backend=operator, **given)
         return result
 
     with torch.no_grad():

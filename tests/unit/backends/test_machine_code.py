@@ -50,6 +50,7 @@ HOPPER = [
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True)",
     "dict(head_dim=64, lengths_q=(1000, 3096), is_causal=True)",
     "dict(head_dim=64, is_causal=True, block_size=(128, 128))",
+    "dict(head_dim=128, is_causal=True, head_terms=HeadTerm.SCALE)",
 ]
 # A few numbers of a tile wait in local memory where the second pass, with its own reference, or
 # row sums take their registers: outside of the loops over keys, some dozen accesses a tile.
@@ -63,6 +64,9 @@ HOPPER_WITH_FEW_SPILLS = [
     PACKED,
     "dict(head_dim=128, block_size=(128, 128))",
     LISTED,
+    "dict(head_dim=64, head_terms=HeadTerm.WINDOW)",
+    "dict(head_dim=64, is_causal=True, block_size=(128, 128), aux=Aux.DROPPED_MASS)",
+    "dict(head_dim=128, is_causal=True, head_terms=HeadTerm(7))",
 ]
 MOST_SPILLS = 160
 

@@ -1,8 +1,8 @@
 """Exact attention forward for GPUs of compute capability 9.0, written in Gluon.
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
-Sequences may be packed, and blocks of keys listed. It needs Triton and strides of 16 bytes. No
-gradients yet.
+Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
+own. It needs Triton and strides of 16 bytes. No gradients yet.
 """
 
 from typing import Final
@@ -12,13 +12,14 @@ from adaattn.backends.hopper.forward import attend, output_function
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.own_kernels import why_no_triton
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, Precision
+from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, Precision
 
 __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
 
 _LEAST_COLUMNS: Final = 32
 _COLUMN_STEP: Final = 8
 _STRIDE_BYTES: Final = 16
+_FEW_ROWS: Final = 64
 _LISTED_ROWS: Final = 128
 _LISTED_KEYS: Final = 64
 
@@ -38,8 +39,10 @@ def _layout(problem: AttentionProblem) -> str:
     """Return why TMA cannot read the tensors, or ""."""
     if problem.dense_columns and problem.stride_bytes % _STRIDE_BYTES == 0:
         return ""
-    if problem.stride_bytes == 1:
-        return ""  # nothing is known, in a graph: what cannot be read is copied
+    if problem.stride_bytes == 1 or problem.batch_invariant:
+        # In a graph nothing is known; under batch_invariant a sequence alone may lie otherwise than
+        # in a batch, and both must go this way. What cannot be read is copied.
+        return ""
     return f"it takes adjacent columns and strides that are multiples of {_STRIDE_BYTES} bytes"
 
 
@@ -57,6 +60,18 @@ def _lists(problem: AttentionProblem) -> str:
         f"it takes lists of blocks whose rows are multiples of {_LISTED_ROWS} and whose keys are "
         f"multiples of {_LISTED_KEYS}, got {rows} and {keys}"
     )
+
+
+def _order(problem: AttentionProblem) -> int:
+    """Return its place behind what PyTorch's users would run; measured times bring it forward.
+
+    Few rows of a head leave most of a tile empty, and its keys to one block: there `triton`, which
+    splits them, is before it. It is too where no card has run this kernel yet.
+    """
+    if problem.batch_invariant or problem.head_terms.value or problem.wants(Aux.DROPPED_MASS):
+        return 46
+    rows = problem.max_len_q if problem.num_sequences else problem.len_q
+    return 46 if rows <= _FEW_ROWS else 45
 
 
 CAPABILITIES = (
@@ -81,6 +96,9 @@ CAPABILITIES = (
             | Feature.ROW_MAX
             | Feature.ENTROPY
             | Feature.BLOCK_LIST
+            | Feature.DROPPED_MASS
+            | Feature.HEAD_TERMS
+            | Feature.BATCH_INVARIANT
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         rules=(_narrow, _layout, _negative, _lists),
@@ -92,8 +110,7 @@ CAPABILITIES = (
         is_one_kernel=True,
         efficiency=0.65,
         unavailable=why_no_triton(),
-        # Behind what PyTorch's users would run: measured times bring it forward.
-        order=lambda problem: 45,
+        order=_order,
         compiles=True,
         compile_ms=5000.0,  # 3 to 9 s (Triton 3.6, 2026-11)
     ),

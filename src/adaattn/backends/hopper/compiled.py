@@ -12,12 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
-from adaattn.spec import MaskKind
+from adaattn.spec import HeadTerm, MaskKind
 
 __all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
-_POINTERS = ("lse", "row_max", "entropy")
+_POINTERS = ("lse", "row_max", "entropy", "dropped")
 _NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 
@@ -118,6 +118,10 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "MASK_HAS_ROWS": variant.mask_has_rows,
         "MASK_IS_DENSE": variant.mask_is_dense,
         "MASK_IS_FIRST": variant.mask_is_first,
+        "HAS_HEAD_SCALES": variant.by_head(HeadTerm.SCALE),
+        "HAS_HEAD_WINDOWS": variant.by_head(HeadTerm.WINDOW),
+        "HAS_HEAD_SOFTCAPS": variant.by_head(HeadTerm.SOFTCAP),
+        "HAS_DROPPED": variant.has_dropped,
     }
 
 
@@ -144,7 +148,9 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     types["staged"] = _description(variant.mask_dtype.replace("i8", "i16"), tile)
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
-    types["slopes"] = f"*{variant.slopes_dtype}"
+    types |= {"slopes": f"*{variant.slopes_dtype}", "head_scales": f"*{variant.scales_dtype}"}
+    types["head_windows"] = f"*{variant.windows_dtype}"
+    types["head_softcaps"] = f"*{variant.softcaps_dtype}"
     types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
     return types | dict.fromkeys(constants, "constexpr")
 

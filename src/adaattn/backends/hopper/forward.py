@@ -12,8 +12,16 @@ import torch
 
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
+from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
-from adaattn.backends.hopper.prepared import DTYPES, NOTHING_BESIDE, Given, Prepared, prepare
+from adaattn.backends.hopper.prepared import (
+    DTYPES,
+    NOT_BY_HEAD,
+    NOTHING_BESIDE,
+    Given,
+    Prepared,
+    prepare,
+)
 from adaattn.backends.hopper.views import ALIGNMENT
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import operator
@@ -59,6 +67,7 @@ def _attend(tensors: Tensors, problem: AttentionProblem) -> Result:
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_k,
         tensors.blocks,
+        tensors.head_terms,
     )
 
 
@@ -92,6 +101,7 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         starts_q: torch.Tensor | None = None,
         starts_k: torch.Tensor | None = None,
         blocks: BlockList | None = None,
+        head_terms: HeadTerms | None = None,
     ) -> Result:
         check_untransformed(query, key, value)
         query, key, value = map(readable, (query, key, value))
@@ -106,19 +116,24 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         if blocks is not None:
             beside = None, None, blocks.counts, blocks.indices
             extras.append(blocks.indices.shape)
+        by_head = NOT_BY_HEAD
+        if head_terms is not None:
+            by_head = _of_heads(head_terms)
+            extras.append(tuple(None if x is None else x.dtype for x in by_head))
         at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
         layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)
         prepared = known.get(layout)
         if prepared is None:
-            prepared = prepare(problem, Given(query, key, value, mask, sinks, slopes, *beside))
+            given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
+            prepared = prepare(problem, given)
             if prepared.is_lasting:
                 if len(known) >= _MOST_KEPT:
                     known.clear()
                 known[layout] = prepared
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):
-                return prepared.run(query, key, value, mask, sinks, slopes, beside)
-        return prepared.run(query, key, value, mask, sinks, slopes, beside)
+                return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
+        return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
 
     return call
 
@@ -150,3 +165,9 @@ def _made_readable(tensor: torch.Tensor) -> torch.Tensor:
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of numbers that the kernel reads, with adjacent columns."""
     return with_dense_columns(tensor if tensor.dtype in DTYPES else tensor.float())
+
+
+def _of_heads(terms: HeadTerms) -> tuple[torch.Tensor | None, ...]:
+    """Return scale, window and softcap of each head as the kernel reads them."""
+    scale, softcap = (None if x is None else _numbers(x) for x in (terms.scale, terms.softcap))
+    return scale, None if terms.window is None else terms.window.contiguous(), softcap

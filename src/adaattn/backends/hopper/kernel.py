@@ -17,6 +17,11 @@ rows behind its end with zeros and stores none of them, so that nothing of a nei
 queries whose rows are dropped. Lists of blocks: the listed blocks of keys are visited, which are
 the same for all warpgroups of a tile; a tile that sees none visits one, hidden.
 
+Where a bound of what lists leave out is asked for, a last pass takes the scores of those blocks
+(`adaattn.backends.hopper.dropped`).
+
+Heads may have windows, scales and softcaps of their own: their tiles read those on the device.
+
 Layouts: q, k, v, out are [B, H, S, D] in any order of strides; row outputs are [B, Hq, Sq].
 """
 
@@ -32,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import barrier
+from adaattn.backends.hopper.dropped import bound_tiles
 from adaattn.backends.hopper.pipeline import (
     Call,
     Lists,
@@ -42,6 +48,7 @@ from adaattn.backends.hopper.pipeline import (
     pass_mask,
     producer,
     read_mask,
+    score_product,
     wait_for_mask,
 )
 from adaattn.backends.hopper.places import (
@@ -72,14 +79,6 @@ from adaattn.backends.hopper.scores import (
 # Of a fixed one beside a mask: keys that finite numbers hide must not be what others are held to.
 LEAST_REFERENCE = gl.constexpr(-60.0)
 WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def score_product(c, q, stage):
-    """Begins q k^T of one block of keys: [64, BLOCK_N]."""
-    zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
-    k = c.k.index(stage).permute([1, 0])
-    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -298,11 +297,11 @@ def attend_tile(
     masked_end = gl.to_tensor(1)
     plain_end = count
     if x.HAS_UNALIGNED_RIGHT:
-        plain = gl.maximum(first_row + sizes.offset + x.right + 1, 0) // c.BLOCK_N
+        plain = gl.maximum(first_row + sizes.offset + sizes.right + 1, 0) // c.BLOCK_N
         masked_end = gl.minimum(gl.maximum(end - plain, 1), count)
     if x.HAS_LEFT:
         last_row = gl.minimum(first_row + 64, sizes.len_q) - 1
-        hidden = gl.cdiv(gl.maximum(last_row + sizes.offset - x.left, 0), c.BLOCK_N)
+        hidden = gl.cdiv(gl.maximum(last_row + sizes.offset - sizes.left, 0), c.BLOCK_N)
         plain_end = gl.maximum(count - gl.maximum(hidden - start, 0), masked_end)
     if REPAIR:
         masked_end = count
@@ -392,7 +391,7 @@ def attend_tiles(
 
 @gluon.jit
 def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
-    """One consumer warpgroup: both passes."""
+    """One consumer warpgroup: both passes, and that over blocks that are not listed."""
     zero = gl.to_tensor(0)
     visits, stage_k, phase_k, stage_v, phase_v = attend_tiles(
         c, w, zero, zero, zero, zero, zero, FIXED, False
@@ -402,7 +401,11 @@ def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
         gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.arrive(c.done)
         mbarrier.wait(c.done, 0)
-        attend_tiles(c, w, visits, stage_k, phase_k, stage_v, phase_v, FIXED, True)
+        visits, stage_k, phase_k, _, _ = attend_tiles(
+            c, w, visits, stage_k, phase_k, stage_v, phase_v, FIXED, True
+        )
+    if c.HAS_DROPPED:
+        bound_tiles(c, w, visits, stage_k, phase_k)
     tma.store_wait(0)
 
 
@@ -413,7 +416,8 @@ def forward(
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
     starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
-    list_width, list_most, list_blocks,
+    list_width, list_most, list_blocks, head_scales, head_windows, head_softcaps,
+    dropped,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
     STAGES_M: gl.constexpr, OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr,
@@ -425,6 +429,8 @@ def forward(
     FAST_TANH: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_ALIBI: gl.constexpr, MASK: gl.constexpr,
     MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, MASK_IS_FIRST: gl.constexpr,
+    HAS_HEAD_SCALES: gl.constexpr, HAS_HEAD_WINDOWS: gl.constexpr,
+    HAS_HEAD_SOFTCAPS: gl.constexpr, HAS_DROPPED: gl.constexpr,
 ):  # fmt: skip
     """Stages, barriers and flags made ready, then one producer beside the consumers."""
     dtype: gl.constexpr = query.dtype
@@ -467,10 +473,11 @@ def forward(
     mbarrier.init(done, count=NUM_WARPGROUPS)
     fence_async_shared()
     x = Terms(
-        scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
-        mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED,
-        MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_FIRST, STAGES_M > 0,
+        scale, cap, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
+        mask_stride_m, mask_stride_n, head_scales, head_windows, head_softcaps, HAS_RIGHT,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE, MASK_IS_FIRST, STAGES_M > 0,
+        HAS_HEAD_SCALES, HAS_HEAD_WINDOWS, HAS_HEAD_SOFTCAPS,
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(
@@ -479,11 +486,11 @@ def forward(
     )  # fmt: skip
     c = Call(
         query, key, value, out, source, lse, row_max, entropy, tiles, flags, x,
-        Sizes(len_q, len_k, offset), packing, lists, num_tiles, tiles_per_head, tile_bits,
-        tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full,
-        m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M,
-        OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
-        HAS_ENTROPY,
+        Sizes(len_q, len_k, offset, left, right), packing, lists, num_tiles, tiles_per_head,
+        tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full,
+        v_full, m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q,
+        STAGES_M, OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
+        HAS_ENTROPY, dropped, HAS_DROPPED,
     )  # fmt: skip
     if FIXED:
         lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))

@@ -1,9 +1,14 @@
-"""How a problem is cut into tiles: a frozen choice from sizes alone."""
+"""How a problem is cut into tiles: a frozen choice from sizes alone.
+
+Under ``batch_invariant`` no length is looked at, which of packed sequences is another's; nor where
+a mask's rows begin. A tile is rows of one sequence and head, so that what is computed again in the
+second pass is its own affair, too.
+"""
 
 from dataclasses import dataclass
 from typing import Final
 
-from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
 __all__ = [
     "MASK_ALIGNMENT",
@@ -90,6 +95,7 @@ class Variant:
         has_lse: the log-sum-exp is stored.
         has_row_max: the row maximum is.
         has_entropy: the row entropy is.
+        has_dropped: a bound of what blocks that are not listed would weigh is.
         has_right: rows do not see all later keys: causal order, a window.
         has_unaligned_right: their last key is not that of a block for the last row of a tile.
         has_left: rows do not see all earlier keys.
@@ -106,6 +112,10 @@ class Variant:
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         sinks_dtype: Triton's name of the type of sinks.
         slopes_dtype: the same of slopes.
+        head_terms: which of scale, window and softcap each head has its own of.
+        scales_dtype: Triton's name of the type of scales of heads.
+        windows_dtype: the same of windows.
+        softcaps_dtype: the same of softcaps.
     """
 
     tiling: Tiling
@@ -118,6 +128,7 @@ class Variant:
     has_lse: bool = False
     has_row_max: bool = False
     has_entropy: bool = False
+    has_dropped: bool = False
     has_right: bool = False
     has_unaligned_right: bool = False
     has_left: bool = False
@@ -134,11 +145,19 @@ class Variant:
     mask_is_aligned: bool = True
     sinks_dtype: str = "fp32"
     slopes_dtype: str = "fp32"
+    head_terms: HeadTerm = HeadTerm.NONE
+    scales_dtype: str = "fp32"
+    windows_dtype: str = "i32"
+    softcaps_dtype: str = "fp32"
 
     @property
     def has_fast_tanh(self) -> bool:
         """Whether the softcap's tanh may be one instruction: it has 11 bits, more than bf16's 8."""
         return self.has_softcap and self.precision is Precision.BF16
+
+    def by_head(self, term: HeadTerm) -> bool:
+        """Return whether each head has its own number."""
+        return bool(self.head_terms & term)
 
 
 def choose(
@@ -153,19 +172,25 @@ def choose(
         staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
     right, left = edges(problem)
-    fixed = _is_fixed(problem)
+    fixed, blind = _is_fixed(problem), problem.batch_invariant
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
-    if staged is None:
-        staged = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
+    has_dropped = bool(problem.aux & Aux.DROPPED_MASS)
+    if staged is None or blind or has_dropped:
+        aligned = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
+        staged = aligned and not blind and not has_dropped
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
-    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square
+    in_doubt = on_device or blind
+    is_square = problem.packed_square and not blind
+    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
     edge = right if is_packed else problem.offset + right
     # Warpgroups whose tile has a list visit all of its blocks, also those behind their own edge.
     apart = to_end or (problem.has_blocks and tiling.block_n < tiling.block_m)
-    unaligned = right >= 0 and (apart or edge % tiling.block_n != 0)
+    own_windows = problem.by_head(HeadTerm.WINDOW)
+    unaligned = own_windows or (right >= 0 and (apart or blind or edge % tiling.block_n != 0))
     hides_late = right >= 0 and (unaligned or edge < 0)
+    has_left = own_windows or left >= 0
     differ = (right >= 0 or left >= 0) and not on_device
     return Variant(
         tiling=tiling,
@@ -175,26 +200,31 @@ def choose(
         is_packed=is_packed,
         to_end=to_end,
         list_ratio=problem.block_size[1] // tiling.block_n,
-        has_lse=bool(problem.aux & Aux.LSE),
+        has_lse=has_dropped or bool(problem.aux & Aux.LSE),
         has_row_max=bool(problem.aux & Aux.ROW_MAX),
         has_entropy=bool(problem.aux & Aux.ENTROPY),
-        has_right=right >= 0,
+        has_dropped=has_dropped,
+        has_right=own_windows or right >= 0,
         has_unaligned_right=unaligned,
-        has_left=left >= 0,
-        is_ragged=on_device or problem.len_k % tiling.block_n != 0,
-        may_hide=on_device or hides_late or left >= 0 or problem.mask is not MaskKind.NONE,
-        has_softcap=problem.softcap > 0,
+        has_left=has_left,
+        is_ragged=in_doubt or problem.len_k % tiling.block_n != 0,
+        may_hide=in_doubt or hides_late or has_left or problem.mask is not MaskKind.NONE,
+        has_softcap=problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP),
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
         mask_dtype=_mask_dtype(problem),
         mask_has_rows=has_rows,
         mask_is_first=_is_first(problem),
+        head_terms=problem.head_terms,
     )
 
 
 def edges(problem: AttentionProblem) -> tuple[int, int]:
-    """Return how many later and earlier keys a row sees beside its own; -1 is all."""
+    """Return how many later and earlier keys a row sees beside its own; -1 is all.
+
+    Windows of single heads are in tensors: here they hide nothing.
+    """
     left, right = problem.window
     return (0 if problem.is_causal else right), left
 
@@ -215,8 +245,13 @@ def _is_fixed(problem: AttentionProblem) -> bool:
 
 def _is_first(problem: AttentionProblem) -> bool:
     """Return whether an additive mask may be divided by the scale: not where that overflows."""
-    alone = not problem.has_alibi and problem.softcap == 0.0
+    alone = not problem.has_alibi and problem.softcap == 0.0 and not _scales_by_head(problem)
     return problem.mask is MaskKind.ADDITIVE and alone and 2.0**-20 <= problem.scale <= 2.0**20
+
+
+def _scales_by_head(problem: AttentionProblem) -> bool:
+    """Return whether heads have scales or softcaps of their own."""
+    return problem.by_head(HeadTerm.SCALE) or problem.by_head(HeadTerm.SOFTCAP)
 
 
 def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
@@ -233,14 +268,17 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
       for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
     - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
       8K keys.
+
+    Where lengths have no say it is the tiling of long sequences, with two warpgroups.
     """
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
     masked = problem.mask is not MaskKind.NONE
-    modified = masked or problem.has_alibi or problem.softcap > 0
-    sees_all = edges(problem) == (-1, -1)
+    modified = masked or problem.has_alibi or problem.softcap > 0 or _scales_by_head(problem)
+    sees_all = edges(problem) == (-1, -1) and not problem.by_head(HeadTerm.WINDOW)
     len_q, len_k = _longest(problem)
-    short = not sees_all and len_k <= 1024
+    blind = problem.batch_invariant
+    short = not sees_all and len_k <= 1024 and not blind
     narrow = problem.block_size[1] % 128 != 0
     if staged and masked and (widest <= 128 or mask_bytes(problem) < 4):
         return _staged(problem, block_d, block_v, fixed=fixed)
@@ -259,15 +297,20 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
             warpgroups=2, block_n=64 if masked or narrow else 128, block_d=block_d, block_v=block_v,
             stages_k=2, stages_v=3 if fixed else 2, late=fixed,
         )  # fmt: skip
-    # Three have no registers left for the entropy's sums: they would spill in the loop.
-    three = not (modified or problem.aux & Aux.ENTROPY or problem.has_blocks) and (
-        _rows(len_q, 192) <= 1.06 * _rows(len_q, 128)
-    )
+    # Three have no registers left for the entropy's sums, nor for windows that differ from head to
+    # head: they would spill in the loop.
+    three = not (
+        blind
+        or modified
+        or problem.aux & Aux.ENTROPY
+        or problem.has_blocks
+        or problem.by_head(HeadTerm.WINDOW)
+    ) and (_rows(len_q, 192) <= 1.06 * _rows(len_q, 128))
     if not sees_all and problem.window[0] < 0:
         three = three and len_k > 4096
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
-        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=len_k < 8192,
+        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=blind or len_k < 8192,
     )  # fmt: skip
 
 

@@ -11,18 +11,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
 )
 
 from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
 from adaattn.backends.hopper.places import (
     corner,
+    is_listed,
     is_wanted,
     key_blocks,
     listed_block,
+    num_own_tiles,
     num_tiles_to_do,
     number_of,
     own_tile,
     row_of,
+    sizes_by_head,
     sizes_of,
     starts_of,
 )
@@ -160,6 +164,8 @@ class Call:
     HAS_LSE: gl.constexpr
     HAS_ROW_MAX: gl.constexpr
     HAS_ENTROPY: gl.constexpr
+    dropped: gl.tensor
+    HAS_DROPPED: gl.constexpr
     score_layout: gl.constexpr
     out_layout: gl.constexpr
     weight_layout: gl.constexpr
@@ -170,7 +176,7 @@ class Call:
         packing, lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads,
         group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full, m_full, done, NUM_WARPGROUPS,
         BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M, OUT_PARTS, LATE, HAS_TILES,
-        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY,
+        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY, dropped, HAS_DROPPED,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -220,6 +226,8 @@ class Call:
         self.HAS_LSE = gl.constexpr(HAS_LSE)
         self.HAS_ROW_MAX = gl.constexpr(HAS_ROW_MAX)
         self.HAS_ENTROPY = gl.constexpr(HAS_ENTROPY)
+        self.dropped = dropped
+        self.HAS_DROPPED = gl.constexpr(HAS_DROPPED)
         self.score_layout = gl.constexpr(mma_layout(BLOCK_N))
         self.out_layout = gl.constexpr(mma_layout(BLOCK_V))
         self.weight_layout = gl.constexpr(
@@ -328,6 +336,25 @@ def copy(source, full, buffer, place):
 
 
 @gluon.jit
+def score_product(c, q, stage):
+    """Begins q k^T of one block of keys: [64, BLOCK_N]."""
+    zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
+    k = c.k.index(stage).permute([1, 0])
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def copy_queries(c, batch, head, start_q, first_row, len_q, visits):
+    """Begins the copies of a tile's queries, once the places of an earlier tile's are free."""
+    for w in gl.static_range(c.NUM_WARPGROUPS):
+        q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
+        mbarrier.wait(c.q_empty.index(q_place), ((visits // c.STAGES_Q) & 1) ^ 1)
+        rows = first_row + w * 64
+        q_corner = corner(c, batch, head, start_q, rows, len_q, 0)
+        copy(c.query, c.q_full.index(q_place), c.q.index(q_place), q_corner)
+
+
+@gluon.jit
 def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
     """Copies what each tile of this pass needs, in the order in which consumers take it."""
     count = num_tiles_to_do(c, REPAIR)
@@ -358,12 +385,7 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
                     take(c, stage_k)
                 copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), place)
                 if i == 0:
-                    for w in gl.static_range(c.NUM_WARPGROUPS):
-                        q_place = (visits % c.STAGES_Q) * c.NUM_WARPGROUPS + w
-                        mbarrier.wait(c.q_empty.index(q_place), ((visits // c.STAGES_Q) & 1) ^ 1)
-                        rows = first_row + w * 64
-                        q_corner = corner(c, batch, head, start_q, rows, sizes.len_q, 0)
-                        copy(c.query, c.q_full.index(q_place), c.q.index(q_place), q_corner)
+                    copy_queries(c, batch, head, start_q, first_row, sizes.len_q, visits)
                 if c.terms.MASK_IS_STAGED:
                     # 0 in dimensions that one mask serves, whose stride is 0.
                     mask_batch = gl.where(c.terms.mask_stride_b != 0, batch, 0)
@@ -389,10 +411,38 @@ def produce(c, REPAIR: gl.constexpr, visits, fills, stage_k, stage_v):
 
 
 @gluon.jit
+def produce_dropped(c, visits, fills, stage_k):
+    """Copies queries, and the keys of blocks that are not listed, tile by tile."""
+    for slot in range(num_own_tiles(c)):
+        tile = own_tile(c, slot)
+        if tile.num >= 0:
+            head = tile.number >> c.tile_bits
+            batch = head // c.num_heads
+            head = head - batch * c.num_heads
+            sizes = sizes_by_head(c, tile.number)
+            first_row = row_of(c, tile)
+            start, end = key_blocks(c, sizes, first_row, c.BLOCK_M)
+            copy_queries(c, batch, head, 0, first_row, sizes.len_q, visits)
+            place = tile.begin // c.LIST_RATIO
+            for block in range(start, end):
+                is_kept, place = is_listed(c, tile, place, block)
+                if is_kept == 0:
+                    if fills >= c.STAGES_K:
+                        take(c, stage_k)
+                    corner_k = batch, head // c.group_size, block * c.BLOCK_N, 0
+                    copy(c.key, c.k_full.index(stage_k), c.k.index(stage_k), corner_k)
+                    stage_k = (stage_k + 1) % c.STAGES_K
+                    fills += 1
+            visits += 1
+
+
+@gluon.jit
 def producer(c, FIXED: gl.constexpr):
-    """The producer's warps: both passes."""
+    """The producer's warps: both passes, and that over blocks that are not listed."""
     zero = gl.to_tensor(0)
     visits, fills, stage_k, stage_v = produce(c, False, zero, zero, zero, zero)
     if FIXED:
         mbarrier.wait(c.done, 0)
-        produce(c, True, visits, fills, stage_k, stage_v)
+        visits, fills, stage_k, stage_v = produce(c, True, visits, fills, stage_k, stage_v)
+    if c.HAS_DROPPED:
+        produce_dropped(c, visits, fills, stage_k)

@@ -134,15 +134,29 @@ def row_of(c, tile):
 
 @gluon.jit
 def sizes_of(c, tile):
-    """The lengths that the positions of a tile depend on."""
-    sizes = c.sizes
+    """The lengths that the positions of a tile depend on, and the window of its head."""
+    sizes = sizes_by_head(c, number_of(c, tile))
     if c.IS_PACKED:
         offset = c.sizes.offset
         if c.TO_END:
             offset = tile.len_k - tile.len_q
-        sizes = Sizes(tile.len_q, tile.len_k, offset)
+        sizes = Sizes(tile.len_q, tile.len_k, offset, sizes.left, sizes.right)
     elif c.LIST_RATIO:
-        sizes = Sizes(c.sizes.len_q, tile.len_k, c.sizes.offset)
+        sizes = Sizes(sizes.len_q, tile.len_k, sizes.offset, sizes.left, sizes.right)
+    return sizes
+
+
+@gluon.jit
+def sizes_by_head(c, number):
+    """The sizes of a call with the window of a tile's head; below 0 the most that there is."""
+    sizes = c.sizes
+    if c.terms.HAS_HEAD_WINDOWS:
+        head = (gl.maximum(number, 0) >> c.tile_bits) % c.num_heads
+        left = gl.load(c.terms.head_windows + head * 2)
+        right = gl.load(c.terms.head_windows + head * 2 + 1)
+        left = gl.where(left < 0, sizes.left, gl.minimum(left, sizes.left)).to(gl.int32)
+        right = gl.where(right < 0, sizes.right, gl.minimum(right, sizes.right)).to(gl.int32)
+        sizes = Sizes(sizes.len_q, sizes.len_k, sizes.offset, left, right)
     return sizes
 
 
@@ -207,10 +221,10 @@ def key_blocks(c, sizes, first_row, num_rows: gl.constexpr):
     end = sizes.len_k
     if x.HAS_RIGHT:
         last_row = gl.minimum(first_row + num_rows, sizes.len_q) - 1
-        end = gl.minimum(end, gl.maximum(last_row + sizes.offset + x.right + 1, 0))
+        end = gl.minimum(end, gl.maximum(last_row + sizes.offset + sizes.right + 1, 0))
     start = gl.to_tensor(0)
     if x.HAS_LEFT:
-        start = gl.maximum(first_row + sizes.offset - x.left, 0) // c.BLOCK_N
+        start = gl.maximum(first_row + sizes.offset - sizes.left, 0) // c.BLOCK_N
     return start, gl.maximum(gl.cdiv(end, c.BLOCK_N), start + 1)
 
 
@@ -277,7 +291,7 @@ def listed_tile(c, number):
     line = batch * lists.stride_b + head * lists.stride_h + first_row // lists.rows
     num = gl.minimum(gl.maximum(gl.load(lists.counts + line), -1), lists.most)
     entries = lists.indices + line.to(gl.int64) * lists.width
-    start, end = key_blocks(c, c.sizes, first_row, c.BLOCK_M)
+    start, end = key_blocks(c, sizes_by_head(c, number), first_row, c.BLOCK_M)
     last = gl.where(num < 0, lists.num_blocks, num)
     first = gl.to_tensor(0)
     if c.terms.HAS_RIGHT:
@@ -309,3 +323,17 @@ def listed_block(c, tile, visit):
     first_visit = gl.cdiv(c.sizes.len_k, c.BLOCK_N)
     most = gl.where(visit == 0, first_visit, c.sizes.len_k // c.BLOCK_N)
     return gl.maximum(gl.minimum(block, most - 1), 0)
+
+
+@gluon.jit
+def is_listed(c, tile, place, block):
+    """Whether a block of keys is listed, and the place to look from for the one behind it.
+
+    ``place`` is that of the first entry that is not before the block asked for last.
+    """
+    wanted = block // c.LIST_RATIO
+    inside = place < tile.num
+    found = gl.load(tile.entries + place, mask=inside, other=0)
+    place += (inside & (found < wanted)).to(gl.int32)
+    found = gl.load(tile.entries + place, mask=place < tile.num, other=-1)
+    return (found == wanted).to(gl.int32), place

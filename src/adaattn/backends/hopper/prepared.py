@@ -31,9 +31,9 @@ from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import stream_of, with_rank
 from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import probe
-from adaattn.spec import AttentionProblem, Aux
+from adaattn.spec import AttentionProblem, Aux, HeadTerm
 
-__all__ = ["DTYPES", "NOTHING_BESIDE", "Given", "Prepared", "prepare"]
+__all__ = ["DTYPES", "NOTHING_BESIDE", "NOT_BY_HEAD", "Given", "Prepared", "prepare"]
 
 DTYPES: Final = {
     torch.bool: "i8",
@@ -41,7 +41,10 @@ DTYPES: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
-"""What the kernel reads of masks, sinks and slopes, by Triton's names."""
+"""What the kernel reads of masks, sinks, slopes and numbers of heads, by Triton's names."""
+
+_INTEGERS: Final = {torch.int32: "i32", torch.int64: "i64"}
+"""The same of windows."""
 
 _MOST_LISTED: Final = 100_000
 """Tiles up to which a list is made, on the host in half a microsecond each."""
@@ -49,10 +52,16 @@ _MOST_LISTED: Final = 100_000
 _MOST_KEPT: Final = 4096
 """Lists of tiles in all. They stay: a CUDA graph may have recorded where."""
 
+_MOST_KEYS: Final = 2**30
+"""A window that hides nothing, where each head has its own: beside a position it is an int32."""
+
 _Beside = tuple[torch.Tensor | None, ...]
 
 NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
 """A call without packed sequences and lists of blocks."""
+
+NOT_BY_HEAD: Final[_Beside] = (None, None, None)
+"""A call whose heads have no scale, window or softcap of their own."""
 
 _NO_ADDRESSES: Final = (0, 0, 0, 0)
 
@@ -71,6 +80,9 @@ class Given(NamedTuple):
         starts_k: the same of keys.
         counts: int32 [B or 1, Hq or 1, Nq], listed blocks of keys.
         indices: int32 [B or 1, Hq or 1, Nq, K], their numbers.
+        head_scale: [Hq].
+        head_window: [Hq, 2].
+        head_softcap: [Hq].
     """
 
     query: torch.Tensor
@@ -83,6 +95,9 @@ class Given(NamedTuple):
     starts_k: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     indices: torch.Tensor | None = None
+    head_scale: torch.Tensor | None = None
+    head_window: torch.Tensor | None = None
+    head_softcap: torch.Tensor | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -124,10 +139,12 @@ class Prepared:
         out_strides: its strides.
         num_flags: notes of tiles to be computed again; 0 where there are none.
         scalars: the arguments between the pointers.
-        constants: the arguments behind them, compile-time ones included.
+        numbers: those between the next pointers and those of heads.
+        constants: the compile-time ones.
         tiles: the list of tiles, or None.
         is_lasting: what was prepared may serve later calls.
-        aux: row outputs.
+        aux: row outputs that the kernel stores.
+        has_lse: the caller wants the log-sum-exp, too.
     """
 
     launch: Callable[..., None]
@@ -138,10 +155,12 @@ class Prepared:
     out_strides: Sizes
     num_flags: int
     scalars: tuple[Any, ...]
+    numbers: tuple[int, ...]
     constants: tuple[Any, ...]
     tiles: _Tiles | None
     is_lasting: bool
     aux: Aux
+    has_lse: bool
 
     def run(
         self,
@@ -152,13 +171,14 @@ class Prepared:
         sinks: torch.Tensor | None,
         slopes: torch.Tensor | None,
         beside: _Beside,
+        by_head: _Beside,
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
         out = query.new_empty_strided(self.out_shape, self.out_strides)
-        lse, row_max, entropy = (
+        lse, row_max, entropy, dropped = (
             query.new_empty(self.out_shape[:3], dtype=torch.float32) if self.aux & flag else None
-            for flag in STATISTICS[:3]
-        ) if self.aux else (None, None, None)  # fmt: skip
+            for flag in STATISTICS
+        ) if self.aux else (None, None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
         tiles = None
         if self.tiles is not None:
@@ -173,9 +193,13 @@ class Prepared:
             *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
             *self.scalars,
             *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
+            *self.numbers,
+            *map(_address, (*by_head, dropped)),
             *self.constants,
         )
-        return Result(output=out, lse=lse, row_max=row_max, entropy=entropy)
+        if not self.has_lse:
+            lse = None
+        return Result(output=out, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -230,25 +254,35 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
             *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
             *_strides_of(mask, given.slopes),
         ),
-        constants=(problem.num_sequences, *_lists(problem, given), *constants),
+        numbers=(problem.num_sequences, *_lists(problem, given)),
+        constants=constants,
         tiles=tiles,
         is_lasting=lasting,
-        aux=problem.aux,
+        aux=problem.aux | Aux.LSE if variant.has_dropped else problem.aux,
+        has_lse=problem.wants(Aux.LSE),
     )
 
 
 def _for_tensors(variant: Variant, given: Given) -> Variant:
-    """Return the kernel that reads mask, sinks and slopes as they lie."""
-    mask, sinks, slopes = given.mask, given.sinks, given.slopes
+    """Return the kernel that reads mask, sinks, slopes and numbers of heads as they lie."""
+    mask, window = given.mask, given.head_window
     loaded = None if variant.tiling.stages_m else mask
     return replace(
         variant,
         mask_is_dense=loaded is None or loaded.stride(-1) == 1 < loaded.shape[-1],
         mask_is_aligned=loaded is None or _is_aligned(loaded),
         mask_dtype="i8" if mask is None else DTYPES[mask.dtype],
-        sinks_dtype="fp32" if sinks is None else DTYPES[sinks.dtype],
-        slopes_dtype="fp32" if slopes is None else DTYPES[slopes.dtype],
+        sinks_dtype=_type_of(given.sinks),
+        slopes_dtype=_type_of(given.slopes),
+        scales_dtype=_type_of(given.head_scale),
+        windows_dtype="i32" if window is None else _INTEGERS[window.dtype],
+        softcaps_dtype=_type_of(given.head_softcap),
     )
+
+
+def _type_of(numbers: torch.Tensor | None) -> str:
+    """Return Triton's name of a tensor's type; where there is none, of what stands for it."""
+    return "fp32" if numbers is None else DTYPES[numbers.dtype]
 
 
 def _is_aligned(mask: torch.Tensor) -> bool:
@@ -267,6 +301,10 @@ def _scalars(
     if problem.softcap > 0:
         # The kernel's tanh takes the score itself, or the exponent of its own exponential.
         scale = (problem.scale if fast_tanh else 2.0 * scale) / problem.softcap
+    if problem.by_head(HeadTerm.SOFTCAP):
+        scale = problem.scale  # the rest of the way is each head's
+    if problem.by_head(HeadTerm.WINDOW):
+        left, right = _MOST_KEYS, right if right >= 0 else _MOST_KEYS
     return (
         scale,
         problem.softcap * LOG2_E,

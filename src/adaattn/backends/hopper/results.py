@@ -76,9 +76,9 @@ def finish_tile(
             top = rows * 0 + sizes.len_k - 1
             bottom = rows * 0
             if x.HAS_RIGHT:
-                top = gl.minimum(top, rows + sizes.offset + x.right)
+                top = gl.minimum(top, rows + sizes.offset + sizes.right)
             if x.HAS_LEFT:
-                bottom = gl.maximum(rows + sizes.offset - x.left, 0)
+                bottom = gl.maximum(rows + sizes.offset - sizes.left, 0)
             if c.LIST_RATIO:
                 bottom = gl.maximum(bottom, tile.first_key)
             bad = bad & (top >= bottom)

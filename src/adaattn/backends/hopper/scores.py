@@ -2,7 +2,8 @@
 
     t = scale * s;  t = cap * tanh(t / cap);  t = t - slope * |p - j| + mask;  hidden: -inf
 
-In units of log 2, on tiles [64, BLOCK_N] in the layout of the product that made them.
+Scale and softcap are of all heads, or of each one. In units of log 2, on tiles [64, BLOCK_N] in
+the layout of the product that made them.
 """
 
 from triton.experimental import gluon
@@ -28,17 +29,24 @@ RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 @aggregate
 class Sizes:
-    """The lengths that positions depend on, and what row 0 stands at among the keys."""
+    """The lengths that positions depend on, what row 0 stands at among the keys, and the window.
+
+    A row sees ``left`` keys before its own and ``right`` behind it.
+    """
 
     len_q: gl.tensor
     len_k: gl.tensor
     offset: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, len_q, len_k, offset):
+    def __init__(self, len_q, len_k, offset, left, right):
         self.len_q = len_q
         self.len_k = len_k
         self.offset = offset
+        self.left = left
+        self.right = right
 
 
 @aggregate
@@ -47,8 +55,6 @@ class Terms:
 
     scale: gl.tensor
     cap: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
     sinks: gl.tensor
     slopes: gl.tensor
     slopes_stride: gl.tensor
@@ -57,6 +63,9 @@ class Terms:
     mask_stride_h: gl.tensor
     mask_stride_m: gl.tensor
     mask_stride_n: gl.tensor
+    head_scales: gl.tensor
+    head_windows: gl.tensor
+    head_softcaps: gl.tensor
     HAS_RIGHT: gl.constexpr
     HAS_UNALIGNED_RIGHT: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -71,18 +80,20 @@ class Terms:
     MASK_HAS_ROWS: gl.constexpr
     MASK_IS_DENSE: gl.constexpr
     MASK_IS_STAGED: gl.constexpr
+    HAS_HEAD_SCALES: gl.constexpr
+    HAS_HEAD_WINDOWS: gl.constexpr
+    HAS_HEAD_SOFTCAPS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, scale, cap, left, right, sinks, slopes, slopes_stride, mask, mask_stride_b,
-        mask_stride_h, mask_stride_m, mask_stride_n, HAS_RIGHT, HAS_UNALIGNED_RIGHT, HAS_LEFT,
-        IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS, HAS_ALIBI, MASK, MASK_HAS_ROWS,
-        MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
+        self, scale, cap, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
+        mask_stride_m, mask_stride_n, head_scales, head_windows, head_softcaps, HAS_RIGHT,
+        HAS_UNALIGNED_RIGHT, HAS_LEFT, IS_RAGGED, MAY_HIDE, HAS_SOFTCAP, FAST_TANH, HAS_SINKS,
+        HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
+        HAS_HEAD_SCALES, HAS_HEAD_WINDOWS, HAS_HEAD_SOFTCAPS,
     ):  # fmt: skip
         self.scale = scale
         self.cap = cap
-        self.left = left
-        self.right = right
         self.sinks = sinks
         self.slopes = slopes
         self.slopes_stride = slopes_stride
@@ -91,13 +102,17 @@ class Terms:
         self.mask_stride_h = mask_stride_h
         self.mask_stride_m = mask_stride_m
         self.mask_stride_n = mask_stride_n
+        self.head_scales = head_scales
+        self.head_windows = head_windows
+        self.head_softcaps = head_softcaps
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_UNALIGNED_RIGHT = gl.constexpr(HAS_UNALIGNED_RIGHT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.IS_RAGGED = gl.constexpr(IS_RAGGED)
         self.MAY_HIDE = gl.constexpr(MAY_HIDE)
         added_last = MASK == 2 and not MASK_IS_FIRST
-        self.IS_MODIFIED = gl.constexpr(HAS_SOFTCAP or HAS_ALIBI or added_last)
+        scaled_first = HAS_SOFTCAP or HAS_ALIBI or HAS_HEAD_SCALES
+        self.IS_MODIFIED = gl.constexpr(scaled_first or added_last)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
@@ -106,11 +121,18 @@ class Terms:
         self.MASK_HAS_ROWS = gl.constexpr(MASK_HAS_ROWS)
         self.MASK_IS_DENSE = gl.constexpr(MASK_IS_DENSE)
         self.MASK_IS_STAGED = gl.constexpr(MASK_IS_STAGED)
+        self.HAS_HEAD_SCALES = gl.constexpr(HAS_HEAD_SCALES)
+        self.HAS_HEAD_WINDOWS = gl.constexpr(HAS_HEAD_WINDOWS)
+        self.HAS_HEAD_SOFTCAPS = gl.constexpr(HAS_HEAD_SOFTCAPS)
 
 
 @gluon.jit
 def terms_of(x, head, num_heads, start_q, start_k):
-    """What a tile's head needs: its slope, where the mask of its sequence begins, and its unit."""
+    """What a tile's head needs.
+
+    Its slope, where the mask of its sequence begins, and its unit; then what products are
+    multiplied by before the cap, and behind it: 0 without one.
+    """
     batch = head // num_heads
     head = head % num_heads
     slope = x.scale
@@ -124,7 +146,17 @@ def terms_of(x, head, num_heads, start_q, start_k):
     unit = slope
     if x.MASK == ADDITIVE:
         unit = x.scale * 0.0 + LOG2_E if x.IS_MODIFIED else LOG2_E / x.scale
-    return slope, mask, unit
+    scale = x.scale
+    cap = x.cap
+    if x.HAS_HEAD_SCALES:
+        scale = scale * gl.load(x.head_scales + head).to(gl.float32)
+    if x.HAS_HEAD_SOFTCAPS:
+        cap = gl.load(x.head_softcaps + head).to(gl.float32)
+        before: gl.constexpr = 1.0 if x.FAST_TANH else 2.0 * LOG2_E
+        capped = scale * before / gl.where(cap > 0.0, cap, 1.0)
+        scale = gl.where(cap > 0.0, capped, scale * LOG2_E)
+        cap = gl.where(cap > 0.0, cap, 0.0) * LOG2_E
+    return slope, mask, unit, scale, cap
 
 
 @gluon.jit
@@ -165,20 +197,24 @@ def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr
     """Scores after softcap, ALiBi and mask; in units of log 2 where one comes after the scale."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
+        cap = row_terms[4]
+        scaled = s * row_terms[3]
         if x.FAST_TANH:
             # One special function for two: they are what limits this kernel.
-            s = x.cap * gl.inline_asm_elementwise(
-                TANH, "=f,f", [s * x.scale], dtype=gl.float32, is_pure=True, pack=1
+            s = cap * gl.inline_asm_elementwise(
+                TANH, "=f,f", [scaled], dtype=gl.float32, is_pure=True, pack=1
             )
         else:
-            # tanh(y) = 1 - 2 / (1 + exp(2 y)); x.scale is 2 log2(e) scale / cap here.
-            growth = gl.exp2(s * x.scale) + 1.0
+            # tanh(y) = 1 - 2 / (1 + exp(2 y)); the scale is 2 log2(e) scale / cap here.
+            growth = gl.exp2(scaled) + 1.0
             inverse = gl.inline_asm_elementwise(
                 RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
             )
-            s = x.cap - 2.0 * x.cap * inverse
+            s = cap - 2.0 * cap * inverse
+        if x.HAS_HEAD_SOFTCAPS:
+            s = gl.where(cap > 0.0, s, scaled)
     elif x.IS_MODIFIED:
-        s = s * x.scale
+        s = s * row_terms[3]
     if x.HAS_ALIBI:
         rows = first_row + sizes.offset + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
@@ -224,11 +260,11 @@ def hide(x, sizes, t, first_row, block, BLOCK_N: gl.constexpr):
     last = rows * 0 + sizes.len_k - 1
     if x.HAS_RIGHT:
         if x.IS_RAGGED or x.HAS_LEFT:
-            last = gl.minimum(last, rows + (sizes.offset + x.right))
+            last = gl.minimum(last, rows + (sizes.offset + sizes.right))
         else:
-            last = rows + (sizes.offset + x.right)
+            last = rows + (sizes.offset + sizes.right)
     t = gl.where(gl.expand_dims(cols, 0) <= gl.expand_dims(last, 1), t, NOTHING)
     if x.HAS_LEFT:
-        first = rows + (sizes.offset - x.left)
+        first = rows + (sizes.offset - sizes.left)
         t = gl.where(gl.expand_dims(cols, 0) >= gl.expand_dims(first, 1), t, NOTHING)
     return t

@@ -146,7 +146,8 @@ def is_halved(problem: AttentionProblem) -> bool:
     """
     rows = packed_heads(problem) * problem.len_q
     many = rows >= _HALVED_FROM or _is_blind(problem)
-    return problem.precision is Precision.FP32 and many
+    # Gradients compute weights anew, from keys as they are: other roundings here would show.
+    return problem.precision is Precision.FP32 and many and not problem.wants_gradients
 
 
 def _is_blind(problem: AttentionProblem) -> bool:

@@ -25,7 +25,7 @@ from adaattn.backends.hopper import prepared
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "results", "kernel")
+FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel")
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 
@@ -358,7 +358,8 @@ def device_code() -> dict[str, Any]:
 
 
 POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slopes", "starts_q",
-            "starts_k", "counts", "indices")  # fmt: skip
+            "starts_k", "counts", "indices", "head_scales", "head_windows",
+            "head_softcaps", "dropped")  # fmt: skip
 
 
 class Machine:

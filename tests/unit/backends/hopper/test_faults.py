@@ -15,7 +15,7 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.interface import Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
     assert_executor_matches,
     make_problem,
@@ -46,7 +46,12 @@ PACKED: dict[str, Any] = {"lengths_q": (40, 0, 170, 1), "is_causal": True}
 OTHER_KEYS: dict[str, Any] = {"lengths_q": (40, 100), "lengths_k": (70, 180), "is_causal": True,
                               "align": Align.BOTTOM_RIGHT}  # fmt: skip
 BLOCKS: dict[str, Any] = HEADS | {"len_q": 300, "len_k": 500, "block_size": (128, 128)}
+EQUAL: dict[str, Any] = BLOCKS | {"aux": Aux.DROPPED_MASS, "scale": 1e-9}
+"""Where all scores are equal the bound of the dropped mass is the mass itself."""
 FP16: dict[str, Any] = {"precision": Precision.FP16}
+SCALES: dict[str, Any] = GROUPS | {"head_terms": HeadTerm.SCALE}
+CAPS: dict[str, Any] = GROUPS | {"head_terms": HeadTerm.SOFTCAP}
+WINDOWS: dict[str, Any] = GROUPS | {"head_terms": HeadTerm.WINDOW, "len_q": 300}
 LOUD: dict[str, Any] = {"len_q": 130, "len_k": 300, "loud_keys": 300.0}
 """So far above those of the last block that their weights are no numbers beside its maximum."""
 
@@ -55,10 +60,10 @@ Fault = tuple[str, str, str, dict[str, Any]]
 SCORES: dict[str, Fault] = {
     "scale dropped in the first block": ("attend_tile", "else x.scale", "else 1.0", PLAIN),
     "scale dropped in the others": ("key_step", "else x.scale", "else 1.0", PLAIN),
-    "scale dropped beside slopes": ("modify", " s = s * x.scale\n", " s = s\n", ALIBI),
-    "softcap skipped": ("modify", "s = x.cap * gl.inline_asm_elementwise(",
-                        "s = x.cap * s * x.scale + 0.0 * gl.inline_asm_elementwise(", SOFTCAP),
-    "softcap of another base": ("modify", "- 2.0 * x.cap * inverse", "- x.cap * inverse",
+    "scale dropped beside slopes": ("modify", " s = s * row_terms[3]\n", " s = s\n", ALIBI),
+    "softcap skipped": ("modify", "s = cap * gl.inline_asm_elementwise(",
+                        "s = cap * scaled + 0.0 * gl.inline_asm_elementwise(", SOFTCAP),
+    "softcap of another base": ("modify", "- 2.0 * cap * inverse", "- cap * inverse",
                                 SOFTCAP | FP16),
     "sign of the slope": ("modify", "s - row_terms[0]", "s + row_terms[0]", ALIBI),
     "slope of the first head": ("terms_of", "x.slopes_stride + head)", "x.slopes_stride)", ALIBI),
@@ -90,9 +95,10 @@ KEYS: dict[str, Fault] = {
                                   WINDOW),
     "one key behind the last": ("hide", "sizes.len_k - 1", "sizes.len_k", SHORT),
     "last key lost": ("hide", "sizes.len_k - 1", "sizes.len_k - 2", SHORT),
-    "last key of a tile lost": ("key_blocks", "x.right + 1, 0)", "x.right, 0)",
+    "last key of a tile lost": ("key_blocks", "sizes.right + 1, 0)", "sizes.right, 0)",
                                 CAUSAL | {"len_q": 193, "window": (5, -1)}),
-    "first keys of a tile lost": ("key_blocks", "sizes.offset - x.left", "sizes.offset", WINDOW),
+    "first keys of a tile lost": (
+        "key_blocks", "sizes.offset - sizes.left", "sizes.offset", WINDOW),
     "blocks at the left edge unmasked": (
         "attend_tile", "hidden = gl.cdiv(", "hidden = 0 * gl.cdiv(", WINDOW),
     "sequence's keys from one too early": (
@@ -140,6 +146,45 @@ LISTS: dict[str, Fault] = {
                                          "gl.cdiv(end, c.LIST_RATIO) - 1",
                                          BLOCKS | {"is_causal": True}),
 }  # fmt: skip
+BY_HEAD: dict[str, Fault] = {
+    "scale of the first head": ("terms_of", "x.head_scales + head", "x.head_scales", SCALES),
+    "scale of the next head": ("terms_of", "x.head_scales + head",
+                               "x.head_scales + (head + 1) % num_heads", SCALES | FP16),
+    "scale of a head dropped": ("modify", "    elif x.IS_MODIFIED:\n        s = s * row_terms[3]\n",
+                                "    elif x.IS_MODIFIED:\n        s = s * x.scale\n", SCALES),
+    "softcap of the next head": ("terms_of", "x.head_softcaps + head",
+                                 "x.head_softcaps + (head + 1) % num_heads", CAPS),
+    "no softcap taken for one": ("modify", "gl.where(cap > 0.0, s, scaled)", "s", CAPS),
+    "no softcap taken for one in half": ("modify", "gl.where(cap > 0.0, s, scaled)", "s",
+                                         CAPS | FP16),
+    "scale without a softcap in another unit": ("terms_of", "capped, scale * LOG2_E",
+                                                "capped, scale", CAPS),
+    "softcap in another unit": ("terms_of", "cap, 0.0) * LOG2_E", "cap, 0.0)", CAPS),
+    "softcap before its scale": ("terms_of", "/ gl.where(cap > 0.0, cap, 1.0)", "/ 1.0", CAPS),
+    "window of the next head": ("sizes_by_head", ") % c.num_heads", " + 1) % c.num_heads", WINDOWS),
+    "window of the first head": ("sizes_by_head", ") % c.num_heads", ") * 0", WINDOWS),
+    "left taken for right": ("sizes_by_head", "head * 2 + 1)", "head * 2)", WINDOWS),
+    "right taken for left": ("sizes_by_head", "head * 2)\n", "head * 2 + 1)\n", WINDOWS),
+    "all keys taken for none": ("sizes_by_head", "left < 0, sizes.left,", "left < 0, 0,", WINDOWS),
+    "all keys behind taken for none": ("sizes_by_head", "right < 0, sizes.right,", "right < 0, 0,",
+                                       WINDOWS),
+    "causal order lost beside windows": ("sizes_by_head", "gl.minimum(right, sizes.right)", "right",
+                                         WINDOWS | {"is_causal": True}),
+    "blocks of another head's window listed": ("listed_tile", "sizes_by_head(c, number)",
+                                               "sizes_by_head(c, 0 * number)",
+                                               WINDOWS | {"block_size": (128, 128)}),
+}  # fmt: skip
+DROPPED: dict[str, Fault] = {
+    "unlisted block taken for listed": ("is_listed", "(found == wanted)", "(found >= wanted)",
+                                        EQUAL),
+    "all blocks taken for listed": ("is_listed", "(found == wanted)", "(found == found)", EQUAL),
+    "unlisted blocks weigh as one key": ("bound_block", "num_keys * gl.exp2", "gl.exp2", EQUAL),
+    "blocks before dropped": ("bound_block", "total * gl.exp2(largest - base)", "total * 0.0",
+                              EQUAL),
+    "weight of what was dropped": ("bound_tiles", "1.0 + ratio", "1.0 + 2.0 * ratio", EQUAL),
+    "share of another head": ("bound_tiles", "(tile.number >> c.tile_bits)",
+                              "(1 - (tile.number >> c.tile_bits))", EQUAL),
+}  # fmt: skip
 WRITTEN: dict[str, Fault] = {
     "rows stored one too far": ("store_part", "start, first_row,", "start, first_row + 1,", PLAIN),
     "tile unwritten": ("store_part", "number >= 0", "number > 0", PLAIN),
@@ -164,7 +209,7 @@ FAULTS: dict[str, Fault] = {
     f"{kind}: {name}": fault
     for kind, faults in (
         *(("scores", SCORES), ("keys", KEYS)),
-        *(("lists", LISTS), ("written", WRITTEN)),
+        *(("lists", LISTS), ("by head", BY_HEAD), ("dropped", DROPPED), ("written", WRITTEN)),
     )
     for name, fault in faults.items()
 }

@@ -13,7 +13,16 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    HeadGroup,
+    HeadTerm,
+    MaskKind,
+    Precision,
+    Scheme,
+)
 from adaattn.testing import (
     assert_executor_matches,
     make_problem,
@@ -30,6 +39,7 @@ pytestmark = [
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 BOTTOM = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
+BY_HEAD = {"head_terms": HeadTerm(7), "num_heads": 4}
 ALL_AUX = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 PROBLEMS: dict[str, dict[str, Any]] = {
     "one row": {"len_q": 1, "len_k": 1000},
@@ -101,6 +111,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     "wide bias": {"len_q": 300, "mask": MaskKind.ADDITIVE, "mask_is_wide": True},
     "bias of rows": {"len_q": 300, "mask": MaskKind.ADDITIVE, "mask_shape": (2, 1, 300, 1)},
+    "numbers of each head": {"len_q": 1000, **BY_HEAD, "aux": ALL_AUX},
+    "numbers of each head, causal": {"len_q": 700, "len_k": 1037, **BY_HEAD, **BOTTOM},
+    "numbers of each head in half": {"len_q": 700, **BY_HEAD, "precision": Precision.FP16},
+    "windows of each head": {"len_q": 1500, "head_terms": HeadTerm.WINDOW, "head_dim": 64},
+    "scales of each head": {"len_q": 700, "head_terms": HeadTerm.SCALE, "is_causal": True},
 }
 
 
@@ -193,6 +208,7 @@ PACKED: dict[str, dict[str, Any]] = {
     },
     "half": {"lengths_q": (500, 40), "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"lengths_q": (300, 40, 70), "mask": MaskKind.BOOLEAN},
+    "numbers of each head": {"lengths_q": (700, 0, 40), **BY_HEAD, **BOTTOM},
     "many": {"lengths_q": tuple(range(1, 90)), "is_causal": True, "head_dim": 64},
 }
 
@@ -251,6 +267,30 @@ def test_packed_scores_beyond_the_fixed_reference_are_computed_again(is_causal: 
     _held_to_the_oracle(replace(tensors, kv=replace(tensors.kv, key=key)), problem)
 
 
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16], ids=lambda it: it.label)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
+    head_dim: int, precision: Precision
+) -> None:
+    """Some keys exceed the fixed reference, so that tiles of both calls are computed again."""
+    lengths = (1, 700, 40, 129, 2000)
+    asked = {"is_causal": True, "head_dim": head_dim, "precision": precision}
+    problem, tensors = _packed({"lengths_q": lengths, "batch_invariant": True} | asked)
+    key = tensors.key.clone()
+    key[:, :, 3::400] *= 60
+    tensors = replace(tensors, kv=replace(tensors.kv, key=key))
+    whole = hopper.run(tensors, problem, GROUP).output
+    for n, length in enumerate(lengths):
+        rows = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+        bounds = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        given = [it[:, :, rows].clone() for it in (tensors.query, key, tensors.value)]
+        alone, _ = _packed({"lengths_q": (length,), "batch_invariant": True} | asked)
+        parts = Tensors.of(*given, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+        assert torch.equal(hopper.run(parts, alone, GROUP).output, whole[:, :, rows])
+        dense = _problem({"batch": 1, "len_q": length, "batch_invariant": True} | asked)
+        assert torch.equal(hopper.run(Tensors.of(*given), dense, GROUP).output, whole[:, :, rows])
+
+
 LISTS: dict[str, dict[str, Any]] = {
     "plain": {"len_q": 700, "len_k": 1700, "aux": ALL_AUX},
     "causal": {"len_q": 1700, "is_causal": True, "aux": Aux.LSE},
@@ -273,6 +313,22 @@ LISTS: dict[str, dict[str, Any]] = {
     },
     "half": {"len_q": 700, "precision": Precision.FP16, "aux": ALL_AUX},
     "mask": {"len_q": 700, "len_k": 733, "mask": MaskKind.BOOLEAN, "is_causal": True},
+    "numbers of each head": {"len_q": 1700, "is_causal": True, **BY_HEAD},
+    "dropped mass": {"len_q": 1700, "is_causal": True, "aux": Aux.DROPPED_MASS},
+    "dropped mass of a biased list": {
+        "len_q": 700,
+        "len_k": 1700,
+        "head_dim": 64,
+        "mask": MaskKind.ADDITIVE,
+        "aux": Aux.DROPPED_MASS | Aux.LSE,
+    },
+    "dropped mass in half": {
+        "len_q": 900,
+        "len_k": 1130,
+        "precision": Precision.FP16,
+        "aux": Aux.DROPPED_MASS,
+        **BOTTOM,
+    },
 }
 
 
