@@ -254,7 +254,7 @@ def test_no_neighbour_and_no_layout_has_a_say_in_the_executor(
     sizes = PACKED_SIZES | {"dense_columns": layout[0], "stride_bytes": layout[1]}
     problem = make_problem(lengths_q=lengths, device_type="cuda", batch_invariant=True, **sizes)
     assert taken(problem, "h200").plan.groups[0].capability == "triton"
-    alone = [it for it in capabilities() if it.name == "hopper"]
+    alone = tuple(it for it in capabilities() if it.name == "hopper")
     assert decide(problem, None, fake_facts("h200"), Policy(), alone).plan.is_exact
 
 

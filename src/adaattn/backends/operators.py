@@ -294,7 +294,7 @@ def _described(
     """Return the problem that `taken_apart` took apart, for the tensors at hand."""
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
-    is_causal, to_end, _ = flags
+    is_causal, to_end, is_trained = flags
     left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
@@ -324,6 +324,7 @@ def _described(
         block_size=(block_size[0], block_size[1]),
         most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
         dropout_p=dropout_p,
+        requires_grad=is_trained,
         num_sequences=0 if starts is None else starts.shape[0] - 1,
         max_len_q=max_len_q,
         max_len_k=max_len_k,
