@@ -29,9 +29,7 @@ from adaattn.backends.triton.primitives import (
     LOG2_E,
     WEIGHT_SCALE,
     add_bias,
-    bounds,
     exp2_sum,
-    find_sequence,
     halved_product,
     halves,
     head_factors,
@@ -39,6 +37,7 @@ from adaattn.backends.triton.primitives import (
     is_kept,
     key_ranges,
     least_and_most,
+    lengths_of,
     level_of,
     load_entries,
     load_rows,
@@ -208,36 +207,24 @@ def forward(
     batch = tl.program_id(0) // num_tiles // (num_heads // PACK)
     key_head = head_slot * PACK // GROUP
 
-    start_q = 0
-    start_k = 0
-    len_q = total_q
-    len_k = total_k
-    residue = 0
-    if IS_DILATED:
-        per_class = num_tiles // dilation
-        residue = tile // per_class
-        tile = tile % per_class
-    elif HAS_RIGHT and not IS_PACKED:
-        tile = num_tiles - 1 - tile  # the longest rows first
-    if IS_PACKED:
-        sequence, tile = find_sequence(starts_q_ptr, tile, num_sequences, BLOCK_M // PACK)
-        start_q, len_q = bounds(starts_q_ptr + sequence, total_q)
-        start_k, len_k = bounds(starts_k_ptr + sequence, total_k)
-    offset = 0
-    if TO_END:
-        offset = len_k - len_q
-
-    if IS_DILATED:
-        # One class: rows start_q + dilation * m, keys start_k + dilation * n.
-        first_row = ((residue - offset) % dilation + dilation) % dilation
-        len_q = tl.maximum(len_q - first_row + dilation - 1, 0) // dilation
-        len_k = tl.maximum(len_k - residue + dilation - 1, 0) // dilation
-        offset = (first_row + offset - residue) // dilation
-        left = left // dilation
-        right = right // dilation
-        start_q += first_row
-        start_k += residue
-
+    tile, residue, start_q, start_k, len_q, len_k, offset, left, right = lengths_of(
+        tile,
+        starts_q_ptr,
+        starts_q_ptr,
+        starts_k_ptr,
+        total_q,
+        total_k,
+        left,
+        right,
+        dilation,
+        num_sequences,
+        num_tiles,
+        BLOCK_M // PACK,
+        TO_END,
+        IS_DILATED,
+        IS_PACKED,
+        HAS_RIGHT,
+    )
     if (tile < 0) | (tile * BLOCK_M >= len_q * PACK):
         return
     first_slot = tile * BLOCK_M

@@ -22,6 +22,7 @@ __all__ = [
     "is_kept",
     "key_ranges",
     "least_and_most",
+    "lengths_of",
     "level_of",
     "load_entries",
     "load_rows",
@@ -69,6 +70,68 @@ def find_sequence(starts_ptr, tile, num_sequences, BLOCK_M: tl.constexpr):
         low = tl.where(first <= tile, middle, low)
         high = tl.where(first <= tile, high, middle - 1)
     return low, tile - (tl.load(starts_ptr + low) // BLOCK_M + low)
+
+
+@triton.jit
+def lengths_of(
+    tile,
+    starts_ptr,
+    starts_q_ptr,
+    starts_k_ptr,
+    total_q,
+    total_k,
+    left,
+    right,
+    dilation,
+    num_sequences,
+    num_tiles,
+    BLOCK: tl.constexpr,
+    TO_END: tl.constexpr,
+    IS_DILATED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_REVERSED: tl.constexpr,
+):
+    """Return which rows and keys a tile of a head may meet.
+
+    Args, beyond those of `forward`:
+        tile: its number among ``num_tiles`` of a head, the classes of a dilation one after another.
+        starts_ptr: of what the tile has BLOCK of: queries or keys.
+        IS_REVERSED: the last tiles come first, where there are no classes and sequences.
+
+    Returns:
+        (tile of its sequence and class, class, first row and first key among all, numbers of rows
+        and keys, position of row 0 among the keys, left and right), the last five in steps of the
+        dilation.
+    """
+    start_q = 0
+    start_k = 0
+    len_q = total_q
+    len_k = total_k
+    residue = 0
+    if IS_DILATED:
+        per_class = num_tiles // dilation
+        residue = tile // per_class
+        tile = tile % per_class
+    elif IS_REVERSED and not IS_PACKED:
+        tile = num_tiles - 1 - tile
+    if IS_PACKED:
+        sequence, tile = find_sequence(starts_ptr, tile, num_sequences, BLOCK)
+        start_q, len_q = bounds(starts_q_ptr + sequence, total_q)
+        start_k, len_k = bounds(starts_k_ptr + sequence, total_k)
+    offset = 0
+    if TO_END:
+        offset = len_k - len_q
+    if IS_DILATED:
+        # One class: rows start_q + dilation * m, keys start_k + dilation * n.
+        first_row = ((residue - offset) % dilation + dilation) % dilation
+        len_q = tl.maximum(len_q - first_row + dilation - 1, 0) // dilation
+        len_k = tl.maximum(len_k - residue + dilation - 1, 0) // dilation
+        offset = (first_row + offset - residue) // dilation
+        left = left // dilation
+        right = right // dilation
+        start_q += first_row
+        start_k += residue
+    return tile, residue, start_q, start_k, len_q, len_k, offset, left, right
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.backward import lengths_of, load_lse, load_number, weights_of
+from adaattn.backends.triton.backward import load_lse, load_number, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
     LOG2_E,
@@ -11,6 +11,7 @@ from adaattn.backends.triton.primitives import (
     head_window,
     is_kept,
     key_ranges,
+    lengths_of,
     load_rows,
     place_of,
     store_rows,
