@@ -40,6 +40,18 @@ class HeadTerms:
     window: torch.Tensor | None = None
     softcap: torch.Tensor | None = None
 
+    @classmethod
+    def given(
+        cls,
+        scale: torch.Tensor | None,
+        window: torch.Tensor | None,
+        softcap: torch.Tensor | None,
+    ) -> "HeadTerms | None":
+        """Return the numbers that there are, or None where there are none."""
+        if scale is window is softcap is None:
+            return None
+        return cls(scale=scale, window=window, softcap=softcap)
+
     def __post_init__(self) -> None:
         """Refuse numbers that are out of range, where they can be read without waiting."""
         self.check(waits=False)

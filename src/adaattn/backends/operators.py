@@ -26,6 +26,9 @@ _AUX: Final = 5
 _SIZES: Final = 9
 """Where those stand among the arguments behind q, k and v."""
 
+_TENSORS: Final = 10
+"""Tensors of an operator before its numbers, flags and sizes."""
+
 _Run = Callable[[Tensors, AttentionProblem], Result]
 _Optional = torch.Tensor | None
 
@@ -204,9 +207,9 @@ def _backward_operator(name: str, training: Training) -> Callable[..., list[torc
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     """Keep what the backward pass reads."""
-    numbers, flags, sizes = inputs[_SIZES + 1 : _SIZES + 4]
+    numbers, flags, sizes = inputs[_TENSORS : _TENSORS + 3]
     ctx.words = numbers, flags, sizes
-    tensors = (*inputs[: _SIZES + 1], *inputs[_SIZES + 4 :])
+    tensors = (*inputs[:_TENSORS], *inputs[_TENSORS + 3 :])
     ctx.save_for_backward(output[0], output[1], output[-1], *tensors)
 
 
@@ -216,7 +219,7 @@ def _differentiated(
     """Return a gradient for each argument of an operator, by the operator of its gradients."""
     output, lse, rest, *tensors = ctx.saved_tensors
     wanted = [ctx.needs_input_grad[place] for place in _PLACES]
-    given = (*tensors[: _SIZES + 1], *ctx.words, *tensors[_SIZES + 1 :])
+    given = (*tensors[:_TENSORS], *ctx.words, *tensors[_TENSORS:])
     made = backward(upstream[0], upstream[1], output, lse, rest, *given, wanted)
     found: list[_Optional] = [None] * len(given)
     for place, gradient, wants in zip(_PLACES, made, wanted, strict=True):
@@ -256,7 +259,7 @@ def _tensors_of(
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
         blocks=_list_of(counts, indices, sizes[-2:]),
-        head_terms=_terms_of(head_scale, head_window, head_softcap),
+        head_terms=HeadTerms.given(head_scale, head_window, head_softcap),
     )
 
 
@@ -267,15 +270,6 @@ def _list_of(
     if counts is None or indices is None:
         return None
     return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
-
-
-def _terms_of(
-    scale: torch.Tensor | None, window: torch.Tensor | None, softcap: torch.Tensor | None
-) -> HeadTerms | None:
-    """Return the numbers of each head that these tensors are, or None."""
-    if scale is window is softcap is None:
-        return None
-    return HeadTerms(scale=scale, window=window, softcap=softcap)
 
 
 def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:

@@ -97,6 +97,8 @@ KEY_GRADIENTS = {
     "dict(head_dim=64)": 0,
     "dict(head_dim=64, is_causal=True, num_heads=8, num_kv_heads=2)": 0,
     "dict(head_dim=64, is_causal=True, lengths_q=(1000, 3096))": 0,
+    "dict(head_dim=64, dilation=3, dropout_p=0.1)": MOST_SPILLS,
+    "dict(head_dim=64, head_terms=HeadTerm(7), block_size=(128, 128))": MOST_SPILLS,
     "dict(head_dim=128, is_causal=True)": MOST_SPILLS,
     "dict(head_dim=256)": MOST_SPILLS,
     "dict(head_dim=64, precision=Precision.FP32, len_q=2048)": 0,
@@ -114,6 +116,7 @@ ROW_GRADIENTS = {
 MASK_GRADIENTS = {
     "dict(head_dim=64, mask=MaskKind.ADDITIVE)": MOST_SPILLS,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, is_causal=True)": MOST_SPILLS,
+    "dict(head_dim=64, mask=MaskKind.ADDITIVE, lengths_q=(1000, 3096), dropout_p=0.1)": MOST_SPILLS,
 }
 GRADIENTS = [
     *(("key_gradients", values, most) for values, most in KEY_GRADIENTS.items()),

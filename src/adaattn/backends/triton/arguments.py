@@ -24,7 +24,7 @@ from adaattn.backends.triton.launch import (
 )
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, Precision
 
-__all__ = ["Arguments", "MaskLayout"]
+__all__ = ["Arguments", "MaskLayout", "at_multiples"]
 
 _INT32: Final = 2**31
 _FEW_ROWS: Final = 32
@@ -311,3 +311,10 @@ class Arguments:
         if self._problem.by_head(HeadTerm.SOFTCAP):
             before = scale
         return before, after, self._problem.dropout_p
+
+
+def at_multiples(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that begins where asynchronous copies may, of the same strides."""
+    if tensor.data_ptr() % COPIED_BYTES == 0:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)

@@ -23,7 +23,7 @@ from adaattn.backends.triton.primitives import (
     times,
 )
 
-__all__ = ["load_lse", "load_number", "row_sums", "weights_of"]
+__all__ = ["load_lse", "load_number", "row_sums", "step_of", "weights_of"]
 
 _NOTHING = tl.constexpr(float("-inf"))
 _EVERYTHING = tl.constexpr(float("inf"))
@@ -85,6 +85,15 @@ def weights_of(
     if HAS_REST:
         exponents -= rest
     return tl.exp2(exponents), tangent
+
+
+@triton.jit
+def step_of(stride, dilation, ALIGN: tl.constexpr, WIDE: tl.constexpr):
+    """Return the elements from one row of a class to the next: int64 where WIDE."""
+    step = stride // ALIGN * ALIGN
+    if WIDE:
+        step = step.to(tl.int64)
+    return step * dilation
 
 
 @triton.jit

@@ -78,7 +78,10 @@ def _halfwords(problem: AttentionProblem) -> str:
 
 
 def _training(problem: AttentionProblem) -> str:
-    """Return why a fixed order may not bring it to the front, where no time has a say, or ""."""
+    """Return why batch-invariant calls do not train on it yet, or "".
+
+    Their executor is the first in a fixed order, which no measured time changes.
+    """
     if not (problem.batch_invariant and problem.wants_gradients):
         return ""
     return "no card has run its gradients yet, and batch_invariant asks for no measured time"

@@ -14,16 +14,17 @@ from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Training, operator
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.triton.arguments import Arguments, MaskLayout
+from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.gradients import (
+from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
+from adaattn.backends.triton.training import (
     Attention,
     drawn_seed,
     gradients_in_graphs,
     kept_rest,
+    trained,
 )
-from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
@@ -78,6 +79,10 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> tuple[An
         query.new_empty(query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
         for flag in STATISTICS
     )
+    lse = statistics[0]
+    if lse is not None and problem.num_sequences and problem.wants_gradients:
+        # Tokens of no sequence are not written, and are not to count in sums over rows.
+        lse.fill_(-torch.inf)
     return _launcher(problem)(*given, statistics=statistics, **others), *statistics
 
 
@@ -97,7 +102,7 @@ def _differentiable(
     """Return the same, known to autograd; the log-sum-exp is always there."""
     check_untransformed(query, key, value)
     terms = terms or HeadTerms()
-    with_lse = replace(problem, aux=problem.aux | Aux.LSE)
+    with_lse = trained(problem)
     beside = (starts_q, starts_k, blocks, terms.window)
     found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
         *(partial(_computed, with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
@@ -122,7 +127,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
 def is_ready(problem: AttentionProblem) -> bool:
     """Return whether this machine has compiled the kernels of a problem."""
     if problem.wants_gradients:
-        return is_noted(GradientArguments(problem).known_by)
+        return is_noted(GradientArguments(trained(problem)).known_by)
     return is_noted(Arguments(problem).known_by)
 
 
@@ -219,7 +224,7 @@ class _Launcher:
         if self._arguments.are_copied:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % COPIED_BYTES:
-            query, key, value = map(_at_multiples, (query, key, value))
+            query, key, value = map(at_multiples, (query, key, value))
         output = output_like(query, problem.value_dim)
         seen = _NO_MASK
         if mask is not None:
@@ -314,13 +319,6 @@ class _Launcher:
             combine=combine,
             parts=(splits, batch, heads, len_q, self._problem.value_dim),
         )
-
-
-def _at_multiples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that begins where asynchronous copies may, of the same strides."""
-    if tensor.data_ptr() % COPIED_BYTES == 0:
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def _halved(

@@ -90,7 +90,8 @@ class GradientArguments:
     @property
     def known_by(self) -> tuple[object, ...]:
         """What says, before there are tensors, which kernels a problem's training takes."""
-        return ("gradients", *self._forward.known_by, self._key_tile, self._row_tile)
+        tiles = self._key_tile, self._row_tile
+        return ("gradients", *self._forward.known_by, *tiles, self._problem.mask_requires_grad)
 
     @property
     def are_copied(self) -> bool:

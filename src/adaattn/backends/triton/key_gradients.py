@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.backward import load_lse, load_number, weights_of
+from adaattn.backends.triton.backward import load_lse, load_number, step_of, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
     LOG2_E,
@@ -160,10 +160,10 @@ def key_gradients(
     within = tl.arange(0, BLOCK_M)
     keys = first_key + within_keys
     is_key = keys < len_k
-    query_step = stride_qm // ALIGN * ALIGN * dilation
-    gradient_step = stride_om // ALIGN * ALIGN * dilation
-    key_step = stride_kn // KEY_ALIGN * KEY_ALIGN * dilation
-    value_step = stride_vn // KEY_ALIGN * KEY_ALIGN * dilation
+    query_step = step_of(stride_qm, dilation, ALIGN, WIDE)
+    gradient_step = step_of(stride_om, dilation, ALIGN, WIDE)
+    key_step = step_of(stride_kn, dilation, KEY_ALIGN, WIDE)
+    value_step = step_of(stride_vn, dilation, KEY_ALIGN, WIDE)
     rows_within = within
     keys_within = within_keys
     if WIDE:
@@ -185,7 +185,7 @@ def key_gradients(
         inverse = 1.0 / (1.0 - dropout_p)
     key_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    start_of_rows = start_q + tile * 0
+    start_of_rows = start_q + tile * 0  # a tensor, also where it is 0 for all
     for member in range(GROUP):
         head = key_head * GROUP + member
         query_base = query_ptr + times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)

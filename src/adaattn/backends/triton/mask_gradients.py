@@ -262,12 +262,11 @@ def mask_gradients(
             True,
             lse_rest_ptr is not None,
         )
-        weights = tl.where(is_seen, weights, 0.0)
         change = tl.dot(gradient, tl.trans(value_block), input_precision=DOT)
         if HAS_DROPOUT:
             kept = is_kept(seed, row_of_all[:, None], places[None, :], dropout_p)
             change = tl.where(kept, change * inverse, 0.0)
-        total += weights * (change - delta[:, None])
+        total += tl.where(is_seen, weights * (change - delta[:, None]), 0.0)
 
     base = own_batch.to(tl.int64) * mask_heads + own_head
     own_rows = tile_m * BLOCK_M + within_m

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.backward import load_lse, load_number, weights_of
+from adaattn.backends.triton.backward import load_lse, load_number, step_of, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
     LOG2_E,
@@ -155,10 +155,10 @@ def row_gradients(
     within = tl.arange(0, BLOCK_N)
     rows = first_slot + within_rows
     is_row = rows < len_q
-    query_step = stride_qm // ALIGN * ALIGN * dilation
-    gradient_step = stride_om // ALIGN * ALIGN * dilation
-    key_step = stride_kn // KEY_ALIGN * KEY_ALIGN * dilation
-    value_step = stride_vn // KEY_ALIGN * KEY_ALIGN * dilation
+    query_step = step_of(stride_qm, dilation, ALIGN, WIDE)
+    gradient_step = step_of(stride_om, dilation, ALIGN, WIDE)
+    key_step = step_of(stride_kn, dilation, KEY_ALIGN, WIDE)
+    value_step = step_of(stride_vn, dilation, KEY_ALIGN, WIDE)
     rows_within = within_rows
     keys_within = within
     if WIDE:
@@ -172,7 +172,7 @@ def row_gradients(
     left_rows = len_q - first_slot
     query = load_rows(query_base, rows_within, query_step, left_rows, D, BLOCK_D, True)
     gradient = load_rows(gradient_base, rows_within, gradient_step, left_rows, DV, BLOCK_DV, True)
-    start_of_keys = start_k + tile * 0
+    start_of_keys = start_k + tile * 0  # a tensor, also where it is 0 for all
     key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
     key_base += times(start_of_keys, stride_kn, KEY_ALIGN)
     value_base = (

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import taken_apart
 from adaattn.backends.triton import direct, executor
+from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.gradient_launch import GradientArguments
+from adaattn.backends.triton.training import trained
 from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
@@ -29,7 +33,9 @@ from adaattn.testing import (
     make_problem,
     make_tensors,
     num_summands,
+    poisoned_memory,
     term_sizes,
+    with_tensors,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -183,12 +189,24 @@ def test_the_gradient_of_the_log_sum_exp_alone_needs_none_of_the_output() -> Non
     assert_matches(found, exact, eager, summands=num_summands(problem, found))
 
 
-@pytest.mark.parametrize("shape", [{}, {"num_heads": 4, "num_kv_heads": 2, "is_causal": True}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"num_heads": 4, "num_kv_heads": 2, "is_causal": True},
+        ADDED | {"dilation": 2},
+        ADDED | {"mask_shape": (1, 1, 1, 32), "lengths_q": (30, 10), "lengths_k": (12, 20)},
+        ADDED | {"mask_shape": (1, 2, 40, 1), "block_size": (16, 16)},
+    ],
+    ids=["plain", "groups", "dilation", "packed", "blocks"],
+)
 def test_gradients_go_through_the_weights_that_dropout_kept(shape: dict[str, Any]) -> None:
     """The identity as values shows which those are; the same generator draws them again."""
     values = {"len_q": 40, "len_k": 32, "value_dim": 32, "dropout_p": 0.3, "requires_grad": True}
-    problem = make_problem(**(values | shape))
-    tensors = make_tensors(problem)
+    values |= shape
+    lengths = {key: values.pop(key) for key in ("lengths_q", "lengths_k") if key in values}
+    problem = make_problem(**lengths, **values)
+    tensors = make_tensors(problem, **lengths)
     shown = replace(
         tensors, kv=replace(tensors.kv, value=torch.eye(32).expand(tensors.value.shape))
     )
@@ -228,11 +246,9 @@ def test_equal_calls_have_equal_bits() -> None:
 
 
 def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaattn.backends.triton.gradient_launch import GradientArguments
-
     problem, tensors = made("sinks", Precision.FP16)
     for name in ("keys", "rows"):
-        monkeypatch.setattr(GradientArguments, name, None)
+        monkeypatch.setattr(GradientArguments, name, lambda self, layout: None)
     tensors = replace(
         tensors,
         query=tensors.query.detach(),
@@ -268,23 +284,106 @@ def test_repeated_calls_take_masks_and_slopes_of_fewer_dimensions() -> None:
         assert torch.equal(gradient, other.view(leaf.shape))
 
 
-def test_gradients_of_any_layout_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a sum, whose gradient is one number, and from a transposed view."""
+def test_gradients_of_any_layout_arrive() -> None:
+    """As from a sum, from a transposed view, from rows that begin anywhere."""
     problem, tensors = made("plain", Precision.FP16)
-    wide = cast_tensors(tensors, torch.float64)
+    output = run(tensors, problem).output
+    dense = torch.randn_like(output)
+    place = torch.zeros(dense.numel() + 1, dtype=torch.float16)[1:]
+    odd = place.view(dense.shape).copy_(dense)
+    padded = torch.zeros(*dense.shape[:3], 17, dtype=torch.float16)[..., :16].copy_(dense)
+    turned = dense.transpose(1, 2).contiguous().transpose(1, 2)
+    one = torch.ones((), dtype=torch.float16).expand(dense.shape)
+    leaves = _given(tensors)
+    for upstream in (odd, padded, turned, one):
+        expected = torch.autograd.grad(output, leaves, upstream.clone(), retain_graph=True)
+        found = torch.autograd.grad(output, leaves, upstream, retain_graph=True)
+        assert all(map(torch.equal, found, expected))
 
-    def loss(result: Result) -> torch.Tensor:
-        return result.output.sum() + result.output.transpose(2, 3).contiguous()[..., ::3].sum()
 
-    found, exact, eager = (
-        torch.autograd.grad(loss(result), given.value)[0]
-        for result, given in (
-            (run(tensors, problem), tensors),
-            (attention(wide, problem), wide),
-            (attention(tensors, problem, compute_dtype=torch.float16), tensors),
-        )
+def test_slopes_are_read_as_they_lie() -> None:
+    problem, tensors = made("ALiBi", Precision.FP32, num_heads=3)
+    assert tensors.alibi_slopes is not None
+    rows = tensors.alibi_slopes.detach().expand(2, 3) * torch.tensor([[1.0], [0.5]])
+    turned = rows.T.contiguous().T.requires_grad_()
+    assert turned.stride() == (1, 2)
+    assert_training_matches(run, with_tensors(tensors, alibi_slopes=turned), problem)
+
+
+def test_what_begins_between_multiples_of_four_bytes_is_copied() -> None:
+    """No asynchronous copy takes it, and products of such tiles were wrong on a card."""
+    problem, tensors = made("ragged", Precision.FP16)
+    shifted = {}
+    for name in ("query", "key", "value"):
+        item = getattr(tensors, name).detach()
+        place = item.new_zeros(item.numel() + 1)[1:].view(item.shape).copy_(item)
+        assert place.data_ptr() % 4
+        shifted[name] = place.requires_grad_()
+    seen: list[int] = []
+    call = Launch.__call__
+
+    def noting(self: Launch, *given: torch.Tensor | None) -> None:
+        seen.extend(item.data_ptr() for item in given if item is not None)
+        call(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "__call__", noting)
+        assert_training_matches(run, with_tensors(tensors, **shifted), problem)
+    assert seen and not any(place % 4 for place in seen)
+
+
+def test_what_is_saved_may_come_back_in_another_layout() -> None:
+    """As from ``torch.autograd.graph.save_on_cpu``, or from an offloading of activations."""
+    problem = make_problem(len_q=40, head_dim=68, requires_grad=True, precision=Precision.FP16)
+    tensors = make_tensors(problem)
+    views = {}
+    for name in ("query", "key", "value"):
+        item = getattr(tensors, name).detach()
+        views[name] = item.new_zeros(*item.shape[:3], 72)[..., :68].copy_(item).requires_grad_()
+    tensors = with_tensors(tensors, **views)
+    problem = replace(problem, dense_columns=True, stride_bytes=16)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous())
+    with hooks:
+        assert_training_matches(run, tensors, problem)
+
+
+def test_tokens_of_no_sequence_have_no_part_in_sums_over_rows() -> None:
+    leaves = [torch.randn(1, 2, 50, 16, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor((0, 20, 40), dtype=torch.int32)
+    sinks = torch.randn(2, requires_grad=True)
+    mask = torch.randn(1, 1, 1, 50, requires_grad=True)
+    values = {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 1, 50), "has_sinks": True}
+    wants = {"requires_grad": True, "mask_requires_grad": True, "sinks_require_grad": True}
+    problem = make_problem(lengths_q=(20, 20), head_dim=16, **values, **wants)
+    problem = replace(problem, len_q=50, len_k=50)
+    tensors = Tensors.of(*leaves, mask=mask, sinks=sinks, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    with poisoned_memory():
+        output = run(tensors, problem).output
+        found = torch.autograd.grad(output[:, :, :40].sum(), (*leaves, mask, sinks))
+    assert all(bool(item.isfinite().all()) for item in found)
+    assert not found[3][..., 40:].any()
+
+
+def test_a_checkpoint_draws_the_same_weights_again() -> None:
+    problem, tensors = made("plain", Precision.FP32, dropout_p=0.3)
+    torch.manual_seed(1)
+    expected = gradients_of(run(tensors, problem), tensors)
+    torch.manual_seed(1)
+    output = checkpoint(
+        lambda *given: run(Tensors.of(*given), problem).output,
+        *_given(tensors),
+        use_reentrant=False,
     )
-    assert_matches(found, exact, eager, summands=num_summands(problem, found))
+    found = gradients_of(Result(output=output), tensors)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _ = made("plain", Precision.FP16)
+    known = GradientArguments(trained(problem)).known_by
+    monkeypatch.setattr(executor, "is_noted", lambda found: found == known)
+    assert executor.is_ready(problem)
+    assert not executor.is_ready(replace(problem, requires_grad=False))
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -358,7 +457,15 @@ def test_the_operators_keep_the_rules_of_operators() -> None:
     problem, tensors = made("sinks", Precision.FP32)
     given = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
     words = taken_apart(replace(problem, aux=Aux.LSE))
-    torch.library.opcheck(torch.ops.adaattn.triton.default, (*given, *words, *[None] * 4))
+    words = (*words, *[None] * 4)
+    torch.library.opcheck(torch.ops.adaattn.triton.default, (*given, *words))
+    plain = [None if item is None else item.detach() for item in given]
+    output, lse, *_, rest = torch.ops.adaattn.triton(*plain, *words)
+    wanted = [True, False, True, False, True, *[False] * 3]
+    kept = (torch.randn_like(output), torch.randn_like(lse), output, lse, rest)
+    checks = ("test_schema", "test_faketensor")
+    backward = torch.ops.adaattn.triton_backward.default
+    torch.library.opcheck(backward, (*kept, *plain, *words, wanted), test_utils=checks)
 
 
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32], ids=lambda it: it.label)
