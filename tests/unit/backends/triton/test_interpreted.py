@@ -494,9 +494,9 @@ def test_what_begins_between_multiples_of_four_bytes_is_copied() -> None:
     around = tensors.key.new_full((*tensors.key.shape[:3], 66), float("nan"))
     key = around[..., 1:65].copy_(tensors.key)
     assert key.data_ptr() % 4 == 2
-    read = executor._at_multiples(key)
+    read = executor.at_multiples(key)
     assert read.data_ptr() % 4 == 0 and read.stride() == key.stride() and torch.equal(read, key)
-    assert executor._at_multiples(tensors.query) is tensors.query
+    assert executor.at_multiples(tensors.query) is tensors.query
     shifted = replace(tensors, kv=replace(tensors.kv, key=key))
     assert torch.equal(run(shifted, problem).output, run(tensors, problem).output)
 
