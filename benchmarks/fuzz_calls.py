@@ -115,10 +115,7 @@ class FuzzCall:
             assert_results_match(result, exact, worst, summands=summands)
             self.near = str(error)
         if self.training:
-            of_exact, of_eager = (
-                gradients_of(exact, wide),
-                gradients_of(eager, tensors),
-            )
+            of_exact, of_eager = gradients_of(exact, wide), gradients_of(eager, tensors)
             sizes = term_sizes(tensors, self.spec)
             if self.device == "cuda":
                 self._poison(output.shape)

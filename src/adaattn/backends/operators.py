@@ -18,7 +18,7 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
-__all__ = ["GIVEN", "Kept", "Training", "operator", "taken_apart"]
+__all__ = ["GIVEN", "Kept", "Training", "operator", "taken_apart", "trained"]
 
 _AUX: Final = 5
 """Where the wanted outputs stand among the sizes of `taken_apart`."""
@@ -80,6 +80,11 @@ _TRAINED: Final = 2
 """Where the flags say that a gradient is wanted."""
 
 
+def trained(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem as it is computed where gradients are wanted: with its log-sum-exp."""
+    return replace(problem, aux=problem.aux | Aux.LSE)
+
+
 def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
     """Return what calls ``run`` through the operator ``adaattn::<name>``.
 
@@ -131,7 +136,7 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
         blocks, seed = tensors.blocks, None
         asked = problem
         if training is not None and problem.wants_gradients:
-            asked = replace(problem, aux=problem.aux | Aux.LSE)
+            asked = trained(problem)
             seed = training.seed_of(tensors.query) if problem.dropout_p else None
         output, *statistics = made(
             tensors.query,

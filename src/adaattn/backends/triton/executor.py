@@ -12,7 +12,7 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
-from adaattn.backends.operators import Training, operator
+from adaattn.backends.operators import Training, operator, trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
@@ -23,7 +23,6 @@ from adaattn.backends.triton.training import (
     drawn_seed,
     gradients_in_graphs,
     kept_rest,
-    trained,
 )
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup

@@ -10,79 +10,46 @@ from adaattn.backends.block_list import BlockList, list_strides, listed_first
 from adaattn.backends.common import layout_facts, output_like, with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.head_terms import HeadTerms
+from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
+from adaattn.backends.operators import Kept
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Saved", "gradients"]
+__all__ = ["gradients"]
 
 _KEPT: Final = 256
 
 _Optional = torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What a backward pass reads: tensors of the call, and of its forward pass.
-
-    Args:
-        query: [B, Hq, Sq, D], and so on as in `Tensors`.
-        key: likewise.
-        value: likewise.
-        output: [B, Hq, Sq, Dv].
-        lse: fp32 [B, Hq, Sq].
-        lse_rest: what rounding took from it, likewise; None where it does not matter.
-        mask: likewise.
-        sinks: likewise.
-        slopes: likewise, or [Hq].
-        starts_q: likewise.
-        starts_k: likewise.
-        seed: int64 [1], of dropout.
-        blocks: likewise.
-        head_terms: likewise.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    output: torch.Tensor
-    lse: torch.Tensor
-    lse_rest: _Optional = None
-    mask: _Optional = None
-    sinks: _Optional = None
-    slopes: _Optional = None
-    starts_q: _Optional = None
-    starts_k: _Optional = None
-    seed: _Optional = None
-    blocks: BlockList | None = None
-    head_terms: HeadTerms | None = None
-
-
 def gradients(
     problem: AttentionProblem,
-    saved: Saved,
+    tensors: Tensors,
+    kept: Kept,
     upstream: torch.Tensor,
     lse_upstream: _Optional,
     wanted: frozenset[str],
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of a call by the names of its tensors.
+    """Return the gradients of a call by their names.
 
     Args:
         problem: of the call.
-        saved: of the call.
+        tensors: of the call.
+        kept: of its forward pass.
         upstream: gradient of the output, [B, Hq, Sq, Dv].
         lse_upstream: gradient of the log-sum-exp, fp32 [B, Hq, Sq]; None is zero.
-        wanted: names, of `Saved` or of `HeadTerms`.
+        wanted: names, of `GIVEN`.
 
     Raises:
         ExecutorError: a kernel cannot be compiled here.
     """
     # Hooks on what is saved may have laid it out anew.
-    problem = replace(problem, **layout_facts(saved.query, saved.key, saved.value))
-    return _backward(problem)(saved, upstream, lse_upstream, wanted)
+    problem = replace(problem, **layout_facts(tensors.query, tensors.key, tensors.value))
+    return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -124,34 +91,36 @@ class _Backward:
 
     def __call__(
         self,
-        saved: Saved,
+        tensors: Tensors,
+        kept: Kept,
         upstream: torch.Tensor,
         lse_upstream: _Optional,
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
-        found = _outputs(saved, wanted)
-        saved = self._readable(saved)
+        found = _outputs(tensors, wanted)
+        tensors = self._readable(tensors)
         upstream = _aligned(upstream, self._arguments.align)
-        mask = None if saved.mask is None else with_rank(saved.mask, 4)
+        mask = None if tensors.mask is None else with_rank(tensors.mask, 4)
         if lse_upstream is not None:
             lse_upstream = lse_upstream.contiguous()
-        launches = self._prepared(saved, upstream, found, mask, (wanted, lse_upstream is None))
-        delta = torch.empty_like(saved.lse)
-        launches.sums(saved.output, upstream, lse_upstream, delta)
-        if saved.starts_q is not None:  # tokens of no sequence have no output
-            delta.masked_fill_(saved.lse == -torch.inf, 0.0)
+        asked = (wanted, lse_upstream is None)
+        launches = self._prepared(tensors, kept, upstream, found, mask, asked)
+        delta = torch.empty_like(kept.lse)
+        launches.sums(kept.output, upstream, lse_upstream, delta)
+        if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
+            delta.masked_fill_(kept.lse == -torch.inf, 0.0)
         given = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
-        terms = saved.head_terms or HeadTerms()
-        read = (saved.query, saved.key, saved.value, upstream, saved.lse, delta, given)
-        beside = (saved.slopes, saved.starts_q, saved.starts_k, saved.seed)
-        numbers = (terms.scale, terms.window, terms.softcap, saved.lse_rest)
-        blocks = saved.blocks
+        terms = tensors.head_terms or HeadTerms()
+        read = (tensors.query, tensors.key, tensors.value, upstream, kept.lse, delta, given)
+        beside = (tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kept.seed)
+        numbers = (terms.scale, terms.window, terms.softcap, kept.lse_rest)
+        blocks = tensors.blocks
         lists: tuple[_Optional, _Optional] = (None, None)
         if blocks is not None:
             lists = blocks.counts, blocks.indices
         if "key" in found:
-            listing = lists if blocks is None else _listing(blocks, saved.key.shape[2])
+            listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
             launches.keys(*read, *beside, *listing, *numbers, found["key"], found["value"])
         sums: dict[str, torch.Tensor] = {
             name: torch.zeros_like(delta) for name in _SUMS if name in wanted
@@ -160,43 +129,45 @@ class _Backward:
             of_heads = (sums.get(name) for name in _SUMS)
             launches.rows(*read, *beside, *lists, *numbers, found["query"], *of_heads)
         if launches.mask is not None:
-            assert saved.mask is not None and mask is not None
+            assert tensors.mask is not None and mask is not None
             made = mask.new_empty(mask.shape)
             launches.mask(*read, *beside, *lists, *numbers, made)
-            found["mask"] = made.view(saved.mask.shape)
-        found |= _of_heads(saved, delta, sums, wanted)
+            found["mask"] = made.view(tensors.mask.shape)
+        found |= _of_heads(tensors, kept, delta, sums, wanted)
         if upstream.is_cuda and not self._is_noted and {"key", "query"} <= found.keys():
             self._is_noted = True
             note(self._arguments.known_by)
         return {name: found[name] for name in wanted}
 
-    def _readable(self, saved: Saved) -> Saved:
+    def _readable(self, tensors: Tensors) -> Tensors:
         """Return the tensors of a call as the kernels read them."""
-        query, key, value = saved.query, saved.key, saved.value
+        query, key, value = tensors.query, tensors.key, tensors.value
         if self._arguments.are_copied:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         query, key, value = map(at_multiples, (query, key, value))
-        slopes = None if saved.slopes is None else with_dense_columns(saved.slopes)
-        terms = saved.head_terms
+        slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
+        terms = tensors.head_terms
         if terms is not None:
             numbers = (terms.scale, terms.window, terms.softcap)
             terms = HeadTerms.given(*(None if it is None else it.contiguous() for it in numbers))
-        return replace(saved, query=query, key=key, value=value, slopes=slopes, head_terms=terms)
+        kv = replace(tensors.kv, key=key, value=value)
+        return replace(tensors, query=query, kv=kv, alibi_slopes=slopes, head_terms=terms)
 
     def _prepared(
         self,
-        saved: Saved,
+        tensors: Tensors,
+        kept: Kept,
         upstream: torch.Tensor,
         found: dict[str, torch.Tensor],
         mask: _Optional,
         asked: tuple[frozenset[str], bool],
     ) -> _Launches:
         """Return the launches for tensors that lie as these."""
-        layout = _layout(saved, upstream, found, mask)
-        terms = saved.head_terms or HeadTerms()
-        others = (saved.slopes, terms.scale, terms.window, terms.softcap)
-        dtypes = (None if it is None else it.dtype for it in (*others, saved.lse_rest))
-        known = (layout, asked, saved.query.get_device(), *dtypes)
+        layout = _layout(tensors, kept, upstream, found, mask)
+        terms = tensors.head_terms or HeadTerms()
+        others = (tensors.alibi_slopes, terms.scale, terms.window, terms.softcap)
+        dtypes = (None if it is None else it.dtype for it in (*others, kept.lse_rest))
+        known = (layout, asked, tensors.query.get_device(), *dtypes)
         if self._launches is None or self._launches.known != known:
             arguments, of_mask = self._arguments, None
             if mask is not None and "mask" in asked[0]:
@@ -215,37 +186,41 @@ _SUMS: Final = ("slopes", "scale", "softcap")
 """What a head has one of, in the order in which the kernel of rows takes their sums."""
 
 
-def _outputs(saved: Saved, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
+def _outputs(tensors: Tensors, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
     """Return empty gradients of queries, keys and values, by kernel; tokens of no sequence: 0."""
     named = {}
     if wanted & {"query", *_SUMS}:
-        named["query"] = saved.query
+        named["query"] = tensors.query
     if wanted & {"key", "value"}:
-        named |= {"key": saved.key, "value": saved.value}
+        named |= {"key": tensors.key, "value": tensors.value}
     found = {name: output_like(item, item.shape[3]) for name, item in named.items()}
-    if saved.starts_q is not None:
+    if tensors.cu_seqlens_q is not None:
         for item in found.values():
             item.zero_()
     return found
 
 
 def _of_heads(
-    saved: Saved, delta: torch.Tensor, sums: dict[str, torch.Tensor], wanted: frozenset[str]
+    tensors: Tensors,
+    kept: Kept,
+    delta: torch.Tensor,
+    sums: dict[str, torch.Tensor],
+    wanted: frozenset[str],
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of what a head has one of, from those of its rows."""
     found = {}
     if "slopes" in sums:
-        assert saved.slopes is not None
-        by_head = sums["slopes"].sum(-1).sum_to_size(with_rank(saved.slopes, 2).shape)
-        found["slopes"] = by_head.reshape(saved.slopes.shape).to(saved.slopes.dtype)
+        assert tensors.alibi_slopes is not None
+        by_head = sums["slopes"].sum(-1).sum_to_size(with_rank(tensors.alibi_slopes, 2).shape)
+        found["slopes"] = by_head.reshape(tensors.alibi_slopes.shape).to(tensors.alibi_slopes.dtype)
     for name in {"scale", "softcap"} & sums.keys():
-        found[name] = sums[name].sum((0, 2)).to(getattr(saved.head_terms, name).dtype)
+        found[name] = sums[name].sum((0, 2)).to(getattr(tensors.head_terms, name).dtype)
     if "sinks" in wanted:
-        assert saved.sinks is not None
+        assert tensors.sinks is not None
         # The weight of the sink, whose value is 0; rows that see nothing have none.
-        weights = torch.exp(saved.sinks.float()[:, None] - saved.lse)
-        weights = weights.masked_fill(saved.lse == -torch.inf, 0.0)
-        found["sinks"] = -(weights * delta).sum((0, 2)).to(saved.sinks.dtype)
+        weights = torch.exp(tensors.sinks.float()[:, None] - kept.lse)
+        weights = weights.masked_fill(kept.lse == -torch.inf, 0.0)
+        found["sinks"] = -(weights * delta).sum((0, 2)).to(tensors.sinks.dtype)
     return found
 
 
@@ -257,12 +232,16 @@ def _aligned(upstream: torch.Tensor, align: int) -> torch.Tensor:
 
 
 def _layout(
-    saved: Saved, upstream: torch.Tensor, found: dict[str, torch.Tensor], mask: _Optional
+    tensors: Tensors,
+    kept: Kept,
+    upstream: torch.Tensor,
+    found: dict[str, torch.Tensor],
+    mask: _Optional,
 ) -> Layout:
     """Return how the tensors of a call lie."""
-    query, key, blocks = saved.query, saved.key, saved.blocks
+    query, key, blocks = tensors.query, tensors.key, tensors.blocks
     batch, heads, len_q, _ = query.shape
-    slopes, starts = saved.slopes, saved.starts_q
+    slopes, starts = tensors.alibi_slopes, tensors.cu_seqlens_q
     by_batch = slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
     listed = listing = (0, 0, 0)
     if blocks is not None:
@@ -276,8 +255,8 @@ def _layout(
         sizes=(batch, heads, key.shape[1], len_q, key.shape[2]),
         query=query.stride()[:3],
         key=key.stride()[:3],
-        value=saved.value.stride()[:3],
-        output=saved.output.stride()[:3],
+        value=tensors.value.stride()[:3],
+        output=kept.output.stride()[:3],
         upstream=upstream.stride()[:3],
         query_gradient=written.get("query", nowhere),
         key_gradient=written.get("key", nowhere),

@@ -1,7 +1,6 @@
 """The portable kernels as autograd knows them, eager and in graphs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -10,11 +9,11 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.operators import GIVEN, Kept
-from adaattn.backends.triton.gradients import Saved, gradients
+from adaattn.backends.triton.gradients import gradients
 from adaattn.errors import UnsupportedError
-from adaattn.spec import AttentionProblem, Aux
+from adaattn.spec import AttentionProblem
 
-__all__ = ["Attention", "drawn_seed", "gradients_in_graphs", "kept_rest", "trained"]
+__all__ = ["Attention", "drawn_seed", "gradients_in_graphs", "kept_rest"]
 
 _Optional = torch.Tensor | None
 
@@ -22,11 +21,6 @@ _Optional = torch.Tensor | None
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
     """Return the seed of a call's dropout, int64 [1], from its device's generator."""
     return torch.randint(2**62, (1,), device=query.device)
-
-
-def trained(problem: AttentionProblem) -> AttentionProblem:
-    """Return a problem as it is computed where gradients are wanted: with its log-sum-exp."""
-    return replace(problem, aux=problem.aux | Aux.LSE)
 
 
 def kept_rest(query: torch.Tensor) -> _Optional:
@@ -43,24 +37,8 @@ def gradients_in_graphs(
     wanted: Sequence[bool],
 ) -> tuple[_Optional, ...]:
     """Return the gradients of a call in the order of `GIVEN`, as an operator asks for them."""
-    saved = Saved(
-        query=tensors.query,
-        key=tensors.key,
-        value=tensors.value,
-        output=kept.output,
-        lse=kept.lse,
-        lse_rest=kept.lse_rest,
-        mask=tensors.mask,
-        sinks=tensors.sinks,
-        slopes=tensors.alibi_slopes,
-        starts_q=tensors.cu_seqlens_q,
-        starts_k=tensors.cu_seqlens_k,
-        seed=kept.seed,
-        blocks=tensors.blocks,
-        head_terms=tensors.head_terms,
-    )
     names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
-    found = gradients(problem, saved, upstream, lse_upstream, names)
+    found = gradients(problem, tensors, kept, upstream, lse_upstream, names)
     return tuple(map(found.get, GIVEN))
 
 
@@ -96,8 +74,9 @@ class Attention(torch.autograd.Function):
         ctx.problem = problem
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
         ctx.save_for_backward(
-            *(query, key, value, output, statistics[0], rest, mask, sinks, slopes),
-            *(starts_q, starts_k, seed, *lists, scale, window, softcap),
+            *(output, statistics[0], rest, seed),
+            *(query, key, value, mask, sinks, slopes, starts_q, starts_k, *lists),
+            *(scale, window, softcap),
         )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(item for item in statistics[1:] if item is not None))
@@ -128,19 +107,21 @@ class _Gradients(torch.autograd.Function):
     ) -> tuple[_Optional, ...]:
         """Return the gradients in the order of `GIVEN`; None of what wants none."""
         del ctx
-        *named, counts, indices, scale, window, softcap = tensors
-        terms = HeadTerms.given(scale, window, softcap)
+        output, lse, rest, seed, *named, counts, indices, scale, window, softcap = tensors
+        assert output is not None and lse is not None
+        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
         blocks = None
         if counts is not None and indices is not None:
             rows, keys = problem.block_size
             blocks = BlockList(counts=counts, indices=indices, block_q=rows, block_k=keys)
         fields: dict[str, Any] = dict(zip(_SAVED, named, strict=True))
-        saved = Saved(**fields, blocks=blocks, head_terms=terms)
+        terms = HeadTerms.given(scale, window, softcap)
+        given = Tensors.of(**fields, blocks=blocks, head_terms=terms)
         if upstream is None:
             if lse_upstream is None:
                 return (None,) * len(GIVEN)
-            upstream = torch.zeros_like(saved.output)
-        found = gradients(problem, saved, upstream, lse_upstream, wanted)
+            upstream = torch.zeros_like(output)
+        found = gradients(problem, given, kept, upstream, lse_upstream, wanted)
         return tuple(map(found.get, GIVEN))
 
     @staticmethod
@@ -155,6 +136,7 @@ class _Gradients(torch.autograd.Function):
 
 
 _SAVED: Final = (
-    *("query", "key", "value", "output", "lse", "lse_rest", "mask", "sinks", "slopes"),
-    *("starts_q", "starts_k", "seed"),
+    *("query", "key", "value", "mask", "sinks", "alibi_slopes"),
+    *("cu_seqlens_q", "cu_seqlens_k"),
 )
+"""What is saved of a call beside its lists and the numbers of its heads."""

@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.operators import taken_apart
+from adaattn.backends.operators import taken_apart, trained
 from adaattn.backends.triton import direct, executor
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.training import trained
 from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
