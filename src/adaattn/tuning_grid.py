@@ -28,6 +28,53 @@ class Asked:
     compiles: bool = True
 
 
+_BLOCK: Final = 128
+"""Rows and keys of a listed block."""
+
+_SHORTEST_LISTED: Final = 1024
+"""Tokens below which a list of blocks has next to nothing to leave out."""
+
+_DOCUMENTS: Final = 4
+"""Packed sequences of a problem, of equal lengths."""
+
+_CLASSES: Final[dict[str, dict[str, Any]]] = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "narrow window": {"is_causal": True, "window": 8},
+    "mask of keys": {"mask": MaskKind.BOOLEAN},
+    "wide window": {"is_causal": True, "window": 2},
+    "mask": {"mask": MaskKind.BOOLEAN},
+    "alibi": {"is_causal": True, "has_alibi": True},
+    "softcap": {"is_causal": True, "softcap": 30.0},
+    "sinks": {"is_causal": True, "has_sinks": True},
+    "dilation": {"is_causal": True, "dilation": 4},
+    "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
+    "blocks": {"is_causal": True, "listed": 8},
+    "bias": {"mask": MaskKind.ADDITIVE},
+    "unaligned mask": {"mask": MaskKind.BOOLEAN},
+    "unaligned bias": {"mask": MaskKind.ADDITIVE},
+    "window both ways": {"window": 8},
+    "thin window": {"is_causal": True, "window": 32},
+    "thin window both ways": {"window": 32},
+    "wide window both ways": {"window": 2},
+    "few blocks": {"is_causal": True, "listed": 32},
+    "all blocks": {"listed": 1},
+    "statistics": {"is_causal": True, "aux": Aux.ENTROPY},
+    "full statistics": {"aux": Aux.ENTROPY},
+}
+"""Fields of each class; a window, and the listed blocks, are a share of the length."""
+
+_MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
+_LISTED: Final = ("blocks", "few blocks", "all blocks")
+_COMPILED: Final = (
+    *("narrow window", "window both ways", "packed", "alibi", "softcap"),
+    *("blocks", "all blocks"),
+)
+_FOLDED: Final = ("causal", "full", "mask of keys", "mask")
+_TRAINED: Final = ("causal", "full", *_MASKED)
+_FEATURES: Final = ("alibi", "softcap", "sinks", "dilation", "mask of keys", "mask", "bias")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lists:
     """What is crossed: dtypes, D, (B, Hq), query heads for each key head, Sq and Sk."""
@@ -56,6 +103,8 @@ class _Grid:
         training: of the rest where gradients are wanted.
         decode: of a single query; the lengths are of its keys.
         statistics: of prefill with the entropy of rows, which few executors know.
+        unaligned: of masks whose rows begin at no multiples of 16 bytes.
+        trained: classes of ``training``, and of ``masked``, with gradients.
         omitted: classes that are left out: one executor alone serves them.
         compiled_lengths: of the problems that executors which compile take part in.
         longest_bias: tokens up to which there is a bias, which is a matrix for each head.
@@ -66,7 +115,9 @@ class _Grid:
     training: _Lists
     decode: _Lists
     statistics: tuple[_Lists, ...] = ()
+    unaligned: tuple[_Lists, ...] = ()
     folded: tuple[_Lists, ...] = ()
+    trained: tuple[str, ...] = _TRAINED
     omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
     longest_bias: int = 2048
@@ -110,7 +161,7 @@ _GRIDS: Final = {
             groups=(1, 4),
             lengths=(2048, 512, 8192, 128, 32, 4),
         ),
-        training=replace(_CUDA, lengths=(2048, 512, 1024)),
+        training=replace(_CUDA, lengths=(2048, 512, 8192, 1024)),
         folded=tuple(
             _Lists(
                 precisions=(precision,),
@@ -126,53 +177,12 @@ _GRIDS: Final = {
         ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
+        unaligned=(replace(_CUDA, head_dims=(128, 64, 256), lengths=(2044, 508, 8188, 124, 4092)),),
+        trained=(*_TRAINED, *_FEATURES),
         compiled_lengths=(2048, 512, 8192, 32768),
         longest_bias=8192,
     ),
 }
-
-_BLOCK: Final = 128
-"""Rows and keys of a listed block."""
-
-_SHORTEST_LISTED: Final = 1024
-"""Tokens below which a list of blocks has next to nothing to leave out."""
-
-_DOCUMENTS: Final = 4
-"""Packed sequences of a problem, of equal lengths."""
-
-_CLASSES: Final[dict[str, dict[str, Any]]] = {
-    "causal": {"is_causal": True},
-    "full": {},
-    "narrow window": {"is_causal": True, "window": 8},
-    "mask of keys": {"mask": MaskKind.BOOLEAN},
-    "wide window": {"is_causal": True, "window": 2},
-    "mask": {"mask": MaskKind.BOOLEAN},
-    "alibi": {"is_causal": True, "has_alibi": True},
-    "softcap": {"is_causal": True, "softcap": 30.0},
-    "sinks": {"is_causal": True, "has_sinks": True},
-    "dilation": {"is_causal": True, "dilation": 4},
-    "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
-    "blocks": {"is_causal": True, "listed": 8},
-    "bias": {"mask": MaskKind.ADDITIVE},
-    "window both ways": {"window": 8},
-    "thin window": {"is_causal": True, "window": 32},
-    "thin window both ways": {"window": 32},
-    "wide window both ways": {"window": 2},
-    "few blocks": {"is_causal": True, "listed": 32},
-    "all blocks": {"listed": 1},
-    "statistics": {"is_causal": True, "aux": Aux.ENTROPY},
-    "full statistics": {"aux": Aux.ENTROPY},
-}
-"""Fields of each class; a window, and the listed blocks, are a share of the length."""
-
-_MASKED: Final = tuple(name for name in _CLASSES if "window" in name or name == "packed")
-_LISTED: Final = ("blocks", "few blocks", "all blocks")
-_COMPILED: Final = (
-    *("narrow window", "window both ways", "packed", "alibi", "softcap"),
-    *("blocks", "all blocks"),
-)
-_FOLDED: Final = ("causal", "full", "mask of keys", "mask")
-_TRAINED: Final = ("causal", "full", *_MASKED)
 
 
 def default_grid(device_type: str) -> tuple[Asked, ...]:
@@ -202,9 +212,11 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
         lists: Iterable[tuple[float, tuple[Any, ...]]] = grid.masked if masked else grid.square
         if name.endswith("statistics"):
             lists = chain.from_iterable(grid.statistics)
+        elif name.startswith("unaligned"):
+            lists = chain.from_iterable(grid.unaligned)
         for place, values in lists:
             problem = _problem(name, *values)
-            too_long = name == "bias" and problem.len_q > grid.longest_bias
+            too_long = name.endswith("bias") and problem.len_q > grid.longest_bias
             too_short = name in _LISTED and problem.len_q < _SHORTEST_LISTED
             if not (too_long or too_short):
                 compiles = name in _COMPILED and _is_usual(values, grid)
@@ -216,10 +228,10 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
             for place, values in chain.from_iterable(grid.folded):
                 problem = _problem(name, *values)
                 yield place + _class_place(name) + 2.0, problem, False
-                if name in _TRAINED:
+                if name in grid.trained:
                     training = replace(problem, requires_grad=True)
                     yield place + _class_place(name) + 2.5, training, False
-        if name in _TRAINED:
+        if name in grid.trained:
             for place, values in grid.masked if masked else grid.training:
                 problem = replace(_problem(name, *values), requires_grad=True)
                 yield place + _class_place(name) + 0.5, problem, False
@@ -279,11 +291,12 @@ def _problem(
         fields |= {"block_size": (_BLOCK, _BLOCK), "most_blocks": most}
     if "mask" in fields:
         shapes = {
-            "mask of keys": (size[0], 1, 1, length),
+            "keys": (size[0], 1, 1, length),
             "mask": (1, 1, length, length),
             "bias": (1, size[1], length, length),
         }
-        fields["mask_shape"] = shapes[name]
+        fields["mask_shape"] = shapes[name.split()[-1]]
+        fields["mask_is_aligned"] = not name.startswith("unaligned")
     if "num_sequences" in fields:
         longest = length // _DOCUMENTS
         size = (1, size[0] * size[1])

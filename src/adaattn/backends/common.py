@@ -240,18 +240,28 @@ def tile_mask(
     return bias, visible
 
 
-def layout_facts(*tensors: torch.Tensor) -> dict[str, Any]:
+def layout_facts(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the fields of the problem that strides decide; none in a graph, which fixes none."""
     if torch.compiler.is_compiling():
         return {}
+    found: dict[str, Any] = {
+        "dense_columns": all(item.stride(-1) == 1 for item in tensors),
+        "stride_bytes": _alignment(*tensors),
+    }
+    if mask is not None and mask.is_cuda and mask.shape[-2:-1] not in ((), (1,)):
+        found["mask_is_aligned"] = _alignment(mask) == _MOST_ALIGNED
+    return found
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Return what all strides but the last, in bytes, are multiples of: 16 or a part of it."""
     steps = [
         step * item.element_size()
         for item in tensors
         for step, size in zip(item.stride()[:-1], item.shape, strict=False)
         if size > 1
     ]
-    dense = all(item.stride(-1) == 1 for item in tensors)
-    return {"dense_columns": dense, "stride_bytes": math.gcd(_MOST_ALIGNED, *steps)}
+    return math.gcd(_MOST_ALIGNED, *steps)
 
 
 def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:

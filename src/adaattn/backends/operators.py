@@ -328,7 +328,7 @@ def _described(
         max_len_q=max_len_q,
         max_len_k=max_len_k,
         aux=Aux(aux),
-        **layout_facts(query, key, value),
+        **layout_facts(query, key, value, mask=mask),
     )
 
 

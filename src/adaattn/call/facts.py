@@ -55,7 +55,7 @@ def tensor_facts(tensors: Tensors) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "allowed_sdpa": allowed_sdpa_kernels(query.device.type),
         "may_wait": query.device.type == "cpu",
-        **layout_facts(query, tensors.key, tensors.value),
+        **layout_facts(query, tensors.key, tensors.value, mask=mask),
     }
 
 

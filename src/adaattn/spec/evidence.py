@@ -253,6 +253,7 @@ def problem_class(problem: AttentionProblem) -> str:
         (problem.mask is MaskKind.BOOLEAN, "mask"),
         (problem.mask is MaskKind.ADDITIVE, "bias"),
         (problem.mask is not MaskKind.NONE and problem.mask_shape[-2:-1] == (1,), "of_keys"),
+        (not problem.mask_is_aligned, "unaligned"),
         (problem.mask_requires_grad, "bias_gradient"),
         (problem.has_blocks, f"blocks{problem.block_size[0]}x{problem.block_size[1]}"),
         (problem.dropout_p > 0, "dropout"),

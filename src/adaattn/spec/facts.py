@@ -33,6 +33,8 @@ class AttentionProblem:
         dilation: only keys with (p - j) divisible by it are seen; 1 sees all.
         mask: kind of ``attn_mask``.
         mask_shape: its shape, broadcastable to [B, Hq, Sq, Sk].
+        mask_is_aligned: False where a mask on a GPU has rows that do not begin at multiples of 16
+            bytes, which TMA cannot read.
         mask_is_wide: the additive mask has more bits than the query.
         mask_requires_grad: a gradient is wanted for an additive mask.
         softcap: c in c*tanh(s/c); 0 is none.
@@ -80,6 +82,7 @@ class AttentionProblem:
     dilation: int = 1
     mask: MaskKind = MaskKind.NONE
     mask_shape: tuple[int, ...] = ()
+    mask_is_aligned: bool = True
     mask_is_wide: bool = False
     mask_requires_grad: bool = False
     softcap: float = 0.0

@@ -12,7 +12,7 @@ from adaattn.backends.hopper.forward import attend, output_function
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.own_kernels import why_no_triton
-from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, Precision
+from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, Precision
 
 __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
 
@@ -66,9 +66,10 @@ def _order(problem: AttentionProblem) -> int:
     """Return its place behind what PyTorch's users would run; measured times bring it forward.
 
     Few rows of a head leave most of a tile empty, and its keys to one block: there `triton`, which
-    splits them, is before it. It is too where no card has run this kernel yet.
+    splits them, is before it. It is for packed sequences that may not depend on one another, too:
+    there nobody may ask how long they are.
     """
-    if problem.batch_invariant or problem.head_terms.value or problem.wants(Aux.DROPPED_MASS):
+    if problem.batch_invariant and problem.num_sequences:
         return 46
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
     return 46 if rows <= _FEW_ROWS else 45
