@@ -7,7 +7,7 @@ executor. Shape legend in `adaattn.spec`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -102,6 +102,11 @@ class Tensors:
             head_terms=head_terms,
         )
 
+    @classmethod
+    def of_direct(cls, *given: Any) -> "Tensors":
+        """Return the tensors that a `Direct` takes, in its order."""
+        return cls.of(*given[:3], **dict(zip(_DIRECT, given[3:], strict=False)))
+
     @property
     def key(self) -> torch.Tensor:
         """The keys, [B, Hkv, Sk, D]."""
@@ -182,6 +187,9 @@ def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.
 
 Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
 
+_DIRECT: Final = (
+    *("mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "blocks", "head_terms"),
+)
 Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.
 

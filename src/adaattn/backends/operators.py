@@ -1,5 +1,7 @@
 """A kernel as one operator of `torch.library`: graphs hold it whole, and look at its fake.
 
+Modes that watch operators (selective checkpointing, fake tensors) see it too.
+
 An operator takes tensors and numbers. The problem is taken apart into them, and described again
 from the tensors that arrive when the graph runs, whose lengths may be others.
 """
@@ -18,7 +20,7 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
-__all__ = ["GIVEN", "Kept", "Training", "operator", "taken_apart", "trained"]
+__all__ = ["GIVEN", "Kept", "Training", "is_watched", "operator", "taken_apart", "trained"]
 
 _AUX: Final = 5
 """Where the wanted outputs stand among the sizes of `taken_apart`."""
@@ -78,6 +80,14 @@ _PLACES: Final = (0, 1, 2, 3, 4, 5, 13, 15)
 
 _TRAINED: Final = 2
 """Where the flags say that a gradient is wanted."""
+
+
+def is_watched() -> bool:
+    """Return whether a call is to be one operator: a graph is made, or a mode looks at operators.
+
+    Such modes are those of selective checkpointing, fake tensors and counted FLOPs.
+    """
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def trained(problem: AttentionProblem) -> AttentionProblem:

@@ -517,9 +517,10 @@ _TRAINING = """
     import sys
     import torch
     from torch import distributed, nn
+    from torch.distributed.fsdp import fully_shard
     from adaattn.attention.dense import DenseAttention
 
-    rank, store = int(sys.argv[1]), sys.argv[2]
+    wrapper, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.manual_seed(0)
     module = DenseAttention(16, 4)
@@ -527,25 +528,30 @@ _TRAINING = """
     module(batch, is_causal=True)[0].square().mean().backward()
     wanted = [item.grad.clone() for item in module.parameters()]
     module.zero_grad()
-    parallel = nn.parallel.DistributedDataParallel(module)
+    if wrapper == "DDP":
+        parallel = nn.parallel.DistributedDataParallel(module)
+    else:
+        parallel = fully_shard(module)
     mine = batch[2 * rank : 2 * rank + 2]
     parallel(mine, is_causal=True)[0].square().mean().backward()
     size = max(item.abs().max() for item in wanted)
     unit = torch.finfo(torch.float32).eps * size * (4 * 6) ** 0.5
     for item, whole in zip(module.parameters(), wanted):
-        assert (item.grad - whole).abs().max() <= unit, (item.grad - whole).abs().max()
+        found = item.grad if wrapper == "DDP" else item.grad.full_tensor()
+        assert (found - whole).abs().max() <= unit, (found - whole).abs().max()
     distributed.destroy_process_group()
     print("equal")
 """
 
 
-def test_two_processes_average_their_gradients(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_two_processes_average_their_gradients(wrapper: str, tmp_path: Path) -> None:
     program = textwrap.dedent(_TRAINING)
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", program]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
+            [*command, wrapper, str(rank), str(tmp_path / "store")],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
-from adaattn.backends.operators import Training, operator, trained
+from adaattn.backends.operators import Training, is_watched, operator, trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
@@ -44,13 +44,13 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         ExecutorError: the kernel cannot be compiled here.
     """
     del group
-    if torch.compiler.is_compiling():
+    if is_watched():
         return _in_graphs(tensors, problem)
     return _run(tensors, problem)
 
 
 def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return the same outside of a graph."""
+    """Return the same where nobody watches operators."""
     if not problem.wants_gradients:
         return _result(_computed(problem, *_given(tensors)))
     found = _result(_differentiable(problem, *_given(tensors)))
@@ -113,14 +113,22 @@ def _differentiable(
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
-    if not problem.wants_gradients:
-        return _Launcher(problem)
+    launch: Direct = _Launcher(problem)
+    if problem.wants_gradients:
+        launch = partial(_output, problem)
 
     def run(*given: Any) -> torch.Tensor:
-        output: torch.Tensor = _differentiable(problem, *given)[0]
-        return output
+        if is_watched():
+            return _in_graphs(Tensors.of_direct(*given), problem).output
+        return launch(*given)
 
     return run
+
+
+def _output(problem: AttentionProblem, *given: Any) -> torch.Tensor:
+    """Return the output alone, known to autograd."""
+    output: torch.Tensor = _differentiable(problem, *given)[0]
+    return output
 
 
 def is_ready(problem: AttentionProblem) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
@@ -517,3 +518,35 @@ def _qkv(problem: AttentionProblem) -> tuple[torch.Tensor, ...]:
 
 def _given(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     return tensors.query, tensors.key, tensors.value
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_selective_checkpoint_saves_the_operator_or_computes_it_again(
+    is_saved: bool, is_bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, tensors = made("plain", Precision.FP32)
+    expected = gradients_of(run(tensors, problem), tensors)
+    calls, usual = [], executor._computed
+    monkeypatch.setattr(executor, "_computed", lambda *x, **y: (calls.append(1), usual(*x, **y))[1])
+    save = [torch.ops.adaattn.triton.default] if is_saved else []
+    short = executor.direct(problem, HeadGroup(capability="triton"))
+    output = checkpoint(
+        short if is_bound else lambda *given: run(Tensors.of(*given), problem).output,
+        *_given(tensors),
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, save),
+    )
+    found = gradients_of(Result(output=output), tensors)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(calls) == (1 if is_saved else 2)
+
+
+def test_tensors_without_numbers_pass_through_a_bound_call() -> None:
+    """`FakeTensorMode` asks for shapes alone."""
+    problem, _ = made("plain", Precision.FP16, requires_grad=False)
+    short = executor.direct(problem, HeadGroup(capability="triton"))
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, 4, 40, 16, dtype=torch.float16) for _ in range(3))
+        output = short(query, key, value)
+    assert output.shape == query.shape and output.dtype is torch.float16
