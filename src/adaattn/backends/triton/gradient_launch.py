@@ -237,7 +237,7 @@ def gradient_tiles(problem: AttentionProblem) -> tuple[Tile, Tile]:
         >>> from adaattn.testing import make_problem
         >>> keys, rows = gradient_tiles(make_problem(head_dim=64, precision=Precision.BF16))
         >>> keys.keys, rows.rows
-        (128, 128)
+        (128, 64)
     """
     size = min(max(padded(max(problem.head_dim, problem.value_dim)), 64), 256)
     if problem.precision is Precision.FP32:
