@@ -78,13 +78,14 @@ def _halfwords(problem: AttentionProblem) -> str:
 
 
 def _training(problem: AttentionProblem) -> str:
-    """Return why batch-invariant calls do not train on it yet, or "".
+    """Return why batch-invariant calls do not train on it, or "".
 
-    Their executor is the first in a fixed order, which no measured time changes.
+    Their executor is the first in a fixed order, fused ones before the others, and one sequence
+    after the other by PyTorch's kernels is faster where sequences are long.
     """
     if not (problem.batch_invariant and problem.wants_gradients):
         return ""
-    return "no card has run its gradients yet, and batch_invariant asks for no measured time"
+    return "PyTorch's gradients are faster, and batch_invariant asks for no measured time"
 
 
 CAPABILITIES = (
@@ -103,7 +104,7 @@ CAPABILITIES = (
         efficiency=0.5,
         unavailable=why_no_triton(),
         # Behind FlexAttention: a user of PyTorch has it without this package. In training behind
-        # all others: no card has timed the gradients.
+        # all others: 0.4 to 0.7 of cuDNN's speed in plain attention (H200, 2026-11).
         order=lambda problem: 75 if problem.wants_gradients else 45,
         compiles=True,
         rules=(_blocks, _halfwords, _training),
