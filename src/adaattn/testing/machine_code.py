@@ -1,9 +1,12 @@
 """Machine code of our kernels for sm_90a, without a GPU: what Triton and its assembler made."""
 
+import contextlib
 import importlib
+import io
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -87,7 +90,7 @@ def hopper_code(problem: AttentionProblem) -> MachineCode:
     variant = choose(problem)
     tiling = variant.tiling
     products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
-    return _examined(compile_variant(variant), products)
+    return _examined(lambda: compile_variant(variant), products)
 
 
 def triton_code(problem: AttentionProblem) -> MachineCode:
@@ -142,7 +145,8 @@ def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
             constants[place,] = argument
     source = ASTSource(function, sources, constants, aligned)
     target = GPUTarget("cuda", 90, 32)
-    return _examined(triton.compile(source, target=target, options=dict(launch.options)))
+    options = dict(launch.options)
+    return _examined(lambda: triton.compile(source, target=target, options=options))
 
 
 def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> MachineCode:
@@ -236,25 +240,31 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed)
 
 
-def _examined(built: Any, products_of_block: int = 0) -> MachineCode:
-    """Return what a compiled kernel is made of.
+def _examined(build: Callable[[], Any], products_of_block: int = 0) -> MachineCode:
+    """Return what a kernel is made of.
 
     Args:
-        built: Triton's compiled kernel.
+        build: compiles it, with nothing of it in a cache; returns Triton's compiled kernel.
         products_of_block: wgmma instructions of a loop that is looked at; 0 looks at none.
+
+    Raises:
+        RuntimeError: the assembler reported nothing, or a program of the toolchain failed.
     """
     import triton
-    from triton.backends.nvidia.compiler import get_ptxas
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        built = build()
+    report = said.getvalue()
+    if "registers" not in report:
+        raise RuntimeError("the assembler said nothing of the kernel: was it in a cache?")
     with tempfile.TemporaryDirectory() as folder:
-        binary, source = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        binary = Path(folder, "kernel.cubin")
         binary.write_bytes(built.asm["cubin"])
-        source.write_text(built.asm["ptx"])
         sass = _output(tools / "cuobjdump", "-sass", binary)
         usage = _output(tools / "cuobjdump", "-res-usage", binary)
-        target = ("--gpu-name", "sm_90a", "-o", Path(folder, "again.cubin"))
-        report = _output(Path(get_ptxas(90).path), "-v", *target, source)
     instructions = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(sass)]
     return MachineCode(
         sass=sass,

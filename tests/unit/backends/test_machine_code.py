@@ -9,6 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,27 @@ ROOT = Path(__file__).resolve().parents[3]
 OLDEST = ROOT / "build" / "triton-3.6.0"
 
 SCRIPT = """
-import json, sys
+import json, os, sys, traceback
 from dataclasses import asdict
 import triton
 from adaattn.backends.hopper.launch import choose
 from adaattn.spec import Aux, HeadTerm, MaskKind, Precision
 from adaattn.testing import machine_code, make_problem
 
-values = eval(sys.argv[2])
 layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
 usual = {"precision": Precision.BF16, "len_q": 4096} | layout
-problem = make_problem(**(usual | values))
-found = asdict(getattr(machine_code, sys.argv[1] + "_code")(problem))
-del found["sass"]
-found["warpgroups"] = choose(problem).tiling.warpgroups if sys.argv[1] == "hopper" else 0
-found["triton"] = triton.__version__
-print(json.dumps(found))
+for line in sys.stdin:
+    executor, values, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
+    try:
+        problem = make_problem(**(usual | eval(values)))
+        found = asdict(getattr(machine_code, executor + "_code")(problem))
+        del found["sass"]
+        found["warpgroups"] = choose(problem).tiling.warpgroups if executor == "hopper" else 0
+        found["triton"] = triton.__version__
+    except Exception:
+        found = {"error": traceback.format_exc()}
+    print("found " + json.dumps(found), flush=True)
 """
-
 PACKED = "dict(head_dim=128, lengths_q=(1000, 3096), is_causal=True)"
 LISTED = "dict(head_dim=128, is_causal=True, block_size=(128, 128), aux=Aux.LSE)"
 HOPPER = [
@@ -132,27 +138,51 @@ SHARED_BYTES = 227 * 1024
 """Of a multiprocessor, for one block."""
 
 
-def compiled(
-    executor: str, values: str, folder: Path, triton: Path | None = None
-) -> dict[str, Any]:
-    """Return what a kernel is made of, compiled in another process."""
+RUNNING: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ended() -> Iterator[None]:
+    """End the processes that compile."""
+    yield
+    for process in RUNNING:
+        process.communicate()
+
+
+@cache
+def compiler(triton: Path | None) -> "subprocess.Popen[str]":
+    """Return a process that compiles what it reads, by one Triton; it ends when its input does."""
     first = [] if triton is None else [str(triton)]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, executor, values],
-        capture_output=True,
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
         env={
             "PATH": os.defpath,
             "PYTHONPATH": os.pathsep.join([*first, *(path for path in sys.path if path)]),
-            "TRITON_CACHE_DIR": str(folder),
-            "HOME": str(folder),
+            "HOME": tempfile.gettempdir(),
         },
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert triton is None or found["triton"] == triton.name.removeprefix("triton-")
-    return found
+    RUNNING.append(process)
+    return process
+
+
+def compiled(
+    executor: str, values: str, folder: Path, triton: Path | None = None
+) -> dict[str, Any]:
+    """Return what a kernel is made of, compiled in another process with its cache in a folder."""
+    process = compiler(triton)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps([executor, values, str(folder)]) + "\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("found "):
+            found: dict[str, Any] = json.loads(line.removeprefix("found "))
+            assert "error" not in found, found["error"]
+            assert triton is None or found["triton"] == triton.name.removeprefix("triton-")
+            return found
+    raise AssertionError(f"the process that compiles ended with status {process.wait()}")
 
 
 def check_hopper(found: dict[str, Any], most_spills: int) -> None:
