@@ -34,6 +34,9 @@ _BLOCK: Final = 128
 _SHORTEST_LISTED: Final = 1024
 """Tokens below which a list of blocks has next to nothing to leave out."""
 
+_ALIGNED_BYTES: Final = 16
+"""What rows of a mask begin at multiples of, where TMA is to read them."""
+
 _DOCUMENTS: Final = 4
 """Packed sequences of a problem, of equal lengths."""
 
@@ -177,7 +180,14 @@ _GRIDS: Final = {
         ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
-        unaligned=(replace(_CUDA, head_dims=(128, 64, 256), lengths=(2044, 508, 8188, 124, 4092)),),
+        unaligned=(
+            replace(
+                _CUDA,
+                precisions=(Precision.BF16,),
+                head_dims=(128, 64, 256),
+                lengths=(2044, 508, 8188, 124, 4092),
+            ),
+        ),
         trained=(*_TRAINED, *_FEATURES),
         compiled_lengths=(2048, 512, 8192, 32768),
         longest_bias=8192,
@@ -296,7 +306,9 @@ def _problem(
             "bias": (1, size[1], length, length),
         }
         fields["mask_shape"] = shapes[name.split()[-1]]
-        fields["mask_is_aligned"] = not name.startswith("unaligned")
+        number = 1 if fields["mask"] is MaskKind.BOOLEAN else precision.bits // 8
+        has_rows = fields["mask_shape"][-2] > 1
+        fields["mask_is_aligned"] = not (has_rows and length * number % _ALIGNED_BYTES)
     if "num_sequences" in fields:
         longest = length // _DOCUMENTS
         size = (1, size[0] * size[1])

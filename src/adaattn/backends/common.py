@@ -23,6 +23,7 @@ __all__ = [
     "head_windows",
     "hides_nothing",
     "host_bounds",
+    "is_aligned",
     "key_range",
     "layout_facts",
     "mask_part",
@@ -244,13 +245,18 @@ def layout_facts(*tensors: torch.Tensor, mask: torch.Tensor | None = None) -> di
     """Return the fields of the problem that strides decide; none in a graph, which fixes none."""
     if torch.compiler.is_compiling():
         return {}
-    found: dict[str, Any] = {
+    return {
         "dense_columns": all(item.stride(-1) == 1 for item in tensors),
         "stride_bytes": _alignment(*tensors),
+        "mask_is_aligned": mask is None or is_aligned(mask),
     }
-    if mask is not None and mask.is_cuda and mask.shape[-2:-1] not in ((), (1,)):
-        found["mask_is_aligned"] = _alignment(mask) == _MOST_ALIGNED
-    return found
+
+
+def is_aligned(mask: torch.Tensor) -> bool:
+    """Return False of a mask on a GPU with rows that do not begin at multiples of 16 bytes."""
+    if not mask.is_cuda or mask.shape[-2:-1] in ((), (1,)):
+        return True
+    return _alignment(mask) == _MOST_ALIGNED
 
 
 def _alignment(*tensors: torch.Tensor) -> int:

@@ -188,7 +188,13 @@ def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.
 Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
 
 _DIRECT: Final = (
-    *("mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "blocks", "head_terms"),
+    "mask",
+    "sinks",
+    "alibi_slopes",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "blocks",
+    "head_terms",
 )
 Direct = Callable[..., torch.Tensor]
 """What an executor does for one problem without auxiliary outputs, worked out beforehand.

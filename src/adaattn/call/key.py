@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.common import is_aligned
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.history import History
@@ -172,6 +173,7 @@ def _growing_mask(mask: torch.Tensor, length: int) -> tuple[object, ...]:
         mask.stride()[-1],
         mask.dtype,
         mask.is_cuda,
+        is_aligned(mask),
         mask.requires_grad,
         type(mask),
     )

@@ -8,24 +8,42 @@ write scores out one more pass over memory, so that what is left of a ratio is n
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 from adaattn.spec.evidence import problem_class
 
-__all__ = ["MARGIN", "stand_ins"]
+__all__ = ["MARGIN", "StandIn", "stand_ins"]
 
 MARGIN: Final = 1.7
 """What a ratio of a stand-in is taken times. In the tables of H200 and H100 a feature leaves the
 ratio of `hopper` or `triton` to `chunked` as it is or makes it smaller in most pairs of cells,
 and makes it 1.61 times as large at most (ALiBi)."""
 
+UNALIGNED: Final = 2.0
+"""The same for a mask whose rows begin anywhere, by times of an aligned one: with a bias at D 64
+`hopper` loses half of its lead there (H200, ``half bias unaligned``), and others next to none."""
+
 _OF_ROWS: Final = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 
 
+class StandIn(NamedTuple):
+    """A simpler problem.
+
+    Args:
+        problem: whose times speak for another.
+        factor: what its ratios are to be taken times.
+        is_mix: a feature was left out: only some may come in by it.
+    """
+
+    problem: AttentionProblem
+    factor: float = 1.0
+    is_mix: bool = False
+
+
 @lru_cache(maxsize=4096)
-def stand_ins(problem: AttentionProblem) -> tuple[tuple[AttentionProblem, float], ...]:
-    """Return the problem, then ever simpler ones, each with what its ratios are to be taken times.
+def stand_ins(problem: AttentionProblem) -> tuple[StandIn, ...]:
+    """Return the problem, then ever simpler ones.
 
     Precision, gradients, dropout, lists of blocks and masks are never left out: other kernels
     serve them, or these do something else. Causal order is, beside a mask and at the end of longer
@@ -38,15 +56,22 @@ def stand_ins(problem: AttentionProblem) -> tuple[tuple[AttentionProblem, float]
         >>> from adaattn.spec.evidence import problem_class
         >>> problem = AttentionProblem(batch=1, num_heads=8, num_kv_heads=8, len_q=64, len_k=64,
         ...                            head_dim=64, value_dim=64, is_causal=True, has_sinks=True)
-        >>> [(problem_class(simpler), factor) for simpler, factor in stand_ins(problem)]
+        >>> [(problem_class(known.problem), known.factor) for known in stand_ins(problem)]
         [('fp32 causal sinks', 1.0), ('fp32 causal', 1.7)]
     """
-    found = [(problem, 1.0)]
+    found = [StandIn(problem)]
+    if not problem.mask_is_aligned:
+        found.append(StandIn(replace(problem, mask_is_aligned=True), UNALIGNED))
+    least = found[-1].factor
     for simplify in _STEPS:
-        last, _ = found[-1]
-        simpler = simplify(last)
-        if problem_class(simpler) != problem_class(last):
-            found.append((simpler, 1.0 if simplify is _without_statistics else MARGIN))
+        last = found[-1]
+        simpler = simplify(last.problem)
+        if problem_class(simpler) == problem_class(last.problem):
+            continue
+        if simplify is _without_statistics:
+            found.append(last._replace(problem=simpler))
+        else:
+            found.append(StandIn(simpler, least * MARGIN, is_mix=True))
     return tuple(found)
 
 

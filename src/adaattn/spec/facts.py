@@ -111,7 +111,7 @@ class AttentionProblem:
 
     def without_layout(self) -> "AttentionProblem":
         """Return the problem that it is in any layout: what is learnt of it holds in all."""
-        return replace(self, dense_columns=False, stride_bytes=1)
+        return replace(self, dense_columns=False, stride_bytes=1, mask_is_aligned=True)
 
     @property
     def group_size(self) -> int:

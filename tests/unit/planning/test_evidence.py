@@ -174,7 +174,7 @@ MIX: dict[str, Any] = {
 
 def test_a_mix_that_nobody_measured_goes_by_its_simpler_problems_with_a_margin() -> None:
     problem = make_problem(**SMALL, **MIX)
-    assert [problem_class(known) for known, _ in stand_ins(problem)] == [
+    assert [problem_class(known.problem) for known in stand_ins(problem)] == [
         "fp32 causal window dilation softcap sinks alibi value_dim statistics",
         "fp32 causal window dilation softcap sinks alibi value_dim",
         "fp32 causal window dilation softcap alibi value_dim",
@@ -214,12 +214,14 @@ def test_a_mix_that_nobody_measured_goes_by_its_simpler_problems_with_a_margin()
     ],
 )  # fmt: skip
 def test_what_other_kernels_serve_is_never_left_out(values: dict[str, Any], last: str) -> None:
-    assert problem_class(stand_ins(make_problem(**(SMALL | values)))[-1][0]) == last
+    assert problem_class(stand_ins(make_problem(**(SMALL | values)))[-1].problem) == last
 
 
 def test_the_margin_is_more_than_any_feature_was_seen_to_cost() -> None:
     """Over `chunked`, the incumbent of what PyTorch has no word for; see kernel notes."""
     worst = 0.0
+    known = {name for card in CARDS for name in shipped(card).cells}
+    assert known.issuperset(*FEATURES.values())
     for card in CARDS:
         for plain, features in FEATURES.items():
             table = shipped(card).cells
@@ -318,3 +320,16 @@ def test_a_problem_of_many_heads_goes_by_cells_of_a_full_card_and_not_the_other_
             table, replace(problem, num_heads=heads, num_kv_heads=heads), "fused", "usual"
         )
         assert (share is not None) is is_known, heads
+
+
+def test_a_mask_that_begins_anywhere_goes_by_aligned_ones_where_nobody_measured_it() -> None:
+    """With a margin: what copies masks ahead loses that."""
+    aligned = make_problem(**SMALL, mask=MaskKind.BOOLEAN, mask_shape=(512, 512))
+    problem = replace(aligned, mask_is_aligned=False)
+    for share in (0.3, 0.6):
+        table = table_of(cell_of(aligned, times(fused=share, chunked=1.0)))
+        assert ratio(table, aligned, "fused", "chunked") == pytest.approx(share)
+        assert ratio(table, problem, "fused", "chunked") == pytest.approx(2.0 * share)
+    own = cell_of(problem, times(chunked=1.0))
+    table = table_of(cell_of(aligned, times(fused=0.3, chunked=1.0)), own)
+    assert ratio(table, problem, "fused", "chunked") is None

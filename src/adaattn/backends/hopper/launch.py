@@ -176,8 +176,7 @@ def choose(
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
     has_dropped = bool(problem.aux & Aux.DROPPED_MASS)
     if staged is None or blind or has_dropped:
-        aligned = problem.len_k * mask_bytes(problem) % MASK_ALIGNMENT == 0
-        staged = aligned and not blind and not has_dropped
+        staged = problem.mask_is_aligned and not blind and not has_dropped
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
