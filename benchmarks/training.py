@@ -4,8 +4,9 @@
 
 ``decoder`` trains a decoder of 100M parameters on *Opticks*, byte by byte: twins with the same
 first weights and the same passages, whose steps take turns, so that their times are of one run.
-They differ in the function of q, k and v alone: `F.scaled_dot_product_attention`, the same by
-another of its kernels, which shows what rounding alone does to a loss, and AdaAttn. ``mixed`` is
+They differ in the function of q, k and v alone, each held to the definition before:
+`F.scaled_dot_product_attention`, the same by another of its kernels, which shows what rounding
+alone does to a loss, and AdaAttn. ``mixed`` is
 the same with packed documents, a window and a softcap, which need FlexAttention in PyTorch.
 ``memory`` is the peak of one forward and backward pass, ``growth`` what many steps leave behind.
 ``--plot`` draws the losses, if plotly is there.
@@ -29,12 +30,15 @@ import adaattn
 from adaattn import hardware
 from adaattn.evaluation.corpus import load_text
 from adaattn.models import Decoder, TransformerConfig
+from adaattn.testing import assert_matches
 from benchmarks.timing import arguments, save
 from benchmarks.written_out import written_out
 
 OURS: Final = "adaattn"
 PEER, ROUNDED, FLEX, NAIVE = "F.sdpa", "F.sdpa, another kernel", "flex", "naive"
 SOFTCAP: Final = 30.0
+_DOCUMENT: Final = 700
+"""Mean tokens of a packed document."""
 _WARM_STEPS: Final = 10
 """Whose times do not count: kernels are compiled, and AdaAttn measures."""
 
@@ -87,7 +91,7 @@ def passages(options: argparse.Namespace, batch: int, length: int) -> Iterator[t
 def compare(
     name: str,
     ways: dict[str, Attend],
-    peer: str,
+    defined: Attend,
     options: argparse.Namespace,
     shape: tuple[int, int],
     before: Callable[[int], None] = lambda step: None,
@@ -96,13 +100,15 @@ def compare(
 
     Args:
         name: of the row.
-        ways: functions of q, k and v.
-        peer: with which AdaAttn is compared.
+        ways: functions of q, k and v; AdaAttn is compared with the first.
+        defined: what they are to compute, in the dtype of its tensors.
         options: of the command line.
         shape: rows and tokens of a batch.
         before: is called with a number ahead of each step of a twin, within its time.
     """
-    models = twins(ways, options, shape[1])
+    before(0)
+    hold(ways, defined, options.device, shape[1])
+    peer, models = next(iter(ways)), twins(ways, options, shape[1])
     losses: dict[str, list[float]] = {way: [] for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     names, texts = list(ways), passages(options, *shape)
@@ -142,6 +148,20 @@ def compare(
     return row
 
 
+def hold(ways: dict[str, Attend], defined: Attend, device: str, tokens: int) -> None:
+    """Raise unless all ways compute in bf16 what is defined, by the rule of `adaattn.testing`.
+
+    Raises:
+        AssertionError: a way is wrong.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    wide = [torch.randn(1, 1, tokens, 64, generator=generator, device=device) for _ in range(3)]
+    half = [item.bfloat16() for item in (8.0 * wide[0], *wide[1:])]  # scores that a softcap moves
+    exact, eager = defined(*(item.double() for item in half)), defined(*half)
+    for name, attend in ways.items():
+        assert_matches(attend(*half), exact, eager, name=name, summands=64 + tokens)
+
+
 def decoder(options: argparse.Namespace) -> list[Row]:
     """Train in causal order."""
     other = SDPBackend.EFFICIENT_ATTENTION if options.device == "cuda" else SDPBackend.MATH
@@ -156,7 +176,13 @@ def decoder(options: argparse.Namespace) -> list[Row]:
         OURS: partial(adaattn.scaled_dot_product_attention, is_causal=True),
     }
     known = sizes(options)
-    return [compare("decoder", ways, PEER, options, (known["batch"], known["length"]))]
+    shape = known["batch"], known["length"]
+    later = torch.ones(shape[1], shape[1], dtype=torch.bool, device=options.device).triu(1)
+
+    def defined(*tensors: torch.Tensor) -> torch.Tensor:
+        return written_out(tensors[0], tensors[1], tensors[2], hidden=later)()
+
+    return [compare("decoder", ways, defined, options, shape)]
 
 
 def mixed(options: argparse.Namespace) -> list[Row]:
@@ -168,7 +194,7 @@ def mixed(options: argparse.Namespace) -> list[Row]:
         (FLEX, documents.by_flex) if options.device == "cuda" else (NAIVE, documents.naive)
     )
     ways: dict[str, Attend] = {peer: attend, OURS: documents.ours}
-    return [compare("mixed", ways, peer, options, (1, total), documents.cut)]
+    return [compare("mixed", ways, documents.naive, options, (1, total), documents.cut)]
 
 
 class Documents:
@@ -183,12 +209,15 @@ class Documents:
     def __init__(self, total: int, window: int, device: str) -> None:
         self._total, self._window, self._device = total, window, device
         self._flex = torch.compile(flex.flex_attention)
+        self._make_blocks = torch.compile(flex.create_block_mask)
         self._blocks: Any = None
 
     def cut(self, step: int) -> None:
         """Choose where the documents of a step begin."""
         generator = torch.Generator().manual_seed(step)
-        cuts = torch.randint(1, self._total, (self._total // 700,), generator=generator).unique()
+        cuts = torch.randint(
+            1, self._total, (max(self._total // _DOCUMENT, 3),), generator=generator
+        ).unique()
         ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([self._total])])
         self._starts = ends.to(self._device, torch.int32)
         tokens = torch.arange(self._total, device=self._device, dtype=torch.int32)
@@ -204,9 +233,7 @@ class Documents:
         """FlexAttention; the block mask of a step is made once for all layers."""
         if self._blocks is None:
             sizes = (self._total, self._total)
-            self._blocks = flex.create_block_mask(
-                self._sees, None, None, *sizes, device=self._device
-            )
+            self._blocks = self._make_blocks(self._sees, None, None, *sizes, device=self._device)
         found: torch.Tensor = self._flex(*tensors, score_mod=_capped, block_mask=self._blocks)
         return found
 
@@ -257,11 +284,14 @@ def memory(options: argparse.Namespace) -> list[Row]:
         }
         peaks: dict[str, int | None] = {}
         for way, run in ways.items():
-            for _ in range(2):  # the first one compiles
-                with hardware.peak_memory(options.device) as peak:
-                    found = torch.autograd.grad(run().sum(), leaves)
-                    del found
-            peaks[way] = peak.added_bytes
+            try:
+                for _ in range(2):  # the first one compiles
+                    with hardware.peak_memory(options.device) as peak:
+                        found = torch.autograd.grad(run().sum(), leaves)
+                        del found
+                peaks[way] = peak.added_bytes
+            except torch.OutOfMemoryError:
+                peaks[way] = None
         row: Row = {"cell": f"memory S{length}", "peak_bytes": peaks}
         ours, naive = peaks[OURS], peaks[NAIVE]
         if ours and naive:
@@ -325,8 +355,11 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="page for the losses, by plotly")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
     options = parser.parse_args(given)
-    rows = [row for part in options.part for row in PARTS[part](options)]
-    print(save(f"training_{options.device}", options, rows))
+    rows: list[Row] = []
+    for part in options.part:
+        rows += PARTS[part](options)
+        path = save(f"training_{options.device}", options, rows)
+    print(path)
     if options.plot:
         plot(options.plot, rows)
     return 0

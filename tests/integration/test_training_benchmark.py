@@ -34,3 +34,22 @@ def test_twins_learn_the_same_and_each_part_has_its_rows(
     assert set(rows["memory S64"]["peak_bytes"]) == {"adaattn", "F.sdpa", "naive"}
     assert set(rows["growth"]["held_bytes_after"]) == {"2", "10", "20"}
     assert "adaattn" in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize("dropped", ["window", "cu_seqlens_k", "softcap"])
+def test_nothing_is_trained_by_a_wrong_attention(
+    dropped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    program = importlib.import_module("benchmarks.training")
+    usual = program.adaattn.scaled_dot_product_attention
+    names = {dropped, "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k"}
+    names = names if dropped == "cu_seqlens_k" else {dropped}
+
+    def wrong(*tensors: torch.Tensor, **given: object) -> object:
+        return usual(*tensors, **{name: it for name, it in given.items() if name not in names})
+
+    monkeypatch.setattr(program.adaattn, "scaled_dot_product_attention", wrong)
+    given = ["--device", "cpu", "--tiny", "--steps", "1", "--part", "mixed"]
+    with pytest.raises(AssertionError, match="beyond"):
+        program.main([*given, "--out", str(tmp_path)])
