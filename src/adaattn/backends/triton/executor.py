@@ -14,16 +14,18 @@ from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Training, operator, trained
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
-from adaattn.backends.triton.compiled import Launch
-from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
-from adaattn.backends.triton.training import (
+from adaattn.backends.training import (
     Attention,
+    Trained,
     drawn_seed,
     gradients_in_graphs,
     kept_rest,
 )
+from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
+from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.gradient_launch import GradientArguments
+from adaattn.backends.triton.gradients import gradients
+from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
@@ -104,10 +106,15 @@ def _differentiable(
     with_lse = trained(problem)
     beside = (starts_q, starts_k, blocks, terms.window)
     found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
-        *(partial(_computed, with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
+        *(_trained_by(with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
         *(terms.scale, terms.softcap),
     )
     return found
+
+
+def _trained_by(problem: AttentionProblem) -> Trained:
+    """Return what a problem is computed and differentiated by."""
+    return Trained(name="triton", run=partial(_computed, problem), gradients=gradients)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
@@ -141,7 +148,7 @@ def _trained(
 _in_graphs: Final = operator(
     "triton",
     _run,
-    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs),
+    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs(gradients)),
 )
 
 
