@@ -218,8 +218,14 @@ def slope_of(c, head):
 
 
 @gluon.jit
-def weights_of(c, s, lse, slope, first_key, first_row):
-    """The weights of a tile, of hidden keys too; and the tanh of a softcap, else the same again."""
+def keep_slope(c, w: gl.constexpr, tangent):
+    """Keeps the derivative of a softcap in shared memory: there are no registers left for it."""
+    c.caps.index(w).store((1.0 - tangent * tangent).to(c.caps.dtype))
+
+
+@gluon.jit
+def weights_of(c, w: gl.constexpr, s, lse, slope, first_key, first_row):
+    """The weights of a tile, of hidden keys too."""
     base = gl.expand_dims(lse, 0)
     if c.HAS_SOFTCAP:
         s = s * c.scale
@@ -234,6 +240,7 @@ def weights_of(c, s, lse, slope, first_key, first_row):
                 RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
             )
             tangent = 1.0 - 2.0 * inverse
+        keep_slope(c, w, tangent)
         s = c.cap * tangent
     else:
         s = s * c.scale
@@ -243,10 +250,7 @@ def weights_of(c, s, lse, slope, first_key, first_row):
         keys = first_key + gl.arange(0, c.HALF, layout=gl.SliceLayout(1, c.score_layout))
         distance = (gl.expand_dims(keys, 1) - gl.expand_dims(rows, 0)).to(gl.float32)
         s = s - slope * gl.abs(distance)
-    weights = gl.exp2(s - base)
-    if not c.HAS_SOFTCAP:
-        tangent = weights
-    return weights, tangent
+    return gl.exp2(s - base)
 
 
 @gluon.jit
@@ -296,13 +300,6 @@ def hide_ahead(c, w: gl.constexpr, p, first_key, first_row):
     if not c.IS_ALIGNED or (c.BLOCK_M == 64 and w == 1):
         p = hide_at_edges(c, p, first_key, first_row)
     return p
-
-
-@gluon.jit
-def keep_slope(c, w: gl.constexpr, tangent):
-    """Keeps the derivative of a softcap in shared memory: there are no registers left for it."""
-    if c.HAS_SOFTCAP:
-        c.caps.index(w).store((1.0 - tangent * tangent).to(c.caps.dtype))
 
 
 @gluon.jit
@@ -377,9 +374,8 @@ def gradient_consumer(c, w: gl.constexpr):
     lse = c.r.index(0).slice(0, rows).load(of_rows)
     mbarrier.wait(c.kv_full.index(1), 0)
     s = warpgroup_mma_wait(0, deps=[s_async])
-    p, tangent = weights_of(c, s, lse, slope_of(c, head), first_key, tile * rows)
+    p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
     p = hide_at_edges(c, p, first_key, tile * rows)
-    keep_slope(c, w, tangent)
     for visit in range(c.visits):
         # No product is in flight here: across the back edge the assembler would serialise all.
         stage = visit & 1
@@ -423,9 +419,8 @@ def gradient_consumer(c, w: gl.constexpr):
             # Two numbers that need not stay in registers.
             slot_before = c.first_slot + visit
             tile = c.first_tile + visit + 1
-        p, tangent = weights_of(c, s, lse, slope_of(c, head), first_key, tile * rows)
+        p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
-        keep_slope(c, w, tangent)
         # With weights among what is waited for, exponentials stay before the wait.
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
     add_queries(c, w, slot_before, dq)

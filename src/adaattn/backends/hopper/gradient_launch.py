@@ -28,7 +28,8 @@ class GradientVariant:
         has_left: rows do not see all earlier keys.
         is_ragged: the last block of keys is not full.
         is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
-            of the rows begins that see its first key.
+            of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
+            tiles took more registers (Triton 3.7).
         has_softcap: as in the problem.
         has_alibi: likewise.
         has_lse_gradient: one arrives at the log-sum-exp.
@@ -76,7 +77,7 @@ def choose_gradients(
     right, left = edges(problem)
     is_grouped = problem.group_size > 1
     is_ragged = problem.len_k % BLOCK_KEYS != 0
-    alone = right >= 0 and left < 0 and not is_grouped and not is_ragged
+    alone = right >= 0 and left < 0 and not is_grouped and not is_ragged and not problem.has_alibi
     return GradientVariant(
         block_d=64 if max(problem.head_dim, problem.value_dim) <= 64 else 128,
         precision=problem.precision,

@@ -331,6 +331,7 @@ def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.M
         ({"is_causal": True, "len_q": 256, "window": (9, -1)}, False),
         ({"is_causal": True, "len_q": 256} | GROUPS, False),
         ({"window": (-1, BLOCK_KEYS), "len_q": 256}, True),
+        ({"is_causal": True, "len_q": 256, "has_alibi": True}, False),
         ({"len_q": 256}, False),
     ],
     ids=str,
