@@ -279,6 +279,23 @@ def test_the_operator_of_graphs_has_the_same_gradients(values: dict[str, Any]) -
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@simulated
+def test_a_compiled_training_step_is_one_graph() -> None:
+    problem, tensors = made({"len_q": 70, "is_causal": True, "aux": Aux.LSE | Aux.ENTROPY})
+
+    def step(tensors: Tensors) -> Result:
+        return run(tensors, problem)
+
+    torch.compiler.reset()  # the numbers of another problem would make these symbols
+    found = torch.compile(step, backend="aot_eager", fullgraph=True)(tensors)
+    expected = run(tensors, problem)
+    assert torch.equal(found.output, expected.output)
+    assert found.lse.requires_grad and not found.entropy.requires_grad
+    made_in_graph = gradients_of(found, tensors)
+    for name, gradient in gradients_of(expected, tensors).items():
+        assert torch.equal(gradient, made_in_graph[name]), name
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
