@@ -18,9 +18,21 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import layout_facts, output_like
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Result, Tensors
+from adaattn.backends.own_kernels import check_untransformed
+from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
-__all__ = ["GIVEN", "Kept", "Training", "is_watched", "operator", "taken_apart", "trained"]
+__all__ = [
+    "GIVEN",
+    "Kept",
+    "Training",
+    "is_observed",
+    "is_watched",
+    "no_second_derivative",
+    "operator",
+    "taken_apart",
+    "trained",
+]
 
 _AUX: Final = 5
 """Where the wanted outputs stand among the sizes of `taken_apart`."""
@@ -30,6 +42,8 @@ _SIZES: Final = 9
 
 _TENSORS: Final = 10
 """Tensors of an operator before its numbers, flags and sizes."""
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 _Run = Callable[[Tensors, AttentionProblem], Result]
 _Optional = torch.Tensor | None
@@ -82,12 +96,17 @@ _TRAINED: Final = 2
 """Where the flags say that a gradient is wanted."""
 
 
-def is_watched() -> bool:
-    """Return whether a call is to be one operator: a graph is made, or a mode looks at operators.
+def is_observed(query: torch.Tensor) -> bool:
+    """Return whether a mode of PyTorch, or a tensor of another type, looks at operators.
 
-    Such modes are those of selective checkpointing, fake tensors and counted FLOPs.
+    Such are selective checkpointing, fake tensors in their mode and outside of it, counted FLOPs.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch._C._len_torch_dispatch_stack() > 0 or type(query) not in _PLAIN
+
+
+def is_watched(query: torch.Tensor) -> bool:
+    """Return whether a call is to be one operator: it is observed, or a graph is made."""
+    return torch.compiler.is_compiling() or is_observed(query)
 
 
 def trained(problem: AttentionProblem) -> AttentionProblem:
@@ -143,6 +162,8 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
         made.register_autograd(partial(_differentiated, backward), setup_context=_keep)
 
     def through(tensors: Tensors, problem: AttentionProblem) -> Result:
+        if not torch.compiler.is_compiling():
+            check_untransformed(tensors.query, tensors.key, tensors.value)
         blocks, seed = tensors.blocks, None
         asked = problem
         if training is not None and problem.wants_gradients:
@@ -215,9 +236,23 @@ def _backward_operator(name: str, training: Training) -> Callable[..., list[torc
         found = training.backward(tensors, problem, kept, upstream, lse_upstream, wanted)
         return [_or_nothing(item, query) for item in found]
 
+    def refuse(ctx: Any, *upstream: Any) -> Any:
+        del ctx, upstream
+        raise no_second_derivative(name)
+
     made = torch.library.custom_op(f"adaattn::{name}_backward", call, mutates_args=())
     made.register_fake(_fake_gradients)
+    made.register_autograd(refuse)
     return made
+
+
+def no_second_derivative(name: str) -> UnsupportedError:
+    """Return the error of gradients of gradients."""
+    return UnsupportedError(
+        name,
+        ("its gradients have no derivatives themselves",),
+        'Pass backend="reference" where second derivatives are wanted.',
+    )
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -292,7 +327,12 @@ def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], lis
     longest = problem.max_len_q, problem.max_len_k
     return (
         [problem.scale, problem.softcap, problem.dropout_p],
-        [problem.is_causal, problem.align is Align.BOTTOM_RIGHT, problem.wants_gradients],
+        [
+            problem.is_causal,
+            problem.align is Align.BOTTOM_RIGHT,
+            problem.wants_gradients,
+            problem.batch_invariant,
+        ],
         [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
     )
 
@@ -303,7 +343,7 @@ def _described(
     """Return the problem that `taken_apart` took apart, for the tensors at hand."""
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
-    is_causal, to_end, is_trained = flags
+    is_causal, to_end, is_trained, is_invariant = flags
     left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
@@ -334,6 +374,7 @@ def _described(
         most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
         dropout_p=dropout_p,
         requires_grad=is_trained,
+        batch_invariant=is_invariant,
         num_sequences=0 if starts is None else starts.shape[0] - 1,
         max_len_q=max_len_q,
         max_len_k=max_len_k,

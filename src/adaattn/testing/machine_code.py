@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
@@ -22,6 +23,9 @@ __all__ = [
     "Loop",
     "MachineCode",
     "hopper_code",
+    "hopper_finish_code",
+    "hopper_gradients_code",
+    "hopper_prepare_code",
     "key_gradients_code",
     "mask_gradients_code",
     "row_gradients_code",
@@ -91,6 +95,30 @@ def hopper_code(problem: AttentionProblem) -> MachineCode:
     tiling = variant.tiling
     products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
     return _examined(lambda: compile_variant(variant), products)
+
+
+def hopper_gradients_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the main kernel of its backward pass."""
+    return _hopper_backward(problem, "main")
+
+
+def hopper_prepare_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel before it."""
+    return _hopper_backward(problem, "prepare")
+
+
+def hopper_finish_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel behind it."""
+    return _hopper_backward(problem, "finish")
+
+
+def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
+    """Return the machine code of a kernel of the backward pass for Hopper GPUs."""
+    from adaattn.backends.hopper.gradient_compiled import compile_gradients
+
+    variant = choose_gradients(problem)
+    products = 2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS
+    return _examined(compile_gradients(variant, kind), products // _DEPTH)
 
 
 def triton_code(problem: AttentionProblem) -> MachineCode:

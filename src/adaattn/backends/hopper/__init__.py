@@ -2,17 +2,28 @@
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
-own. It needs Triton and strides of 16 bytes. No gradients yet.
+own. It needs Triton and strides of 16 bytes. Gradients are those of dense sequences without a mask,
+up to 128 columns; those of queries are added up in no fixed order.
 """
 
 from typing import Final
 
 from adaattn.backends.compiled_before import is_noted
-from adaattn.backends.hopper.forward import attend, output_function
+from adaattn.backends.hopper.gradients import noted_as
 from adaattn.backends.hopper.launch import choose
+from adaattn.backends.hopper.training import attend, function_of
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import why_no_triton
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, Precision
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Feature,
+    HeadGroup,
+    KVKind,
+    MaskKind,
+    Precision,
+)
 
 __all__ = ["CAPABILITIES", "direct", "is_ready", "run"]
 
@@ -22,6 +33,7 @@ _STRIDE_BYTES: Final = 16
 _FEW_ROWS: Final = 64
 _LISTED_ROWS: Final = 128
 _LISTED_KEYS: Final = 64
+_MOST_TRAINED: Final = 128
 
 
 def _narrow(problem: AttentionProblem) -> str:
@@ -62,13 +74,38 @@ def _lists(problem: AttentionProblem) -> str:
     )
 
 
+def _training(problem: AttentionProblem) -> tuple[str, ...]:
+    """Return what its gradients are not for."""
+    refused = (
+        (
+            max(problem.head_dim, problem.value_dim) > _MOST_TRAINED,
+            f"D or Dv above {_MOST_TRAINED}",
+        ),
+        (problem.num_sequences > 0, "packed sequences"),
+        (problem.mask is not MaskKind.NONE, "a mask"),
+        (problem.has_blocks, "a list of blocks"),
+        (problem.head_terms.value > 0, "numbers of each head"),
+        (problem.batch_invariant, "batch_invariant, since sums have no fixed order"),
+    )
+    return tuple(text for applies, text in refused if applies)
+
+
+def _untrained(problem: AttentionProblem) -> str:
+    """Return why gradients are not its, or ""."""
+    found = _training(problem) if problem.wants_gradients else ()
+    return f"it has no gradients with {', nor with '.join(found)}" if found else ""
+
+
 def _order(problem: AttentionProblem) -> int:
     """Return its place behind what PyTorch's users would run; measured times bring it forward.
 
     Few rows of a head leave most of a tile empty, and its keys to one block: there `triton`, which
     splits them, is before it. It is for packed sequences that may not depend on one another, too:
-    there nobody may ask how long they are.
+    there nobody may ask how long they are. In training all others are before it: times must say
+    that its gradients are faster.
     """
+    if problem.wants_gradients:
+        return 75
     if problem.batch_invariant and problem.num_sequences:
         return 46
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
@@ -100,9 +137,12 @@ CAPABILITIES = (
             | Feature.DROPPED_MASS
             | Feature.HEAD_TERMS
             | Feature.BATCH_INVARIANT
+            | Feature.BACKWARD
+            | Feature.LSE_GRADIENT
+            | Feature.SINKS_GRADIENT
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
-        rules=(_narrow, _layout, _negative, _lists),
+        rules=(_narrow, _layout, _negative, _lists, _untrained),
         max_head_dim=256,
         min_compute_capability=(9, 0),
         max_compute_capability=(9, 0),
@@ -127,9 +167,11 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the launch for tensors of the problem's kind."""
     del group
-    return output_function(problem)
+    return function_of(problem)
 
 
 def is_ready(problem: AttentionProblem) -> bool:
-    """Return whether this machine has compiled the kernel of a problem."""
+    """Return whether this machine has compiled the kernels of a problem."""
+    if problem.wants_gradients:
+        return is_noted(("hopper", choose(trained(problem)))) and is_noted(noted_as(problem))
     return is_noted(("hopper", choose(problem)))

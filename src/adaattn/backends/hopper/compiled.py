@@ -14,7 +14,15 @@ from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
 from adaattn.spec import HeadTerm, MaskKind
 
-__all__ = ["boxes", "compile_variant", "launcher", "shared_layout"]
+__all__ = [
+    "boxes",
+    "compile_variant",
+    "described",
+    "descriptor_type",
+    "launch_of",
+    "launcher",
+    "shared_layout",
+]
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 _POINTERS = ("lse", "row_max", "entropy", "dropped")
@@ -44,21 +52,29 @@ def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any],
 
     The launch takes the number of blocks, the stream, then the arguments of the kernel in order.
     """
-    built = compile_variant(variant)
+    return launch_of(compile_variant(variant)), described, tuple(_constants(variant).values())
+
+
+def launch_of(built: Any) -> Callable[..., None]:
+    """Return the launch of a compiled kernel on the current device, as `launcher` has it."""
     built._init_handles()
     function, metadata, run = built.function, built.packed_metadata, built.run
 
     def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
         run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    def describe(tensor: torch.Tensor, view: tuple[Any, Any]) -> Any:
-        # The class checks each number when it is made, in 3 microseconds: `forward` has checked.
-        made = object.__new__(TensorDescriptor)
-        made.shape, made.strides = view
-        made.base = tensor
-        return made
+    return launch
 
-    return launch, describe, tuple(_constants(variant).values())
+
+def described(tensor: torch.Tensor, view: tuple[Any, Any]) -> Any:
+    """Return a tensor as TMA takes it.
+
+    The class checks each number when it is made, in 3 microseconds: the caller has checked.
+    """
+    made = object.__new__(TensorDescriptor)
+    made.shape, made.strides = view
+    made.base = tensor
+    return made
 
 
 def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
@@ -142,10 +158,10 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     """Return Triton's names of all arguments' types."""
     types = dict.fromkeys(kernel.forward.arg_names, "i32")
     for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
-        types[name] = _description(variant.precision.label, block_shape(variant, box))
+        types[name] = descriptor_type(variant.precision.label, block_shape(variant, box))
     columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
     tile = [1, 1, ROWS, columns]
-    types["staged"] = _description(variant.mask_dtype.replace("i8", "i16"), tile)
+    types["staged"] = descriptor_type(variant.mask_dtype.replace("i8", "i16"), tile)
     types |= dict.fromkeys(_POINTERS, "*fp32") | dict.fromkeys(_WIDE, "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
     types |= {"slopes": f"*{variant.slopes_dtype}", "head_scales": f"*{variant.scales_dtype}"}
@@ -155,7 +171,7 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     return types | dict.fromkeys(constants, "constexpr")
 
 
-def _description(dtype: str, tile: list[int]) -> str:
+def descriptor_type(dtype: str, tile: list[int]) -> str:
     """Return Triton's name of the type of a tensor that TMA copies in such tiles."""
     layout = gl.NVMMASharedLayout.get_default_for(tile, _TYPES[dtype])
     return f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"

@@ -22,17 +22,13 @@ from adaattn.backends.hopper.prepared import (
     Prepared,
     prepare,
 )
-from adaattn.backends.hopper.views import ALIGNMENT
+from adaattn.backends.hopper.views import ALIGNMENT, made_readable, readable
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.operators import operator
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
-__all__ = ["attend", "output_function"]
-
-_STEP: Final = 8
-"""Numbers that strides are multiples of: 16 bytes."""
+__all__ = ["bound", "computed", "given", "output_function"]
 
 _MOST_KEPT: Final = 4096
 """Layouts of a problem."""
@@ -40,8 +36,8 @@ _MOST_KEPT: Final = 4096
 _Layout = tuple[Any, ...]
 
 
-def attend(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return attention with the row outputs that ``problem.aux`` asks for.
+def computed(tensors: Tensors, problem: AttentionProblem) -> Result:
+    """Return attention with the row outputs that ``problem.aux`` asks for, without gradients.
 
     Args:
         tensors: canonical tensors on a device of compute capability 9.0.
@@ -50,14 +46,12 @@ def attend(tensors: Tensors, problem: AttentionProblem) -> Result:
     Raises:
         ExecutorError: the kernel cannot be compiled here.
     """
-    if torch.compiler.is_compiling():
-        return _in_graphs(tensors, problem)
-    return _attend(tensors, problem)
+    return bound(problem)(*given(tensors))
 
 
-def _attend(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return the same outside of a graph."""
-    return _bound(problem)(
+def given(tensors: Tensors) -> tuple[Any, ...]:
+    """Return the tensors of a call in the order of a `Direct`."""
+    return (
         tensors.query,
         tensors.key,
         tensors.value,
@@ -71,12 +65,9 @@ def _attend(tensors: Tensors, problem: AttentionProblem) -> Result:
     )
 
 
-_in_graphs: Final = operator("hopper", _attend)
-
-
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
     """Return a function from the tensors of a `Direct` to the output alone."""
-    call = _bound(problem)
+    call = bound(problem)
 
     def run(*given: Any) -> torch.Tensor:
         return call(*given).output
@@ -85,11 +76,11 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _bound(problem: AttentionProblem) -> Callable[..., Result]:
+def bound(problem: AttentionProblem) -> Callable[..., Result]:
     """Return the call of a problem, which keeps what it works out for each layout of tensors."""
     known: dict[_Layout, Prepared] = {}
     aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
-    readable = _readable if aligned else _made_readable
+    clean = readable if aligned else made_readable
 
     def call(
         query: torch.Tensor,
@@ -104,7 +95,7 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
         head_terms: HeadTerms | None = None,
     ) -> Result:
         check_untransformed(query, key, value)
-        query, key, value = map(readable, (query, key, value))
+        query, key, value = map(clean, (query, key, value))
         sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
         if mask is not None and mask.dtype not in DTYPES:
             mask = mask.float()
@@ -138,28 +129,12 @@ def _bound(problem: AttentionProblem) -> Callable[..., Result]:
     return call
 
 
-on_clear(_bound.cache_clear)
+on_clear(bound.cache_clear)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what a launch takes for granted of a tensor."""
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that TMA can read: a copy if it is expanded, or not aligned to 16 bytes."""
-    if 0 in tensor.stride() or tensor.data_ptr() % ALIGNMENT:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
-
-
-def _made_readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same of a tensor whose strides nobody knew, as in a graph."""
-    sizes = zip(tensor.shape[:3], tensor.stride(), strict=False)
-    odd = any(step % _STEP for size, step in sizes if size > 1)
-    if odd or tensor.stride(3) != 1:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return _readable(tensor)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,25 @@ from adaattn.backends.hopper.launch import Sizes, mask_bytes
 from adaattn.backends.masks import with_rank
 from adaattn.spec import AttentionProblem
 
-__all__ = ["ALIGNMENT", "View", "head_view", "is_staged", "mask_view", "packed_view"]
+__all__ = [
+    "ALIGNMENT",
+    "View",
+    "head_view",
+    "is_staged",
+    "made_readable",
+    "mask_view",
+    "packed_view",
+    "readable",
+]
 
 View = tuple[Sizes, Sizes]
 """Shape and strides."""
 
 ALIGNMENT: Final = 16
 """Bytes of which addresses and strides are multiples."""
+
+_STEP: Final = 8
+"""Numbers that strides are multiples of: 16 bytes."""
 
 _MOST_PLACES: Final = 0x7FFF0000
 """Of a dimension that a tensor's description does not bound."""
@@ -90,3 +102,19 @@ def mask_view(mask: torch.Tensor) -> View:
         strides = [step // 2 for step in strides]
         shape[3] //= 2
     return tuple(shape), (*strides, 1)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that TMA can read: a copy if it is expanded, or not aligned to 16 bytes."""
+    if 0 in tensor.stride() or tensor.data_ptr() % ALIGNMENT:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def made_readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same of a tensor whose strides nobody knew, as in a graph."""
+    sizes = zip(tensor.shape[:3], tensor.stride(), strict=False)
+    odd = any(step % _STEP for size, step in sizes if size > 1)
+    if odd or tensor.stride(3) != 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return readable(tensor)

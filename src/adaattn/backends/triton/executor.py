@@ -12,18 +12,20 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
-from adaattn.backends.operators import Training, is_watched, operator, trained
+from adaattn.backends.operators import Training, is_observed, is_watched, operator, trained
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
-from adaattn.backends.triton.compiled import Launch
-from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
-from adaattn.backends.triton.training import (
+from adaattn.backends.training import (
     Attention,
+    Trained,
     drawn_seed,
     gradients_in_graphs,
     kept_rest,
 )
+from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
+from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.triton.gradient_launch import GradientArguments
+from adaattn.backends.triton.gradients import gradients
+from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
@@ -44,7 +46,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         ExecutorError: the kernel cannot be compiled here.
     """
     del group
-    if is_watched():
+    if is_watched(tensors.query):
         return _in_graphs(tensors, problem)
     return _run(tensors, problem)
 
@@ -104,21 +106,25 @@ def _differentiable(
     with_lse = trained(problem)
     beside = (starts_q, starts_k, blocks, terms.window)
     found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
-        *(partial(_computed, with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
+        *(_trained_by(with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
         *(terms.scale, terms.softcap),
     )
     return found
 
 
+def _trained_by(problem: AttentionProblem) -> Trained:
+    """Return what a problem is computed and differentiated by."""
+    return Trained(name="triton", run=partial(_computed, problem), gradients=gradients)
+
+
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
-    launch: Direct = _Launcher(problem)
-    if problem.wants_gradients:
-        launch = partial(_output, problem)
+    launch: Direct
+    launch = partial(_output, problem) if problem.wants_gradients else _Launcher(problem)
 
     def run(*given: Any) -> torch.Tensor:
-        if is_watched():
+        if is_observed(given[0]):
             return _in_graphs(Tensors.of_direct(*given), problem).output
         return launch(*given)
 
@@ -149,7 +155,7 @@ def _trained(
 _in_graphs: Final = operator(
     "triton",
     _run,
-    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs),
+    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs(gradients)),
 )
 
 

@@ -8,6 +8,7 @@ compiler keeps asynchronous work in order.
 
 import ast
 import inspect
+import math
 import re
 import threading
 from collections.abc import Callable
@@ -21,11 +22,13 @@ import torch
 from adaattn import _constants
 from adaattn.backends import hopper
 from adaattn.backends.hopper import forward as host
-from adaattn.backends.hopper import prepared
+from adaattn.backends.hopper import gradients, prepared
+from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel")
+FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
+         "gradient_rows")  # fmt: skip
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 
@@ -62,6 +65,7 @@ class Pointer:
 
     def __init__(self, tensor: torch.Tensor | None, places: Any = 0) -> None:
         self.tensor, self.places = tensor, places
+        self.dtype = SimpleNamespace(element_ty=None if tensor is None else tensor.dtype)
 
     def __add__(self, steps: Any) -> "Pointer":
         return Pointer(self.tensor, self.places + steps)
@@ -143,7 +147,8 @@ class World:
         def guarded(function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.world = self
             try:
-                function(*arguments)
+                with torch.no_grad():  # of each thread its own; a device knows no gradients
+                    function(*arguments)
             except BaseException as error:  # noqa: BLE001 raised again by `run`
                 with self.changed:
                     self.failed.append(error)
@@ -171,6 +176,10 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         """Return it transposed."""
         return Shared(self.tensor.permute(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        """Return a part."""
+        return Shared(self.tensor.narrow(dim, start, length))
 
     def load(self, layout: Any) -> Any:
         """Read a tile."""
@@ -205,13 +214,13 @@ def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
 class Descriptor:
     """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
 
-    def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, int]) -> None:
+    def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, ...]) -> None:
         # Two booleans are one number.
         tensor = tensor.view(torch.int16) if tensor.dtype is torch.bool else tensor
         self.tensor, (self.shape, self.strides) = tensor, view
         self.dtype, self.layout = tensor.dtype, None
-        nbytes = box[0] * box[1] * tensor.element_size()
-        single = (1,) * (len(self.shape) - 2)
+        nbytes = math.prod(box) * tensor.element_size()
+        single = (1,) * (len(self.shape) - len(box))
         self.block_type = SimpleNamespace(shape=[*single, *box], nbytes=nbytes)
 
     def box(self, corner: tuple[Any, ...]) -> Pointer:
@@ -226,8 +235,9 @@ class Descriptor:
         inside = torch.ones_like(places, dtype=torch.bool)
         for grid, size in zip(grids, self.shape, strict=True):
             inside &= (grid >= 0) & (grid < size)
-        self.inside = inside.flatten(0, -3)[0]
-        return Pointer(self.tensor, places.flatten(0, -3)[0])
+        box = places.shape[-2:]
+        self.inside = inside.reshape(box)
+        return Pointer(self.tensor, places.reshape(box))
 
 
 def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
@@ -244,6 +254,14 @@ def tma_store(target: Descriptor, corner: tuple[Any, ...], buffer: Shared) -> No
     with _LOCAL.world.changed:
         pointer = target.box(corner)
         store(pointer, buffer.tensor, target.inside)
+
+
+def tma_add(target: Descriptor, corner: list[Any], buffer: Shared) -> None:
+    """Add a box of shared memory to one of global memory."""
+    with _LOCAL.world.changed:
+        pointer = target.box(tuple(corner))
+        before = load(pointer, target.inside, 0).as_subclass(torch.Tensor)
+        store(pointer, before + buffer.tensor, target.inside)
 
 
 def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
@@ -335,6 +353,7 @@ def names() -> dict[str, Any]:
         "aggregate": lambda kind: kind,
         "barrier": nothing,
         "shaped_as": lambda buffer, descriptor: buffer,
+        "tma_add": tma_add,
         "tma_load": tma_load,
         "tma_store": tma_store,
         "fence_async_shared": nothing,
@@ -357,6 +376,13 @@ def device_code() -> dict[str, Any]:
     return space
 
 
+def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
+    """Run one block of threads after the other."""
+    for block in range(num_blocks):
+        _LOCAL.world = World(block, num_blocks)
+        code(*given)
+
+
 POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slopes", "starts_q",
             "starts_k", "counts", "indices", "head_scales", "head_windows",
             "head_softcaps", "dropped")  # fmt: skip
@@ -371,7 +397,8 @@ class Machine:
     def replace(self, name: str, remake: Callable[[Any], Any]) -> None:
         """Have what is made of a function of the source run in its place, from now on."""
         self.others[name] = remake(device_code()[name])
-        host._bound.cache_clear()
+        host.bound.cache_clear()
+        gradients._backward.cache_clear()
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
@@ -399,11 +426,38 @@ class Machine:
                     given.append(Pointer(value))
                 else:
                     given.append(tile(value) if name.islower() and type(value) is int else value)
-            for block in range(num_blocks):
-                _LOCAL.world = World(block, num_blocks)
-                code(*given)
+            run_blocks(num_blocks, code, given)
 
         return launch, lambda *both: both, tuple(compiled._constants(variant).values())
+
+    def backward(self, variant: GradientVariant, device: torch.device) -> Any:
+        """Stand for the compiled kernels of a backward pass."""
+        compiled = pytest.importorskip("adaattn.backends.hopper.gradient_compiled")
+        space = device_code()
+        space.update(self.others)
+        rows, keys = (variant.block_m, variant.block_d), (BLOCK_KEYS, variant.block_d)
+        boxes = (rows, keys, keys, rows, (2 * variant.block_m,), keys, keys, (16, 256))
+        names = {"prepare": "prepare_rows", "main": "backward", "finish": "finish_queries"}
+
+        def launcher(kind: str) -> Any:
+            code = space[names[kind]]
+
+            def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
+                given: list[Any] = []
+                for name, value in zip(inspect.signature(code).parameters, arguments, strict=True):
+                    if isinstance(value, tuple):
+                        given.append(Descriptor(*value, boxes[len(given)]))
+                    elif value is None or isinstance(value, torch.Tensor):
+                        given.append(Pointer(value))
+                    else:
+                        whole = name.islower() and type(value) is int
+                        given.append(tile(value) if whole else value)
+                run_blocks(num_blocks, code, given)
+
+            return launch
+
+        constants = (tuple(compiled.constants_of(variant, kind).values()) for kind in names)
+        return tuple(map(launcher, names)), lambda *both: both, tuple(constants)
 
 
 @pytest.fixture
@@ -415,7 +469,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(prepared, "_NO_ADDRESSES", prepared.NOTHING_BESIDE)
     monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
     monkeypatch.setattr(prepared, "note", lambda kernel: None)
+    monkeypatch.setattr(gradients, "_compiled", machine.backward)
+    monkeypatch.setattr(gradients, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(gradients, "note", lambda kernel: None)
+    gradients._backward.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    host._bound.cache_clear()
+    host.bound.cache_clear()
     prepared._LISTED.clear()
     return machine

@@ -9,7 +9,7 @@ import torch
 from adaattn.backends import hopper
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import output_like
-from adaattn.backends.hopper import forward, prepared
+from adaattn.backends.hopper import forward, prepared, views
 from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
@@ -46,7 +46,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(prepared, "_compiled", found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    forward._bound.cache_clear()
+    forward.bound.cache_clear()
     prepared._LISTED.clear()
     return found
 
@@ -98,8 +98,8 @@ def test_an_address_that_tma_cannot_read_is_copied(launches: Launches) -> None:
     wide = torch.zeros(tensors.query.numel() + 8, dtype=torch.bfloat16)
     odd = wide[1 : 1 + tensors.query.numel()].view_as(tensors.query)
     assert odd.data_ptr() % 16
-    assert forward._readable(odd).data_ptr() % 16 == 0
-    assert forward._readable(tensors.query) is tensors.query
+    assert views.readable(odd).data_ptr() % 16 == 0
+    assert views.readable(tensors.query) is tensors.query
 
 
 def test_a_second_call_of_a_layout_prepares_nothing(launches: Launches) -> None:
@@ -236,9 +236,9 @@ def test_the_result_has_the_order_of_the_query_whatever_that_is(
 def test_what_tma_cannot_read_is_copied_in_a_graph_whose_layouts_nobody_knew() -> None:
     wide = torch.zeros(1, 2, 300, 68, dtype=torch.bfloat16)
     for odd in (wide[..., :64], wide[..., ::2][..., :32]):
-        assert forward._made_readable(odd).is_contiguous()
+        assert views.made_readable(odd).is_contiguous()
     single = wide[:, :1, :1, :64]
-    assert forward._made_readable(single) is single
+    assert views.made_readable(single) is single
 
 
 def test_a_graph_has_one_operator(launches: Launches) -> None:

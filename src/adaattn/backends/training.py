@@ -1,6 +1,7 @@
-"""The portable kernels as autograd knows them, eager and in graphs."""
+"""Kernels of our own as autograd knows them, eager and in graphs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -8,14 +9,34 @@ import torch
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
-from adaattn.backends.operators import GIVEN, Kept
-from adaattn.backends.triton.gradients import gradients
-from adaattn.errors import UnsupportedError
+from adaattn.backends.operators import GIVEN, Kept, no_second_derivative
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Attention", "drawn_seed", "gradients_in_graphs", "kept_rest"]
+__all__ = ["Attention", "Trained", "drawn_seed", "gradients_in_graphs", "kept_rest"]
 
 _Optional = torch.Tensor | None
+_Gradients = Callable[
+    [AttentionProblem, Tensors, Kept, torch.Tensor, _Optional, frozenset[str]],
+    dict[str, torch.Tensor],
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What is differentiated.
+
+    Args:
+        name: of the executor.
+        run: returns the output and the statistics of rows, in the order of `STATISTICS`, from the
+            tensors in the order of a `Direct`, a seed, and room for what rounding takes from the
+            log-sum-exp.
+        gradients: returns the gradients that are wanted by their names, of `GIVEN`, from the
+            problem, its tensors, what was kept, and the gradients of output and log-sum-exp.
+    """
+
+    name: str
+    run: Callable[..., tuple[Any, ...]]
+    gradients: _Gradients
 
 
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
@@ -28,31 +49,34 @@ def kept_rest(query: torch.Tensor) -> _Optional:
     return query.new_empty(query.shape[:3]) if query.dtype == torch.float32 else None
 
 
-def gradients_in_graphs(
-    tensors: Tensors,
-    problem: AttentionProblem,
-    kept: Kept,
-    upstream: torch.Tensor,
-    lse_upstream: torch.Tensor,
-    wanted: Sequence[bool],
-) -> tuple[_Optional, ...]:
-    """Return the gradients of a call in the order of `GIVEN`, as an operator asks for them."""
-    names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
-    found = gradients(problem, tensors, kept, upstream, lse_upstream, names)
-    return tuple(map(found.get, GIVEN))
+def gradients_in_graphs(gradients: _Gradients) -> Callable[..., tuple[_Optional, ...]]:
+    """Return what has the gradients of a call in the order of `GIVEN`, as an operator asks."""
+
+    def run(
+        tensors: Tensors,
+        problem: AttentionProblem,
+        kept: Kept,
+        upstream: torch.Tensor,
+        lse_upstream: torch.Tensor,
+        wanted: Sequence[bool],
+    ) -> tuple[_Optional, ...]:
+        names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
+        found = gradients(problem, tensors, kept, upstream, lse_upstream, names)
+        return tuple(map(found.get, GIVEN))
+
+    return run
 
 
 class Attention(torch.autograd.Function):
     """The kernels of a problem as autograd sees them.
 
-    What is computed, and its gradients, are those of `adaattn.backends.triton`; the row outputs
-    beside the log-sum-exp have none. A second derivative raises an error.
+    The row outputs beside the log-sum-exp have no gradients. A second derivative raises an error.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[..., tuple[Any, ...]],
+        trained: Trained,
         problem: AttentionProblem,
         beside: tuple[Any, ...],
         query: torch.Tensor,
@@ -70,8 +94,9 @@ class Attention(torch.autograd.Function):
         seed = drawn_seed(query) if problem.dropout_p else None
         given = (query, key, value, mask, sinks, slopes, starts_q, starts_k, blocks, terms)
         rest = kept_rest(query)
-        output, *statistics = run(*given, seed=seed, lse_rest=rest)
+        output, *statistics = trained.run(*given, seed=seed, lse_rest=rest)
         ctx.problem = problem
+        ctx.trained = trained
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
         ctx.save_for_backward(
             *(output, statistics[0], rest, seed),
@@ -88,17 +113,18 @@ class Attention(torch.autograd.Function):
         del rest
         needs = ctx.needs_input_grad[-len(GIVEN) :]
         wanted = frozenset(name for name, need in zip(GIVEN, needs, strict=True) if need)
-        given = (ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
-        found = _Gradients.apply(*given)  # type: ignore[no-untyped-call]
+        given = (ctx.trained, ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
+        found = _Backward.apply(*given)  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
 
 
-class _Gradients(torch.autograd.Function):
+class _Backward(torch.autograd.Function):
     """The gradients of a call, which have none themselves."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        trained: Trained,
         problem: AttentionProblem,
         wanted: frozenset[str],
         upstream: _Optional,
@@ -106,7 +132,7 @@ class _Gradients(torch.autograd.Function):
         *tensors: _Optional,
     ) -> tuple[_Optional, ...]:
         """Return the gradients in the order of `GIVEN`; None of what wants none."""
-        del ctx
+        ctx.name = trained.name
         output, lse, rest, seed, *named, counts, indices, scale, window, softcap = tensors
         assert output is not None and lse is not None
         kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
@@ -121,18 +147,14 @@ class _Gradients(torch.autograd.Function):
             if lse_upstream is None:
                 return (None,) * len(GIVEN)
             upstream = torch.zeros_like(output)
-        found = gradients(problem, given, kept, upstream, lse_upstream, wanted)
+        found = trained.gradients(problem, given, kept, upstream, lse_upstream, wanted)
         return tuple(map(found.get, GIVEN))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         """Refuse."""
-        del ctx, upstream
-        raise UnsupportedError(
-            "triton",
-            ("its gradients have no derivatives themselves",),
-            'Pass backend="reference" where second derivatives are wanted.',
-        )
+        del upstream
+        raise no_second_derivative(ctx.name)
 
 
 _SAVED: Final = (

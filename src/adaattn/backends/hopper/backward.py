@@ -1,0 +1,515 @@
+"""The gradients of queries, keys and values on the device: one block of keys of one head.
+
+    p = exp(s - lse);  dv = p^T do;  dp = do v^T;  ds = p (dp - delta);  dq = ds k;  dk = ds^T q
+
+A block of 128 keys loops over the tiles of query rows that see it, of all query heads of its key
+head: dk and dv stay in registers, 64 keys in each of two warpgroups. Scores are computed
+transposed, so that p^T and ds^T are left operands from registers; ds passes through shared memory
+for dq, which leaves one pass later as a sum in fp32 in global memory, added by TMA in no fixed
+order. `adaattn.backends.hopper.gradient_rows` makes what a row needs, and the gradient of queries
+of those sums. Tiles of scores are [keys of a warpgroup, BLOCK_M].
+
+What a stage holds is freed once for queries, upstream gradients and terms of rows together.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_add, tma_store
+from adaattn.backends.hopper.pipeline import copy, mma_layout
+from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, Sizes
+
+
+@aggregate
+class Backward:
+    """What every function reads: tensors, sizes, stages with their barriers, choices.
+
+    Rows are counted in tiles of all heads: ``first_slot`` is the first that the block visits.
+    """
+
+    query: tma.tensor_descriptor
+    key: tma.tensor_descriptor
+    value: tma.tensor_descriptor
+    upstream: tma.tensor_descriptor
+    row_terms: tma.tensor_descriptor
+    key_gradient: tma.tensor_descriptor
+    value_gradient: tma.tensor_descriptor
+    sums: tma.tensor_descriptor
+    slopes: gl.tensor
+    scale: gl.tensor
+    natural: gl.tensor
+    cap: gl.tensor
+    zero: gl.tensor
+    sizes: Sizes
+    batch: gl.tensor
+    key_head: gl.tensor
+    first_head: gl.tensor
+    last_head: gl.tensor
+    first_key: gl.tensor
+    first_tile: gl.tensor
+    end_tile: gl.tensor
+    first_slot: gl.tensor
+    skipped: gl.tensor
+    visits: gl.tensor
+    q: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
+    r: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    caps: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    o_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    end: gl.shared_memory_descriptor
+    BLOCK_M: gl.constexpr
+    BLOCK_D: gl.constexpr
+    HALF: gl.constexpr
+    IS_GROUPED: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    IS_RAGGED: gl.constexpr
+    IS_ALIGNED: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    FAST_TANH: gl.constexpr
+    HAS_ALIBI: gl.constexpr
+    score_layout: gl.constexpr
+    sum_layout: gl.constexpr
+    query_layout: gl.constexpr
+    left_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
+        scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, first_key,
+        first_tile, end_tile, first_slot, skipped, visits, q, o, r, k, v, ds, caps, dq, q_full,
+        o_full, q_empty, kv_full, ds_full, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT,
+        HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+    ):  # fmt: skip
+        self.query = query
+        self.key = key
+        self.value = value
+        self.upstream = upstream
+        self.row_terms = row_terms
+        self.key_gradient = key_gradient
+        self.value_gradient = value_gradient
+        self.sums = sums
+        self.slopes = slopes
+        self.scale = scale
+        self.natural = natural
+        self.cap = cap
+        self.zero = zero
+        self.sizes = sizes
+        self.batch = batch
+        self.key_head = key_head
+        self.first_head = first_head
+        self.last_head = last_head
+        self.first_key = first_key
+        self.first_tile = first_tile
+        self.end_tile = end_tile
+        self.first_slot = first_slot
+        self.skipped = skipped
+        self.visits = visits
+        self.q = q
+        self.o = o
+        self.r = r
+        self.k = k
+        self.v = v
+        self.ds = ds
+        self.caps = caps
+        self.dq = dq
+        self.q_full = q_full
+        self.o_full = o_full
+        self.q_empty = q_empty
+        self.kv_full = kv_full
+        self.ds_full = ds_full
+        self.end = end
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_D = gl.constexpr(BLOCK_D)
+        self.HALF = gl.constexpr(BLOCK_N // 2)
+        self.IS_GROUPED = gl.constexpr(IS_GROUPED)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
+        self.IS_ALIGNED = gl.constexpr(IS_ALIGNED)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.FAST_TANH = gl.constexpr(FAST_TANH)
+        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
+        self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
+        self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))
+        self.query_layout = gl.constexpr(mma_layout(64))
+        self.left_layout = gl.constexpr(
+            gl.DotOperandLayout(operand_index=0, parent=mma_layout(BLOCK_D), k_width=2)
+        )
+
+
+@gluon.jit
+def two_barriers(count: gl.constexpr):
+    """Barriers of a ring of two stages."""
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(made.index(0), count=count)
+    mbarrier.init(made.index(1), count=count)
+    return made
+
+
+@gluon.jit
+def next_tile(c, tile, slot, head):
+    """The next tile of query rows: behind the last that see the block, the next head's first."""
+    tile += 1
+    slot += 1
+    if c.IS_GROUPED:
+        is_over = tile == c.end_tile
+        tile = gl.where(is_over, c.first_tile, tile)
+        slot = gl.where(is_over, slot + c.skipped, slot)
+        head = gl.where(is_over, head + 1, head)
+    return tile, slot, head
+
+
+@gluon.jit
+def gradient_producer(c):
+    """Copies keys and values once, then tiles of rows, one more of queries than of the rest.
+
+    Consumers compute scores one tile ahead: those behind the last serve nothing, and what TMA finds
+    no rows for it fills with zeros.
+    """
+    block = c.batch, c.key_head, c.first_key, 0
+    copy(c.key, c.kv_full.index(0), c.k.index(0), block)
+    copy(c.value, c.kv_full.index(1), c.v, block)
+    tile = c.first_tile + 0
+    slot = c.first_slot + 0
+    head = c.first_head + 0
+    for visit in range(c.visits + 1):
+        stage = visit & 1
+        place = c.batch, head, tile * c.BLOCK_M, 0
+        mbarrier.wait(c.q_empty.index(stage), ((visit >> 1) & 1) ^ 1)
+        copy(c.query, c.q_full.index(stage), c.q.index(stage), place)
+        copy(c.row_terms, c.q_full.index(stage), c.r.index(stage), (slot * (2 * c.BLOCK_M),))
+        if visit < c.visits:
+            copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
+        tile, slot, head = next_tile(c, tile, slot, head)
+
+
+@gluon.jit
+def product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Begins a product whose sum starts at 0."""
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def slope_of(c, head):
+    """ALiBi's slope of a query head, in units of log 2."""
+    slope = c.scale
+    if c.HAS_ALIBI:
+        # Behind the last tile there is no head, but scores are computed.
+        slope = gl.load(c.slopes + gl.minimum(head, c.last_head)).to(gl.float32) * LOG2_E
+    return slope
+
+
+@gluon.jit
+def keep_slope(c, w: gl.constexpr, tangent):
+    """Keeps the derivative of a softcap in shared memory: there are no registers left for it."""
+    c.caps.index(w).store((1.0 - tangent * tangent).to(c.caps.dtype))
+
+
+@gluon.jit
+def weights_of(c, w: gl.constexpr, s, lse, slope, first_key, first_row):
+    """The weights of a tile, of hidden keys too."""
+    base = gl.expand_dims(lse, 0)
+    if c.HAS_SOFTCAP:
+        s = s * c.scale
+        if c.FAST_TANH:
+            tangent = gl.inline_asm_elementwise(
+                TANH, "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
+            )
+        else:
+            # tanh(y) = 1 - 2 / (1 + exp(2 y)); the scale is 2 log2(e) scale / cap here.
+            growth = gl.exp2(s) + 1.0
+            inverse = gl.inline_asm_elementwise(
+                RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
+            )
+            tangent = 1.0 - 2.0 * inverse
+        keep_slope(c, w, tangent)
+        s = c.cap * tangent
+    else:
+        s = s * c.scale
+    if c.HAS_ALIBI:
+        rows = first_row + c.sizes.offset
+        rows += gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.score_layout))
+        keys = first_key + gl.arange(0, c.HALF, layout=gl.SliceLayout(1, c.score_layout))
+        distance = (gl.expand_dims(keys, 1) - gl.expand_dims(rows, 0)).to(gl.float32)
+        s = s - slope * gl.abs(distance)
+    return gl.exp2(s - base)
+
+
+@gluon.jit
+def is_edge(c, first_key, first_row):
+    """Whether a row of a tile may not see a key of it."""
+    edge = first_key + c.HALF > c.sizes.len_k
+    position = first_row + c.sizes.offset
+    if c.HAS_RIGHT:
+        edge = edge | (first_key + c.HALF - 1 > position + c.sizes.right)
+    if c.HAS_LEFT:
+        edge = edge | (first_key < position + c.BLOCK_M - 1 - c.sizes.left)
+    return edge
+
+
+@gluon.jit
+def seen_part(c, p, first_key, first_row):
+    """0 for keys that a row's position does not see, or beyond the last."""
+    keys = first_key + gl.arange(0, c.HALF, layout=gl.SliceLayout(1, c.score_layout))
+    rows = first_row + c.sizes.offset
+    rows += gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.score_layout))
+    keys = gl.expand_dims(keys, 1)
+    if c.IS_RAGGED:
+        p = gl.where(keys < c.sizes.len_k, p, 0.0)
+    if c.HAS_RIGHT:
+        p = gl.where(keys <= gl.expand_dims(rows + c.sizes.right, 0), p, 0.0)
+    if c.HAS_LEFT:
+        p = gl.where(keys >= gl.expand_dims(rows - c.sizes.left, 0), p, 0.0)
+    return p
+
+
+@gluon.jit
+def hide_at_edges(c, p, first_key, first_row):
+    """The same, where a tile has such keys."""
+    if c.HAS_RIGHT or c.HAS_LEFT or c.IS_RAGGED:
+        if is_edge(c, first_key, first_row):
+            p = seen_part(c, p, first_key, first_row)
+    return p
+
+
+@gluon.jit
+def hide_ahead(c, w: gl.constexpr, p, first_key, first_row):
+    """The same for the tile behind a visit's.
+
+    Where the edge begins with a tile, what is hidden is in the first tile, and in the second one of
+    the other warpgroup: what hides takes registers from all of a loop.
+    """
+    if not c.IS_ALIGNED or (c.BLOCK_M == 64 and w == 1):
+        p = hide_at_edges(c, p, first_key, first_row)
+    return p
+
+
+@gluon.jit
+def add_queries(c, w: gl.constexpr, slot, dq):
+    """Begins to add a tile's dq to its sums, 16 bytes of each thread behind one another.
+
+    Sums may lie in any order: `gradient_rows.finish_queries` knows it. The copy before has been
+    read when this one is written.
+    """
+    tma.store_wait(0)
+    # [warp, row / 8, row % 8, column / 8, pair of columns, column]
+    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    c.dq.index(w).store(parts.reshape([16, 256]))
+    fence_async_shared()
+    barrier()
+    tma_add(c.sums, [(slot * 2 + w) * 16, 0], c.dq.index(w))
+
+
+@gluon.jit
+def store_block(c, w: gl.constexpr, dk, dv):
+    """Keys and values make room for their gradients: the first warpgroup stores dk, the other dv.
+
+    TMA clips what is behind the last key and column.
+    """
+    mbarrier.arrive(c.end.index(0))
+    mbarrier.wait(c.end.index(0), 0)  # both have read what is overwritten
+    dtype: gl.constexpr = c.k.dtype
+    c.k.index(0).slice(w * c.HALF, c.HALF, dim=0).store((dk * c.natural).to(dtype))
+    c.v.slice(w * c.HALF, c.HALF, dim=0).store(dv.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(c.end.index(1))
+    mbarrier.wait(c.end.index(1), 0)  # both have written
+    if w == 0:
+        buffer = shaped_as(c.k.index(0), c.key_gradient)
+        tma_store(c.key_gradient, (c.batch, c.key_head, c.first_key, 0), buffer)
+    else:
+        buffer = shaped_as(c.v, c.value_gradient)
+        tma_store(c.value_gradient, (c.batch, c.key_head, c.first_key, 0), buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gradient_consumer(c, w: gl.constexpr):
+    """One warpgroup: 64 keys of the block, and half of each dq."""
+    rows: gl.constexpr = c.BLOCK_M
+    half: gl.constexpr = c.HALF
+    of_scores: gl.constexpr = c.score_layout
+    of_left: gl.constexpr = c.left_layout
+    of_rows: gl.constexpr = gl.SliceLayout(0, of_scores)
+    dtype: gl.constexpr = c.k.dtype
+    # Terms of rows are read behind the wait where that leaves fewer registers in use.
+    late: gl.constexpr = c.BLOCK_D == 64
+    dk = gl.zeros([half, c.BLOCK_D], gl.float32, c.sum_layout)
+    dv = gl.zeros([half, c.BLOCK_D], gl.float32, c.sum_layout)
+    dq = gl.zeros([64, 64], gl.float32, c.query_layout)
+    k = c.k.index(0).slice(w * half, half, dim=0)
+    v = c.v.slice(w * half, half, dim=0)
+    # The same rows behind an index that the compiler does not know: else what describes them to
+    # the first product stays in registers throughout the loop.
+    first_k = c.k.index(c.zero).slice(w * half, half, dim=0)
+    all_k = c.k.index(0)
+    if rows == 64:
+        all_k = all_k.slice(w * 64, 64, dim=1)
+    first_key = c.first_key + w * half
+    tile = c.first_tile + 0
+    slot = c.first_slot + 0
+    head = c.first_head + 0
+    slot_before = c.first_slot - 1
+    mbarrier.wait(c.kv_full.index(0), 0)
+    mbarrier.wait(c.q_full.index(0), 0)
+    s_async = product(first_k, c.q.index(0).permute([1, 0]), half, rows, of_scores)
+    lse = c.r.index(0).slice(0, rows).load(of_rows)
+    mbarrier.wait(c.kv_full.index(1), 0)
+    s = warpgroup_mma_wait(0, deps=[s_async])
+    p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
+    p = hide_at_edges(c, p, first_key, tile * rows)
+    for visit in range(c.visits):
+        # No product is in flight here: across the back edge the assembler would serialise all.
+        stage = visit & 1
+        q = c.q.index(stage)
+        o = c.o.index(stage)
+        ds_all = c.ds.index(stage)
+        if visit > 0:
+            add_queries(c, w, slot_before, dq)
+        mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
+        dp_async = product(v, o.permute([1, 0]), half, rows, of_scores)
+        dv_async = warpgroup_mma(gl.convert_layout(p.to(dtype), of_left), o, dv, is_async=True)
+        if not late:
+            delta = c.r.index(stage).slice(rows, rows).load(of_rows)
+        dp = warpgroup_mma_wait(1, deps=[dp_async])
+        if late:
+            delta = c.r.index(stage).slice(rows, rows).load(of_rows)
+        ds = p * (dp - gl.expand_dims(delta, 0))
+        if c.HAS_SOFTCAP:
+            ds = ds * c.caps.index(w).load(of_scores).to(gl.float32)
+        ds = ds.to(dtype)
+        ds_all.slice(w * half, half, dim=0).store(ds)  # dq needs those of both warpgroups
+        fence_async_shared()
+        mbarrier.arrive(c.ds_full.index(stage))
+        dk_async = warpgroup_mma(gl.convert_layout(ds, of_left), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv_async])
+        mbarrier.wait(c.q_full.index(stage ^ 1), ((visit + 1) >> 1) & 1)
+        s_async = product(k, c.q.index(stage ^ 1).permute([1, 0]), half, rows, of_scores)
+        if rows != 64:
+            ds_all = ds_all.slice(w * 64, 64, dim=1)
+        mbarrier.wait(c.ds_full.index(stage), (visit >> 1) & 1)
+        dq_async = product(ds_all.permute([1, 0]), all_k, 64, 64, c.query_layout)
+        if not late:
+            lse = c.r.index(stage ^ 1).slice(0, rows).load(of_rows)
+        s, dk = warpgroup_mma_wait(1, deps=[s_async, dk_async])
+        if late:
+            lse = c.r.index(stage ^ 1).slice(0, rows).load(of_rows)
+        mbarrier.arrive(c.q_empty.index(stage))
+        slot_before = slot + 0
+        tile, slot, head = next_tile(c, tile, slot, head)
+        if not c.IS_GROUPED:
+            # Two numbers that need not stay in registers.
+            slot_before = c.first_slot + visit
+            tile = c.first_tile + visit + 1
+        p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
+        p = hide_ahead(c, w, p, first_key, tile * rows)
+        # With weights among what is waited for, exponentials stay before the wait.
+        dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
+    add_queries(c, w, slot_before, dq)
+    store_block(c, w, dk, dv)
+
+
+@gluon.jit
+def row_tiles(sizes, first_key, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+              HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr):  # fmt: skip
+    """The tiles of query rows that see a block of keys: the first, and behind the last.
+
+    There is one at least, whose rows then see nothing.
+    """
+    first = gl.to_tensor(0)
+    end = sizes.len_q
+    if HAS_RIGHT:
+        first = gl.maximum(first_key - sizes.offset - sizes.right, 0) // BLOCK_M
+    if HAS_LEFT:
+        last_key = gl.minimum(first_key + BLOCK_N, sizes.len_k) - 1
+        end = gl.minimum(end, gl.maximum(last_key - sizes.offset + sizes.left + 1, 0))
+    first = gl.minimum(first, (sizes.len_q - 1) // BLOCK_M)
+    return first, gl.maximum(gl.cdiv(end, BLOCK_M), first + 1)
+
+
+@gluon.jit
+def backward(
+    query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
+    scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
+    tiles_per_head, slopes_stride, zero,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
+    IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
+):  # fmt: skip
+    """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
+
+    Args, beyond those of the forward kernel:
+        row_terms: fp32, per tile of rows BLOCK_M log-sum-exps in units of log 2, inf of rows that
+            see nothing, then BLOCK_M sums of products of output and gradient.
+        sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
+            `add_queries`.
+        natural: factor of the gradient of keys.
+        key_blocks: of a head.
+        zero: 0, which the compiler is not to know.
+    """
+    dtype: gl.constexpr = query.dtype
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_D], q_layout)
+    o = gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_D], q_layout)
+    r = gl.allocate_shared_memory(gl.float32, [2, 2 * BLOCK_M], row_terms.layout)
+    k = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], k_layout)
+    v = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], k_layout)
+    dq = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums.layout)
+    ds = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
+    # Without a softcap there is no such place: what stands for it is never touched.
+    caps = ds
+    if HAS_SOFTCAP:
+        caps = gl.allocate_shared_memory(dtype, [2, BLOCK_N // 2, BLOCK_M], ds_layout)
+    q_full = two_barriers(2)
+    o_full = two_barriers(1)
+    q_empty = two_barriers(2)
+    kv_full = two_barriers(1)
+    ds_full = two_barriers(2)
+    end = two_barriers(2)
+    fence_async_shared()
+    head = gl.program_id(0) // key_blocks
+    block = gl.program_id(0) - head * key_blocks
+    kv_heads = num_heads // group_size
+    batch = head // kv_heads
+    key_head = head - batch * kv_heads
+    first_head = key_head * group_size
+    sizes = Sizes(len_q, len_k, offset, left, right)
+    first, behind = row_tiles(sizes, block * BLOCK_N, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+    first_slot = (batch * num_heads + first_head) * tiles_per_head + first
+    visits = behind - first
+    if IS_GROUPED:
+        visits = visits * group_size
+    c = Backward(
+        query, key, value, upstream, row_terms, key_gradient, value_gradient, sums,
+        slopes + batch * slopes_stride, scale, natural, cap, zero, sizes, batch, key_head,
+        first_head, first_head + group_size - 1, block * BLOCK_N, first, behind, first_slot,
+        tiles_per_head - (behind - first), visits, q, o, r, k, v, ds, caps, dq, q_full, o_full,
+        q_empty, kv_full, ds_full, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT,
+        HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [(gradient_consumer, (c, 0)), (gradient_consumer, (c, 1)), (gradient_producer, (c,))],
+        [4, 1],
+        [240, 24],
+    )

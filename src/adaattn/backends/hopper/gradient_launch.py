@@ -1,0 +1,128 @@
+"""How a backward pass is cut into tiles: a frozen choice from sizes alone."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from adaattn._constants import LOG2_E
+from adaattn.backends.hopper.launch import edges
+from adaattn.spec import AttentionProblem, Precision
+
+__all__ = ["BLOCK_KEYS", "TILE_NUMBERS", "GradientVariant", "choose_gradients", "numbers_of"]
+
+BLOCK_KEYS: Final = 128
+"""Keys of a block: 64 for each of two warpgroups."""
+
+TILE_NUMBERS: Final = 8192
+"""Rows times columns of a tile of queries; with more, sums and scores have no registers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientVariant:
+    """All that the compiled kernels of a backward pass depend on.
+
+    Args:
+        block_d: columns of all tiles, 64 or 128; TMA fills those that are not there with zeros.
+        precision: bf16 or fp16.
+        is_grouped: several query heads have one key head.
+        has_right: rows do not see all later keys: causal order, a window.
+        has_left: rows do not see all earlier keys.
+        is_ragged: the last block of keys is not full.
+        is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
+            of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
+            tiles took more registers (Triton 3.7).
+        has_softcap: as in the problem.
+        has_alibi: likewise.
+        has_lse_gradient: one arrives at the log-sum-exp.
+        slopes_dtype: Triton's name of the type of slopes.
+    """
+
+    block_d: int
+    precision: Precision = Precision.BF16
+    is_grouped: bool = False
+    has_right: bool = False
+    has_left: bool = False
+    is_ragged: bool = False
+    is_aligned: bool = False
+    has_softcap: bool = False
+    has_alibi: bool = False
+    has_lse_gradient: bool = False
+    slopes_dtype: str = "fp32"
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return TILE_NUMBERS // self.block_d
+
+    @property
+    def has_fast_tanh(self) -> bool:
+        """Whether the softcap's tanh is the forward pass's one instruction."""
+        return self.has_softcap and self.precision is Precision.BF16
+
+
+def choose_gradients(
+    problem: AttentionProblem, *, has_lse_gradient: bool = False, slopes_dtype: str = "fp32"
+) -> GradientVariant:
+    """Return the kernels for a problem.
+
+    Args:
+        problem: of the call; sizes, precision and features are read.
+        has_lse_gradient: one arrives at the log-sum-exp.
+        slopes_dtype: Triton's name of the type of slopes.
+
+    Example:
+        >>> from adaattn.testing import make_problem
+        >>> choose_gradients(make_problem(head_dim=80, precision=Precision.BF16)).block_m
+        64
+    """
+    right, left = edges(problem)
+    is_grouped = problem.group_size > 1
+    is_ragged = problem.len_k % BLOCK_KEYS != 0
+    alone = right >= 0 and left < 0 and not is_grouped and not is_ragged and not problem.has_alibi
+    return GradientVariant(
+        block_d=64 if max(problem.head_dim, problem.value_dim) <= 64 else 128,
+        precision=problem.precision,
+        is_grouped=is_grouped,
+        has_right=right >= 0,
+        has_left=left >= 0,
+        is_ragged=is_ragged,
+        is_aligned=alone and (problem.offset + right) % BLOCK_KEYS == 0,
+        has_softcap=problem.softcap > 0,
+        has_alibi=problem.has_alibi,
+        has_lse_gradient=has_lse_gradient,
+        slopes_dtype=slopes_dtype,
+    )
+
+
+def numbers_of(
+    problem: AttentionProblem, variant: GradientVariant, slopes_stride: int
+) -> tuple[int | float, ...]:
+    """Return the numbers of the main kernel, in its order.
+
+    Args:
+        problem: of the call.
+        variant: its kernels.
+        slopes_stride: from the slopes of one sequence to those of the next.
+    """
+    right, left = edges(problem)
+    scale = problem.scale * LOG2_E
+    if problem.softcap > 0:
+        # The kernel's tanh takes the score itself, or the exponent of its own exponential.
+        scale = (problem.scale if variant.has_fast_tanh else 2.0 * scale) / problem.softcap
+    # A window beyond all positions is one to the last: beside a position it is an int32.
+    most = problem.len_q + problem.len_k
+    return (
+        scale,
+        problem.scale,
+        problem.softcap * LOG2_E,
+        problem.len_q,
+        problem.len_k,
+        problem.offset,
+        min(left, most),
+        min(right, most),
+        problem.num_heads,
+        problem.group_size,
+        -(-problem.len_k // BLOCK_KEYS),
+        -(-problem.len_q // variant.block_m),
+        slopes_stride,
+        0,
+    )

@@ -1,0 +1,113 @@
+"""What the backward kernel of Hopper GPUs needs of rows, and what it leaves of them, on the device.
+
+Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
+and zeros where gradients of queries are summed. Behind it: those sums, scaled and rounded. One
+program for each tile of query rows of one head, whose columns times rows are 8192 throughout.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from adaattn.backends.hopper.scores import LOG2_E, NOTHING
+
+
+@gluon.constexpr_function
+def tile_layout(num_columns):
+    """A tile in four warps, 8 columns a thread: 16 bytes of 16-bit numbers."""
+    return gl.BlockedLayout([1, 8], [256 // num_columns, num_columns // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def tile_places(number, num_heads, len_q, tiles_per_head, columns, layout: gl.constexpr,
+                BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):  # fmt: skip
+    """Batch, head, rows and columns of a tile, and which of them are there."""
+    head = number // tiles_per_head
+    first_row = (number - head * tiles_per_head) * BLOCK_M
+    batch = head // num_heads
+    rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    inside = gl.expand_dims(rows < len_q, 1) & gl.expand_dims(cols < columns, 0)
+    return batch, head - batch * num_heads, rows, cols, inside
+
+
+@gluon.jit
+def places_of(batch, head, rows, cols, stride_b, stride_h, stride_m):
+    """Where the numbers of a tile stand: int64 [BLOCK_M, BLOCK_D]."""
+    start = batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    return start + gl.expand_dims(rows.to(gl.int64) * stride_m, 1) + gl.expand_dims(cols, 0)
+
+
+@gluon.jit
+def prepare_rows(
+    output, upstream, lse, lse_upstream, row_terms, sums,
+    stride_ob, stride_oh, stride_om, stride_ub, stride_uh, stride_um,
+    num_heads, len_q, tiles_per_head, columns,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
+):  # fmt: skip
+    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros.
+
+    Args, beyond their names:
+        output: [B, Hq, Sq, Dv], adjacent columns.
+        upstream: its gradient.
+        lse: fp32 [B, Hq, Sq].
+        lse_upstream: its gradient, where HAS_LSE_GRADIENT.
+        columns: Dv.
+    """
+    layout: gl.constexpr = tile_layout(BLOCK_D)
+    number = gl.program_id(0)
+    batch, head, rows, cols, inside = tile_places(
+        number, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M, BLOCK_D
+    )
+    of_output = places_of(batch, head, rows, cols, stride_ob, stride_oh, stride_om)
+    of_upstream = places_of(batch, head, rows, cols, stride_ub, stride_uh, stride_um)
+    o = gl.load(output + of_output, mask=inside, other=0.0).to(gl.float32)
+    do = gl.load(upstream + of_upstream, mask=inside, other=0.0).to(gl.float32)
+    delta = gl.sum(o * do, 1)
+    places = (batch * num_heads + head).to(gl.int64) * len_q + rows
+    base = gl.load(lse + places, mask=rows < len_q, other=NOTHING)
+    if HAS_LSE_GRADIENT:
+        delta = delta - gl.load(lse_upstream + places, mask=rows < len_q, other=0.0)
+    sees_nothing = base == NOTHING
+    terms = row_terms + number.to(gl.int64) * (2 * BLOCK_M)
+    within = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    gl.store(terms + within, gl.where(sees_nothing, -NOTHING, base * LOG2_E))
+    gl.store(terms + BLOCK_M + within, gl.where(sees_nothing, 0.0, delta))
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
+    zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
+    gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
+
+
+@gluon.jit
+def finish_queries(
+    sums, gradient, scale, stride_b, stride_h, stride_m, num_heads, len_q, tiles_per_head, columns,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a tile's queries.
+
+    Args, beyond their names:
+        sums: fp32, as `backward.add_queries` leaves them.
+        gradient: [B, Hq, Sq, D], adjacent columns.
+        scale: factor of them.
+        columns: D.
+    """
+    layout: gl.constexpr = tile_layout(BLOCK_D)
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    number = gl.program_id(0)
+    all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
+    found = gl.load(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it)
+    # [half, column / 8, warp, row % 8, pair of columns, row / 8, column]
+    parts = gl.reshape((found * scale).to(gradient.dtype.element_ty), [2, 8, 4, 8, 4, 2, 2])
+    if BLOCK_M == 64:
+        parts = gl.permute(parts, [2, 5, 3, 0, 1, 4, 6])
+    else:
+        parts = gl.permute(parts, [0, 2, 5, 3, 1, 4, 6])
+    made = gl.convert_layout(gl.reshape(parts, [BLOCK_M, BLOCK_D]), layout)
+    batch, head, rows, cols, inside = tile_places(
+        number, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M, BLOCK_D
+    )
+    gl.store(
+        gradient + places_of(batch, head, rows, cols, stride_b, stride_h, stride_m),
+        made,
+        mask=inside,
+    )

@@ -1,0 +1,240 @@
+"""Faults put into the backward kernels for Hopper GPUs one by one, as `test_faults.py` does it."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends import hopper
+from adaattn.backends.interface import Tensors
+from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
+from adaattn.testing import (
+    assert_matches,
+    assert_training_matches,
+    attention,
+    cast_tensors,
+    make_problem,
+    make_tensors,
+    num_summands,
+    with_tensors,
+)
+
+PLAIN: dict[str, Any] = {"len_q": 70, "len_k": 140}
+WIDE: dict[str, Any] = {"len_q": 140, "head_dim": 128}
+ROWS: dict[str, Any] = {"len_q": 300, "len_k": 70}
+CAUSAL: dict[str, Any] = {"len_q": 256, "is_causal": True}
+RAGGED: dict[str, Any] = {"len_q": 300, "is_causal": True}
+WIDE_CAUSAL: dict[str, Any] = {"len_q": 256, "head_dim": 128, "is_causal": True}
+TO_END: dict[str, Any] = {"len_q": 140, "len_k": 300, "is_causal": True,
+                          "align": Align.BOTTOM_RIGHT}  # fmt: skip
+WINDOW: dict[str, Any] = {"len_q": 400, "window": (70, 20)}
+HEADS: dict[str, Any] = {"num_heads": 2, "len_q": 70}
+BATCH: dict[str, Any] = HEADS | {"batch": 2}
+GROUPS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "len_q": 140}
+ALIBI: dict[str, Any] = GROUPS | {"has_alibi": True, "batch": 2}
+SOFTCAP: dict[str, Any] = {"len_q": 140, "softcap": 1.5}
+SINKS: dict[str, Any] = HEADS | {"has_sinks": True, "sinks_require_grad": True}
+LOW: dict[str, Any] = {"len_q": 70, "len_k": 90, "scale": 1.0, "low_scores": True}
+FP16: dict[str, Any] = {"precision": Precision.FP16}
+LSE: dict[str, Any] = HEADS | {"aux": Aux.LSE}
+
+Fault = tuple[str, str, str, dict[str, Any]]
+
+SCORES: dict[str, Fault] = {
+    "scale dropped": (
+        "weights_of", "s = s * c.scale\n    if c.HAS_ALIBI", "s = s\n    if c.HAS_ALIBI",
+                      PLAIN),
+    "base of the next row": ("weights_of", "gl.expand_dims(lse, 0)",
+                             "gl.expand_dims(lse.roll(1), 0)", PLAIN),
+    "softcap without its cap": ("weights_of", "s = c.cap * tangent", "s = tangent", SOFTCAP),
+    "softcap of another base": ("weights_of", "1.0 - 2.0 * inverse", "1.0 - inverse",
+                                SOFTCAP | FP16),
+    "softcap's derivative dropped": ("keep_slope", "1.0 - tangent * tangent", "1.0 + 0.0 * tangent",
+                                     SOFTCAP),
+    "softcap's derivative of the other warpgroup": (
+        "gradient_consumer", "c.caps.index(w)", "c.caps.index(1 - w)", SOFTCAP | {"len_k": 40}),
+    "sign of the slope": ("weights_of", "s - slope", "s + slope", ALIBI),
+    "positions of rows": ("weights_of", "rows = first_row + c.sizes.offset", "rows = first_row",
+                          TO_END | {"has_alibi": True}),
+    "slope of the first head": ("slope_of", "gl.minimum(head, c.last_head)", "0 * head", ALIBI),
+    "slope in another unit": ("slope_of", "* LOG2_E", "* 1.0", ALIBI),
+    "slopes of the first batch": ("backward", "batch * slopes_stride", "0", ALIBI),
+}  # fmt: skip
+EDGES: dict[str, Fault] = {
+    "one key more to the right": ("seen_part", "keys <= ", "keys - 1 <= ", CAUSAL),
+    "one key fewer to the right": ("seen_part", "keys <= ", "keys < ", CAUSAL),
+    "one key more to the right, ragged": ("seen_part", "keys <= ", "keys - 1 <= ", RAGGED),
+    "one key more to the end": ("seen_part", "keys <= ", "keys - 1 <= ", TO_END),
+    "one key more to the left": ("seen_part", "keys >= ", "keys + 1 >= ", WINDOW),
+    "one key fewer to the left": ("seen_part", "keys >= ", "keys > ", WINDOW),
+    "keys behind the last": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k + 64", LOW),
+    "last key lost": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k - 1", PLAIN),
+    "edge to the right not noticed": ("is_edge", "> position + c.sizes.right",
+                                      "> position + c.sizes.right + 64", RAGGED),
+    "edge to the left not noticed": ("is_edge", "c.BLOCK_M - 1 - c.sizes.left",
+                                     "-1 - c.sizes.left", WINDOW),
+    "edge of the keys not noticed": ("is_edge", "edge = first_key + c.HALF > c.sizes.len_k",
+                                     "edge = first_key > c.sizes.len_k", LOW),
+    "edge of the second tile not noticed": ("hide_ahead", "c.BLOCK_M == 64 and w == 1",
+                                            "c.BLOCK_M == 64 and w == 2", WIDE_CAUSAL),
+    "edges ahead not noticed": ("hide_ahead", "not c.IS_ALIGNED", "c.IS_ALIGNED", WINDOW),
+    "first rows lost": ("row_tiles", "first_key - sizes.offset - sizes.right",
+                        "first_key - sizes.offset - sizes.right + BLOCK_N", RAGGED),
+    "first rows lost to the end": ("row_tiles", "first_key - sizes.offset - sizes.right",
+                                   "first_key - sizes.right",
+                                   TO_END | {"len_q": 300, "len_k": 500}),
+    "last rows lost": ("row_tiles", "sizes.left + 1, 0)", "sizes.left + 1 - BLOCK_M, 0)", WINDOW),
+    "last tile of rows lost": ("row_tiles", "gl.cdiv(end, BLOCK_M)", "end // BLOCK_M", ROWS),
+}  # fmt: skip
+SUMS: dict[str, Fault] = {
+    "scale of keys dropped": ("store_block", "dk * c.natural", "dk", PLAIN),
+    "keys' gradients for values'": ("store_block", "store(dv.to(dtype))",
+                                    "store(dk.to(dtype))", PLAIN),
+    "half of a block unwritten": ("store_block", "c.v.slice(w * c.HALF", "c.v.slice(0 * c.HALF",
+                                  PLAIN),
+    "block of the first head": (
+        "store_block", "(c.batch, c.key_head, c.first_key, 0), buffer)\n    else",
+                                "(c.batch, 0, c.first_key, 0), buffer)\n    else", HEADS),
+    "block stored one too far": ("store_block", "c.first_key, 0), buffer)\n    tma",
+                                 "c.first_key + 1, 0), buffer)\n    tma", PLAIN),
+    "delta dropped": ("gradient_consumer", "(dp - gl.expand_dims(delta, 0))", "dp", PLAIN),
+    "delta for the log-sum-exp": (
+        "gradient_consumer", "slice(rows, rows).load(of_rows)\n        dp",
+                                  "slice(0, rows).load(of_rows)\n        dp", WIDE),
+    "product with values dropped": ("gradient_consumer", "o, dv, is_async",
+                                    "o, dv * 0.0, is_async", ROWS),
+    "sum of keys begun anew": ("gradient_consumer", "q, dk, is_async", "q, dk * 0.0, is_async",
+                               ROWS),
+    "part of the other warpgroup": ("gradient_consumer", "ds_all.slice(w * half",
+                                    "ds_all.slice((1 - w) * half", PLAIN),
+    "queries of the values": (
+        "gradient_consumer", "all_k = c.k.index(0)\n", "all_k = c.v\n", PLAIN),
+    "columns of the other half": ("gradient_consumer", "all_k.slice(w * 64", "all_k.slice(0 * 64",
+                                  WIDE),
+    "sums of the tile before": ("add_queries", "(slot * 2 + w)", "(abs(slot - 1) * 2 + w)", ROWS),
+    "sums of the other half": ("add_queries", "(slot * 2 + w)", "(slot * 2 + 1 - w)", PLAIN),
+    "a tile's last sum dropped": (
+        "gradient_consumer", "    add_queries(c, w, slot_before, dq)\n    store",
+                                  "    add_queries(c, w, slot_before, 0.0 * dq)\n    store", ROWS),
+    "order of sums": ("add_queries", "[3, 0, 2, 4, 1, 5]", "[3, 0, 2, 1, 4, 5]", PLAIN),
+}  # fmt: skip
+HEADS_AND_TILES: dict[str, Fault] = {
+    "a query head of the group skipped": ("backward", "visits = visits * group_size",
+                                          "visits = visits * (group_size - 1)", GROUPS),
+    "first head of the group twice": ("next_tile", "head + 1, head", "head, head", GROUPS),
+    "sums of the first head": ("next_tile", "slot + c.skipped, slot", "slot, slot",
+                               GROUPS | TO_END | {"len_q": 300}),
+    "rows of the next tile": (
+        "gradient_producer", "tile * c.BLOCK_M, 0", "(tile + 1) * c.BLOCK_M, 0",
+                              ROWS),
+    "terms of the first head": ("gradient_producer", "(slot * (2", "(0 * slot * (2", HEADS),
+    "queries of the first batch": (
+        "gradient_producer", "c.batch, head, tile", "0, head, tile", BATCH),
+    "keys of the first head": ("gradient_producer", "c.key_head, c.first_key", "0, c.first_key",
+                               GROUPS),
+    "heads of the first group": ("backward", "first_head = key_head * group_size",
+                                 "first_head = key_head * 0", GROUPS),
+}  # fmt: skip
+BESIDE: dict[str, Fault] = {
+    "rows behind the last with a weight": (
+        "prepare_rows", "-NOTHING, base", "NOTHING, base", PLAIN),
+    "log-sum-exp in another unit": ("prepare_rows", "base * LOG2_E", "base", PLAIN),
+    "rows of the first head": ("prepare_rows", "(batch * num_heads + head)", "(batch * num_heads)",
+                               HEADS),
+    "output for its gradient": ("prepare_rows", "gl.sum(o * do, 1)", "gl.sum(o * o, 1)", PLAIN),
+    "gradient of another head": ("prepare_rows", "of_upstream = places_of(batch, head,",
+                                 "of_upstream = places_of(batch, 0 * head,", HEADS),
+    "sums that do not begin at zero": ("prepare_rows", "+ all_of_it, zeros)",
+                                       "+ all_of_it, zeros + 1.0)", PLAIN),
+    "scale of queries dropped": ("finish_queries", "found * scale", "found", PLAIN),
+    "halves of columns swapped": ("finish_queries", "[2, 5, 3, 0, 1, 4, 6]",
+                                  "[2, 5, 3, 1, 0, 4, 6]", WIDE),
+    "rows of queries swapped": ("finish_queries", "[0, 2, 5, 3, 1, 4, 6]", "[0, 2, 3, 5, 1, 4, 6]",
+                                PLAIN),
+    "last row unwritten": ("tile_places", "rows < len_q", "rows < len_q - 1", PLAIN),
+    "last column unwritten": ("tile_places", "cols < columns", "cols < columns - 1", PLAIN),
+    "places of the first head": ("places_of", "head.to(gl.int64) * stride_h", "0", HEADS),
+    "gradient of the log-sum-exp dropped": (
+        "prepare_rows", "delta - gl.load(", "delta - 0.0 * gl.load(",
+                                            LSE),
+    "gradient of the log-sum-exp turned round": ("prepare_rows", "delta - gl.load(",
+                                                 "delta + gl.load(", LSE),
+}  # fmt: skip
+FAULTS: dict[str, Fault] = {
+    f"{kind}: {name}": fault
+    for kind, faults in (
+        *(("scores", SCORES), ("edges", EDGES), ("sums", SUMS)),
+        *(("heads", HEADS_AND_TILES), ("beside", BESIDE)),
+    )
+    for name, fault in faults.items()
+}
+
+run = partial(hopper.run, group=HeadGroup(capability="hopper"))
+
+
+def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
+    """Return a problem that wants gradients, and its tensors."""
+    usual = {"precision": Precision.BF16, "head_dim": 64, "num_heads": 1, "requires_grad": True}
+    values = usual | values
+    is_low = values.pop("low_scores", False)
+    problem = make_problem(**values)
+    tensors = make_tensors(problem)
+    if problem.has_alibi:
+        slopes = torch.rand(problem.batch, problem.num_heads)
+        tensors = with_tensors(tensors, alibi_slopes=slopes)
+    if is_low:
+        query = torch.full_like(tensors.query, 3.0).requires_grad_()
+        key = (torch.randn_like(tensors.key) * 0.01 - 1.0).requires_grad_()
+        tensors = with_tensors(tensors, query=query, key=key)
+    return problem, tensors
+
+
+def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
+    """Raise AssertionError unless result and gradients are right, that of the LSE too if wanted."""
+    if not problem.wants(Aux.LSE):
+        assert_training_matches(run, tensors, problem)
+        return
+    wide = cast_tensors(tensors, torch.float64)
+    found, exact, eager = (
+        torch.autograd.grad(result.lse.square().sum() + result.output.sum(), given.query)[0]
+        for result, given in (
+            (run(tensors, problem), tensors),
+            (attention(wide, problem), wide),
+            (attention(tensors, problem, compute_dtype=tensors.query.dtype), tensors),
+        )
+        if result.lse is not None
+    )
+    assert_matches(found, exact, eager, summands=num_summands(problem, found))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_device_code_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new, values = FAULTS[name]
+    problem, tensors = made(values)
+    simulated.replace(function, partial(rewritten, old=old, new=old))
+    hold_to_the_definition(tensors, problem)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold_to_the_definition(tensors, problem)
+
+
+def test_each_file_of_the_backward_pass_has_faults() -> None:
+    broken = {function for function, *_ in FAULTS.values()}
+    for stem in ("backward", "gradient_rows"):
+        text = Path(hopper.__file__).with_name(f"{stem}.py").read_text()
+        assert any(f"\ndef {name}(" in text for name in broken), stem
+
+
+def test_a_wrong_gradient_of_sinks_is_seen(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    del simulated
+    problem, tensors = made(SINKS)
+    hold_to_the_definition(tensors, problem)
+    right = hopper.gradients._of_sinks
+    monkeypatch.setattr(hopper.gradients, "_of_sinks", lambda *given: 1.1 * right(*given))
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold_to_the_definition(tensors, problem)
