@@ -3,15 +3,20 @@
 The files of device code are executed with Gluon's words replaced: tiles are tensors, asynchronous
 products are done at once, barriers block. What it shows is that positions, masks and barriers are
 right, and that nothing is read or written outside of a tensor; what it cannot show is whether the
-compiler keeps asynchronous work in order.
+compiler keeps asynchronous work in order. In a `World` that is late, products are done when they
+are waited for, stores too, and copies and accesses take some time: what reads too early, or writes
+where somebody still reads, is wrong there.
 """
 
 import ast
 import inspect
 import math
+import random
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,20 +137,65 @@ class Barrier:
             assert not self.world.failed, "another warpgroup failed"
 
 
+class Promise:
+    """A product or store under way."""
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self.compute, self.value = compute, None
+
+    def finish(self) -> None:
+        """Do it."""
+        self.value = self.compute()
+
+
+def finish(pending: list[Promise], left: int) -> list[Promise]:
+    """Finish all but the last ones; return those."""
+    done = len(pending) - left
+    for promise in pending[: max(done, 0)]:
+        promise.finish()
+    return pending[max(done, 0) :]
+
+
+def dawdle() -> None:
+    """Take some time, where the world is late; some warpgroups take more."""
+    if World.is_late:
+        time.sleep(random.random() * _LOCAL.pace)
+
+
 class World:
     """The shared state of one block of threads."""
+
+    is_late = False
 
     def __init__(self, block: int, num_blocks: int) -> None:
         self.block, self.num_blocks = block, num_blocks
         self.changed = threading.Condition()
         self.failed: list[BaseException] = []
         self.named: dict[int, Barrier] = {}
+        self.copies: list[threading.Thread] = []
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something soon, while others go on."""
+
+        def guarded() -> None:
+            try:
+                time.sleep(random.random() * 0.02)
+                with torch.no_grad():
+                    work()
+            except BaseException as error:  # noqa: BLE001 raised again by `run`
+                with self.changed:
+                    self.failed.append(error)
+                    self.changed.notify_all()
+
+        self.copies.append(threading.Thread(target=guarded))
+        self.copies[-1].start()
 
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Run the partitions at the same time."""
 
-        def guarded(function: Any, arguments: tuple[Any, ...]) -> None:
-            _LOCAL.world = self
+        def guarded(pace: float, function: Any, arguments: tuple[Any, ...]) -> None:
+            _LOCAL.pace = pace
+            _LOCAL.world, _LOCAL.products, _LOCAL.stores = self, [], []
             try:
                 with torch.no_grad():  # of each thread its own; a device knows no gradients
                     function(*arguments)
@@ -154,10 +204,14 @@ class World:
                     self.failed.append(error)
                     self.changed.notify_all()
 
-        threads = [threading.Thread(target=guarded, args=part) for part in parts]
+        paces = (0.0001, 0.005)
+        threads = [
+            threading.Thread(target=guarded, args=(paces[(place + self.block) % 2], *part))
+            for place, part in enumerate(parts)
+        ]
         for thread in threads:
             thread.start()
-        for thread in threads:
+        for thread in (*threads, *self.copies):
             thread.join()
         if self.failed:
             raise self.failed[0]
@@ -184,10 +238,12 @@ class Shared:
     def load(self, layout: Any) -> Any:
         """Read a tile."""
         del layout
+        dawdle()
         return tile(self.tensor.clone())
 
     def store(self, value: torch.Tensor) -> None:
         """Write a tile."""
+        dawdle()
         self.tensor.copy_(value)
 
 
@@ -242,40 +298,62 @@ class Descriptor:
 
 def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
     """Copy a box to shared memory, and tell of it."""
-    with full.world.changed:
-        pointer = source.box(corner)
-        found = load(pointer, source.inside, 0).as_subclass(torch.Tensor)
-        buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
-    full.change(num_bytes=-source.block_type.nbytes)
+
+    def copy() -> None:
+        with full.world.changed:
+            pointer = source.box(corner)
+            found = load(pointer, source.inside, 0).as_subclass(torch.Tensor)
+            buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
+        full.change(num_bytes=-source.block_type.nbytes)
+
+    full.world.later(copy) if World.is_late else copy()
 
 
-def tma_store(target: Descriptor, corner: tuple[Any, ...], buffer: Shared) -> None:
-    """Copy a box from shared memory."""
-    with _LOCAL.world.changed:
-        pointer = target.box(corner)
-        store(pointer, buffer.tensor, target.inside)
+def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bool = False) -> None:
+    """Copy a box from shared memory, or add it to what is there."""
+    world: World = _LOCAL.world
+
+    def copy() -> None:
+        with world.changed:
+            pointer = target.box(tuple(corner))
+            value = buffer.tensor
+            if add:
+                value = value + load(pointer, target.inside, 0).as_subclass(torch.Tensor)
+            store(pointer, value, target.inside)
+
+    if World.is_late:
+        _LOCAL.stores.append(Promise(copy))
+    else:
+        copy()
 
 
-def tma_add(target: Descriptor, corner: list[Any], buffer: Shared) -> None:
-    """Add a box of shared memory to one of global memory."""
-    with _LOCAL.world.changed:
-        pointer = target.box(tuple(corner))
-        before = load(pointer, target.inside, 0).as_subclass(torch.Tensor)
-        store(pointer, before + buffer.tensor, target.inside)
+def store_wait(left: int) -> None:
+    """Wait for stores to have read what they copy."""
+    if World.is_late:
+        _LOCAL.stores = finish(_LOCAL.stores, left)
 
 
 def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
     """Return total + left right, in fp32; at once."""
     del is_async
-    left = left.tensor if isinstance(left, Shared) else left
-    made = left.as_subclass(torch.Tensor).float() @ right.tensor.float()
-    return (total + made if use_acc else made).as_subclass(Tile)
+
+    def compute() -> Any:
+        first = left.tensor if isinstance(left, Shared) else left
+        made = first.as_subclass(torch.Tensor).float() @ right.tensor.float()
+        return (total + made if use_acc else made).as_subclass(Tile)
+
+    if not World.is_late:
+        return compute()
+    _LOCAL.products.append(Promise(compute))
+    return _LOCAL.products[-1]
 
 
 def product_wait(pending: int, deps: list[Any]) -> Any:
     """Return what was waited for."""
-    del pending
-    return deps[0] if len(deps) == 1 else tuple(deps)
+    if World.is_late:
+        _LOCAL.products = finish(_LOCAL.products, pending)
+    found = [item.value if isinstance(item, Promise) else item for item in deps]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> Any:
@@ -349,11 +427,11 @@ def names() -> dict[str, Any]:
         "gluon": SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
         "gl": gl,
         "mbarrier": mbarrier,
-        "tma": SimpleNamespace(tensor_descriptor=None, store_wait=nothing),
+        "tma": SimpleNamespace(tensor_descriptor=None, store_wait=store_wait),
         "aggregate": lambda kind: kind,
         "barrier": nothing,
         "shaped_as": lambda buffer, descriptor: buffer,
-        "tma_add": tma_add,
+        "tma_add": partial(tma_store, add=True),
         "tma_load": tma_load,
         "tma_store": tma_store,
         "fence_async_shared": nothing,
@@ -477,3 +555,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     host.bound.cache_clear()
     prepared._LISTED.clear()
     return machine
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have asynchronous work done as late as it may be, and everything take some time."""
+    monkeypatch.setattr(World, "is_late", True)
+    random.seed(0)
+    yield

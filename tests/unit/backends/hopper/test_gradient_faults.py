@@ -163,6 +163,28 @@ BESIDE: dict[str, Fault] = {
     "gradient of the log-sum-exp turned round": ("prepare_rows", "delta - gl.load(",
                                                  "delta + gl.load(", LSE),
 }  # fmt: skip
+LONG: dict[str, Any] = {"len_q": 700, "len_k": 384}
+ORDER: dict[str, Fault] = {
+    "queries not awaited": ("gradient_consumer",
+                            "mbarrier.wait(c.q_full.index(stage ^ 1), ((visit + 1) >> 1) & 1)",
+                            "pass", LONG),
+    "gradients of the output not awaited": (
+        "gradient_consumer", "mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)", "pass",
+        LONG),
+    "scores of the other warpgroup not awaited": (
+        "gradient_consumer", "mbarrier.wait(c.ds_full.index(stage), (visit >> 1) & 1)", "pass",
+        LONG),
+    "stages not awaited": (
+        "gradient_producer", "mbarrier.wait(c.q_empty.index(stage), ((visit >> 1) & 1) ^ 1)",
+        "pass", LONG),
+    "one place for the scores of all tiles": ("gradient_consumer", "c.ds.index(stage)",
+                                              "c.ds.index(0)", LONG),
+    "sums not awaited": ("add_queries", "tma.store_wait(0)", "pass", LONG),
+    "keys' gradients of the other warpgroup not awaited": (
+        "store_block", "mbarrier.wait(c.end.index(1), 0)", "pass", LONG),
+}  # fmt: skip
+"""Seen where everything is as late as it may be."""
+
 FAULTS: dict[str, Fault] = {
     f"{kind}: {name}": fault
     for kind, faults in (
@@ -220,6 +242,18 @@ def test_a_fault_in_the_device_code_is_seen(
     hold_to_the_definition(tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
     with pytest.raises(AssertionError, match="beyond their bound"):
+        hold_to_the_definition(tensors, problem)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("name", ORDER)
+def test_a_fault_in_the_order_of_things_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new, values = ORDER[name]
+    problem, tensors = made(values)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(AssertionError):
         hold_to_the_definition(tensors, problem)
 
 

@@ -156,6 +156,18 @@ def test_any_problem_in_its_scope(seed: int) -> None:
     assert_training_matches(run, tensors, problem)
 
 
+LATE = ("whole blocks", "causal", "causal, ragged", "128 columns, causal", "groups, causal",
+        "window both ways", "softcap, 128 columns, causal", "all else")  # fmt: skip
+
+
+@simulated
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("name", LATE)
+def test_nothing_reads_too_early_or_writes_what_is_still_read(name: str) -> None:
+    problem, tensors = made(CASES[name])
+    assert_training_matches(run, tensors, problem)
+
+
 @simulated
 @pytest.mark.parametrize("name", ["ragged", "sinks", "to the end, rows that see nothing", "groups"])
 def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(name: str) -> None:
