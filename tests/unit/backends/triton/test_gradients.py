@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from adaattn._dtypes import torch_dtype
@@ -20,7 +21,7 @@ from adaattn.backends.operators import taken_apart, trained
 from adaattn.backends.triton import direct, executor
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.errors import UnsupportedError
+from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
     Layout,
@@ -540,6 +541,61 @@ def test_a_selective_checkpoint_saves_the_operator_or_computes_it_again(
     found = gradients_of(Result(output=output), tensors)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert len(calls) == (1 if is_saved else 2)
+
+
+class Watching(TorchDispatchMode):
+    """A mode that looks at operators, and does nothing."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return what the operator returns."""
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("values", [{}, {"batch_invariant": True}, {"dropout_p": 0.0}], ids=str)
+def test_a_mode_that_watches_changes_nothing_of_a_problem(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(is_causal=True, window=(5, -1), softcap=3.0, scale=0.3, **values)
+    tensors, seen, usual = make_tensors(problem), [], executor._computed
+    problem = replace(problem, dense_columns=True, stride_bytes=16)
+    monkeypatch.setattr(
+        executor, "_computed", lambda it, *x, **y: (seen.append(it), usual(it, *x, **y))[1]
+    )
+    expected = run(tensors, problem)
+    with Watching():
+        found = run(tensors, problem)
+    assert seen == [problem, problem]
+    assert torch.equal(found.output, expected.output)
+
+
+def test_what_transforms_hide_is_refused_under_a_mode_too() -> None:
+    problem = make_problem()
+    tensors = make_tensors(problem)
+    given = _given(tensors)
+    with Watching(), pytest.raises(ExecutorError, match=r"torch\.func"):
+        torch.vmap(lambda *item: run(Tensors.of(*item), problem).output)(
+            *(it[None] for it in given)
+        )
+
+
+def test_a_second_derivative_is_refused_under_a_mode_too() -> None:
+    problem, tensors = made("plain", Precision.FP32)
+    with Watching():
+        output = run(tensors, problem).output
+        found = torch.autograd.grad(output.sum(), tensors.query, create_graph=True)
+        with pytest.raises(UnsupportedError, match=r"(?s)no derivatives.*reference"):
+            found[0].sum().backward()
+
+
+def test_tensors_without_numbers_pass_outside_of_their_mode() -> None:
+    problem, tensors = made("plain", Precision.FP16, requires_grad=False)
+    with FakeTensorMode():
+        fake = [torch.empty(it.shape, dtype=it.dtype) for it in _given(tensors)]
+    assert run(Tensors.of(*fake), problem).output.shape == tensors.query.shape
+    assert executor.direct(problem, GROUP)(*fake).shape == tensors.query.shape
+    assert run(tensors, problem).output.isfinite().all()
 
 
 def test_tensors_without_numbers_pass_through_a_bound_call() -> None:
