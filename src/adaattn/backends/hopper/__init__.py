@@ -9,6 +9,7 @@ up to 128 columns; those of queries are added up in no fixed order.
 from typing import Final
 
 from adaattn.backends.compiled_before import is_noted
+from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
 from adaattn.backends.hopper.gradients import noted_as
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.hopper.training import attend, function_of
@@ -19,9 +20,11 @@ from adaattn.spec import (
     AttentionProblem,
     Capability,
     Feature,
+    HardwareFacts,
     HeadGroup,
     KVKind,
     MaskKind,
+    Overhead,
     Precision,
 )
 
@@ -96,6 +99,19 @@ def _untrained(problem: AttentionProblem) -> str:
     return f"it has no gradients with {', nor with '.join(found)}" if found else ""
 
 
+def _overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return what a backward pass takes: terms of rows, and sums in fp32 that are read again."""
+    del group, hardware, density
+    if not problem.wants_gradients:
+        return Overhead()
+    variant = choose_gradients(problem)
+    tiles = problem.batch * problem.num_heads * -(-problem.len_q // variant.block_m)
+    sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
+    return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms, launches=2)
+
+
 def _order(problem: AttentionProblem) -> int:
     """Return its place behind what PyTorch's users would run; measured times bring it forward.
 
@@ -142,6 +158,7 @@ CAPABILITIES = (
             | Feature.SINKS_GRADIENT
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
+        overhead=_overhead,
         rules=(_narrow, _layout, _negative, _lists, _untrained),
         max_head_dim=256,
         min_compute_capability=(9, 0),

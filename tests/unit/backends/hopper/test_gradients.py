@@ -22,6 +22,7 @@ from adaattn.testing import (
     assert_training_matches,
     attention,
     cast_tensors,
+    fake_facts,
     gradients_of,
     make_problem,
     make_tensors,
@@ -338,6 +339,15 @@ def test_training_never_comes_before_what_a_card_has_timed() -> None:
     (capability,) = CAPABILITIES
     problem = make_problem(head_dim=64, precision=Precision.BF16, len_q=4096)
     assert capability.order(problem) < capability.order(replace(problem, requires_grad=True))
+
+
+def test_what_a_backward_pass_allocates_is_said() -> None:
+    (capability,) = CAPABILITIES
+    problem = make_problem(head_dim=128, num_heads=4, len_q=1000, precision=Precision.BF16)
+    known = partial(capability.overhead, group=GROUP, hardware=fake_facts("h200"), density=1.0)
+    assert known(problem).workspace_bytes == 0
+    sums, terms = 4 * 4 * 1024 * 128, 4 * 4 * 1024 * 2
+    assert known(replace(problem, requires_grad=True)).workspace_bytes == sums + terms
 
 
 def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
