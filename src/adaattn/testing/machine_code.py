@@ -118,7 +118,7 @@ def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
 
     variant = choose_gradients(problem)
     products = 2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS
-    return _examined(compile_gradients(variant, kind), products // _DEPTH)
+    return _examined(lambda: compile_gradients(variant, kind), products // _DEPTH)
 
 
 def triton_code(problem: AttentionProblem) -> MachineCode:
