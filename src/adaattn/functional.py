@@ -14,9 +14,9 @@ from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import bind, find
 from adaattn.call.choose import decided
-from adaattn.call.describe import build_call
+from adaattn.call.describe import as_autocast, build_call
 from adaattn.call.history import History
-from adaattn.call.key import NO_WINDOW, key_of
+from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.traced import traced
@@ -26,6 +26,8 @@ from adaattn.spec import Align, Decision, Plan, Policy
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
+_any_autocast = torch._C._is_any_autocast_enabled
+_autocasts = torch.is_autocast_enabled
 Tensor = torch.Tensor
 
 _SEMANTICS: Final = tuple(name for name in Arguments.__dataclass_fields__ if name != "head_terms")
@@ -160,7 +162,33 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
+    if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
+        return _called(query, key, value, companions, settings, window, choice, tag)
+    device_type = query.device.type
+    query, key, value, attn_mask = (
+        as_autocast(it, device_type) for it in (query, key, value, attn_mask)
+    )
+    torch.set_autocast_enabled(device_type, False)  # a context takes ten times as long
+    try:
+        companions = (attn_mask, *companions[1:])
+        return _called(query, key, value, companions, settings, window, choice, tag)
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+def _called(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    companions: Companions,
+    settings: tuple[Any, ...],
+    window: Sequence[int] | torch.Tensor,
+    choice: Choices,
+    tag: str,
+) -> Any:
+    """Return the result of a call by what was bound for calls like it, bound first if need be."""
     given = None
+    scale, softcap, *_ = settings
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
         given = Arguments.of(companions, settings, window)
         companions, settings, window = given.companions, given.settings, given.window

@@ -6,7 +6,7 @@ agree and numbers are in range.
 
 import contextlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -31,7 +31,7 @@ from adaattn.errors import (
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux
 
-__all__ = ["Arguments", "Call", "build_call", "without_autocast"]
+__all__ = ["Arguments", "Call", "as_autocast", "build_call", "without_autocast"]
 
 _MAX_RANK: Final = 5
 
@@ -85,7 +85,7 @@ def build_call(
     """
     _check_tensors(query, key, value)
     given = (query, key, value)
-    query, key, value = (_autocast(item, query.device.type) for item in (query, key, value))
+    query, key, value = (as_autocast(item, query.device.type) for item in (query, key, value))
     _check_dtypes(query, key, value)
     mask, is_causal, align = _causal_bias(arguments, query, key)
     query, key, value, batch_shape = canonical_tensors(query, key, value, arguments.enable_gqa)
@@ -188,8 +188,13 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     return contextlib.nullcontext()
 
 
-def _autocast(tensor: torch.Tensor, device_type: str) -> torch.Tensor:
-    """Return a tensor as autocast wants it, which is what SDPA does; fp64 stays as it is."""
+def as_autocast(tensor: Any, device_type: str) -> Any:
+    """Return a tensor as autocast wants it, which is what SDPA does.
+
+    fp64 stays as it is, and so do causal biases of ``torch.nn.attention`` and what is no tensor.
+    """
+    if not isinstance(tensor, torch.Tensor) or type(tensor).__name__ == "CausalBias":
+        return tensor
     narrows = tensor.is_floating_point() and tensor.dtype != torch.float64
     if not (narrows and torch.is_autocast_enabled(device_type)):
         return tensor
@@ -222,7 +227,7 @@ def _causal_bias(
         )
     variant = getattr(mask, "variant", None)
     if variant is None or type(mask).__name__ != "CausalBias":
-        return _autocast(mask, query.device.type), False, align
+        return as_autocast(mask, query.device.type), False, align
     lengths = (getattr(mask, "seq_len_q", None), getattr(mask, "seq_len_kv", None))
     if lengths != (query.shape[-2], key.shape[-2]):
         raise ShapeError(
