@@ -224,23 +224,28 @@ class Documents:
         self._document = torch.bucketize(tokens, self._starts, right=True)
         self._blocks = None
 
-    def _sees(self, batch: Any, head: Any, row: Any, key: Any) -> Any:
-        del batch, head
-        same = self._document[row] == self._document[key]
-        return same & (row >= key) & (row - key <= self._window)
+    def _rule(self) -> Callable[..., Any]:
+        """Return what says whether a row sees a key, as FlexAttention takes it."""
+        document, window = self._document, self._window
+
+        def sees(batch: Any, head: Any, row: Any, key: Any) -> Any:
+            del batch, head
+            return (document[row] == document[key]) & (row >= key) & (row - key <= window)
+
+        return sees
 
     def by_flex(self, *tensors: torch.Tensor) -> torch.Tensor:
         """FlexAttention; the block mask of a step is made once for all layers."""
         if self._blocks is None:
             sizes = (self._total, self._total)
-            self._blocks = self._make_blocks(self._sees, None, None, *sizes, device=self._device)
+            self._blocks = self._make_blocks(self._rule(), None, None, *sizes, device=self._device)
         found: torch.Tensor = self._flex(*tensors, score_mod=_capped, block_mask=self._blocks)
         return found
 
     def naive(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Attention written out."""
         tokens = torch.arange(self._total, device=self._device)
-        hidden = ~self._sees(None, None, tokens[:, None], tokens)
+        hidden = ~self._rule()(None, None, tokens[:, None], tokens)
         return written_out(tensors[0], tensors[1], tensors[2], hidden=hidden, softcap=SOFTCAP)()
 
     def ours(self, *tensors: torch.Tensor) -> torch.Tensor:

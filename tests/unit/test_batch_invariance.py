@@ -223,7 +223,8 @@ def test_the_plan_does_not_depend_on_the_batch(machine: str, values: dict[str, A
     ("machine", "values", "name"),
     [
         ("h200", {"precision": Precision.BF16}, "triton"),
-        ("h200", {"precision": Precision.BF16, "head_dim": 128}, "hopper"),
+        ("h200", {"precision": Precision.BF16, "head_dim": 128}, "triton"),
+        ("h200", {"precision": Precision.BF16, "head_dim": 128, "len_q": 4096}, "hopper"),
         ("h200", {"precision": Precision.BF16, "head_dim": 128, "len_q": 1}, "triton"),
         ("a100", {"precision": Precision.BF16, "head_dim": 128}, "triton"),
         ("h200", {"precision": Precision.FP32, "head_dim": 128}, "triton"),

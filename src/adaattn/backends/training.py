@@ -114,41 +114,47 @@ class Attention(torch.autograd.Function):
         needs = ctx.needs_input_grad[-len(GIVEN) :]
         wanted = frozenset(name for name, need in zip(GIVEN, needs, strict=True) if need)
         given = (ctx.trained, ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
-        found = _Backward.apply(*given)  # type: ignore[no-untyped-call]
+        # Gradients are wanted of gradients with ``create_graph=True`` alone.
+        compute: Callable[..., Any] = _Backward.apply if torch.is_grad_enabled() else _computed
+        found = compute(*given)
         return (None, None, None, *found)
+
+
+def _computed(
+    trained: Trained,
+    problem: AttentionProblem,
+    wanted: frozenset[str],
+    upstream: _Optional,
+    lse_upstream: _Optional,
+    *tensors: _Optional,
+) -> tuple[_Optional, ...]:
+    """Return the gradients in the order of `GIVEN`; None of what wants none."""
+    output, lse, rest, seed, *named, counts, indices, scale, window, softcap = tensors
+    assert output is not None and lse is not None
+    kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
+    blocks = None
+    if counts is not None and indices is not None:
+        rows, keys = problem.block_size
+        blocks = BlockList(counts=counts, indices=indices, block_q=rows, block_k=keys)
+    fields: dict[str, Any] = dict(zip(_SAVED, named, strict=True))
+    terms = HeadTerms.given(scale, window, softcap)
+    given = Tensors.of(**fields, blocks=blocks, head_terms=terms)
+    if upstream is None:
+        if lse_upstream is None:
+            return (None,) * len(GIVEN)
+        upstream = torch.zeros_like(output)
+    found = trained.gradients(problem, given, kept, upstream, lse_upstream, wanted)
+    return tuple(map(found.get, GIVEN))
 
 
 class _Backward(torch.autograd.Function):
     """The gradients of a call, which have none themselves."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        trained: Trained,
-        problem: AttentionProblem,
-        wanted: frozenset[str],
-        upstream: _Optional,
-        lse_upstream: _Optional,
-        *tensors: _Optional,
-    ) -> tuple[_Optional, ...]:
+    def forward(ctx: Any, trained: Trained, *given: Any) -> tuple[_Optional, ...]:
         """Return the gradients in the order of `GIVEN`; None of what wants none."""
         ctx.name = trained.name
-        output, lse, rest, seed, *named, counts, indices, scale, window, softcap = tensors
-        assert output is not None and lse is not None
-        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
-        blocks = None
-        if counts is not None and indices is not None:
-            rows, keys = problem.block_size
-            blocks = BlockList(counts=counts, indices=indices, block_q=rows, block_k=keys)
-        fields: dict[str, Any] = dict(zip(_SAVED, named, strict=True))
-        terms = HeadTerms.given(scale, window, softcap)
-        given = Tensors.of(**fields, blocks=blocks, head_terms=terms)
-        if upstream is None:
-            if lse_upstream is None:
-                return (None,) * len(GIVEN)
-            upstream = torch.zeros_like(output)
-        found = trained.gradients(problem, given, kept, upstream, lse_upstream, wanted)
-        return tuple(map(found.get, GIVEN))
+        return _computed(trained, *given)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

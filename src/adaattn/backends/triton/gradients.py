@@ -47,8 +47,9 @@ def gradients(
     Raises:
         ExecutorError: a kernel cannot be compiled here.
     """
-    # Hooks on what is saved may have laid it out anew.
-    problem = replace(problem, **layout_facts(tensors.query, tensors.key, tensors.value))
+    layout = layout_facts(tensors.query, tensors.key, tensors.value, mask=tensors.mask)
+    if any(getattr(problem, name) != fact for name, fact in layout.items()):
+        problem = replace(problem, **layout)  # hooks on what is saved have laid it out anew
     return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
 
 
@@ -150,6 +151,10 @@ class _Backward:
         if terms is not None:
             numbers = (terms.scale, terms.window, terms.softcap)
             terms = HeadTerms.given(*(None if it is None else it.contiguous() for it in numbers))
+        made = (query, key, value, slopes, terms)
+        as_given = (tensors.query, tensors.key, tensors.value, tensors.alibi_slopes, None)
+        if all(item is given for item, given in zip(made, as_given, strict=True)):
+            return tensors
         kv = replace(tensors.kv, key=key, value=value)
         return replace(tensors, query=query, kv=kv, alibi_slopes=slopes, head_terms=terms)
 

@@ -12,7 +12,8 @@ from adaattn.backends import hopper
 from adaattn.backends.hopper import CAPABILITIES, gradients
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients, numbers_of
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.operators import taken_apart, trained
+from adaattn.backends.operator_arguments import taken_apart
+from adaattn.backends.operators import trained
 from adaattn.errors import UnsupportedError
 from adaattn.planning.support import reasons
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision

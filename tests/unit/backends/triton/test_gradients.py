@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.operators import taken_apart, trained
+from adaattn.backends.operator_arguments import taken_apart
+from adaattn.backends.operators import trained
 from adaattn.backends.triton import direct, executor
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments

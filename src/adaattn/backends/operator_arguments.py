@@ -1,0 +1,119 @@
+"""What an operator takes: a call as tensors and numbers, and a call again.
+
+The problem is taken apart into them, and described again from the tensors that arrive when a graph
+runs, whose lengths may be others.
+"""
+
+import torch
+
+from adaattn._dtypes import precision_of
+from adaattn.backends.block_list import BlockList
+from adaattn.backends.common import layout_facts
+from adaattn.backends.head_terms import HeadTerms
+from adaattn.backends.interface import Tensors
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
+
+__all__ = ["problem_of", "taken_apart", "tensors_of"]
+
+_Optional = torch.Tensor | None
+
+
+def tensors_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: _Optional,
+    sinks: _Optional,
+    slopes: _Optional,
+    starts_q: _Optional,
+    starts_k: _Optional,
+    counts: _Optional,
+    indices: _Optional,
+    sizes: list[int],
+    head_scale: _Optional,
+    head_window: _Optional,
+    head_softcap: _Optional,
+) -> Tensors:
+    """Return the tensors of a call from an operator's arguments."""
+    return Tensors.of(
+        query,
+        key,
+        value,
+        mask=mask,
+        sinks=sinks,
+        alibi_slopes=slopes,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        blocks=_list_of(counts, indices, sizes[-2:]),
+        head_terms=HeadTerms.given(head_scale, head_window, head_softcap),
+    )
+
+
+def _list_of(
+    counts: torch.Tensor | None, indices: torch.Tensor | None, sizes: list[int]
+) -> BlockList | None:
+    """Return the list of blocks that these tensors are, or None."""
+    if counts is None or indices is None:
+        return None
+    return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
+
+
+def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
+    """Return what a problem says beyond its tensors, as numbers of three kinds."""
+    longest = problem.max_len_q, problem.max_len_k
+    return (
+        [problem.scale, problem.softcap, problem.dropout_p],
+        [
+            problem.is_causal,
+            problem.align is Align.BOTTOM_RIGHT,
+            problem.wants_gradients,
+            problem.batch_invariant,
+        ],
+        [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
+    )
+
+
+def problem_of(
+    tensors: Tensors, numbers: list[float], flags: list[bool], sizes: list[int]
+) -> AttentionProblem:
+    """Return the problem that `taken_apart` took apart, for the tensors at hand."""
+    query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
+    scale, softcap, dropout_p = numbers
+    is_causal, to_end, is_trained, is_invariant = flags
+    left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
+    starts = tensors.cu_seqlens_q
+    kind = MaskKind.NONE
+    if mask is not None:
+        kind = MaskKind.BOOLEAN if mask.dtype == torch.bool else MaskKind.ADDITIVE
+    return AttentionProblem(
+        batch=query.shape[0],
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        len_q=query.shape[2],
+        len_k=key.shape[2],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        precision=precision_of(query.dtype),
+        device_type=query.device.type,
+        scale=scale,
+        is_causal=is_causal,
+        align=Align.BOTTOM_RIGHT if to_end else Align.TOP_LEFT,
+        window=(left, right),
+        dilation=dilation,
+        mask=kind,
+        mask_shape=() if mask is None else tuple(mask.shape),
+        softcap=softcap,
+        has_sinks=tensors.sinks is not None,
+        has_alibi=tensors.alibi_slopes is not None,
+        head_terms=HeadTerm.NONE if tensors.head_terms is None else tensors.head_terms.kinds,
+        block_size=(block_size[0], block_size[1]),
+        most_blocks=0 if tensors.blocks is None else tensors.blocks.indices.shape[-1],
+        dropout_p=dropout_p,
+        requires_grad=is_trained,
+        batch_invariant=is_invariant,
+        num_sequences=0 if starts is None else starts.shape[0] - 1,
+        max_len_q=max_len_q,
+        max_len_k=max_len_k,
+        aux=Aux(aux),
+        **layout_facts(query, key, value, mask=mask),
+    )
