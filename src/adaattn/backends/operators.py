@@ -5,10 +5,11 @@ Modes that watch operators (selective checkpointing, fake tensors) see it too.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_use
 
 from adaattn.backends.common import output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
@@ -94,8 +95,13 @@ def is_observed(query: torch.Tensor) -> bool:
     """Return whether a mode of PyTorch, or a tensor of another type, looks at operators.
 
     Such are selective checkpointing, fake tensors in their mode and outside of it, counted FLOPs.
+    A mode that is to see what executors allocate says so by an attribute ``looks_inside``.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 or type(query) not in _PLAIN
+    if type(query) not in _PLAIN:
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return not all(getattr(mode, "looks_inside", False) for mode in modes_in_use())
 
 
 def is_watched(query: torch.Tensor) -> bool:
@@ -103,7 +109,6 @@ def is_watched(query: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or is_observed(query)
 
 
-@lru_cache(maxsize=1024)
 def trained(problem: AttentionProblem) -> AttentionProblem:
     """Return a problem as it is computed where gradients are wanted: with its log-sum-exp."""
     return replace(problem, aux=problem.aux | Aux.LSE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
-from adaattn.backends.operators import GIVEN, Kept, no_second_derivative
+from adaattn.backends.operators import GIVEN, Kept, no_second_derivative, trained
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Attention", "Trained", "drawn_seed", "gradients_in_graphs", "kept_rest"]
+__all__ = ["Attention", "Trained", "drawn_seed", "gradients_in_graphs", "kept_rest", "trained_once"]
 
 _Optional = torch.Tensor | None
 _Gradients = Callable[
@@ -37,6 +38,10 @@ class Trained:
     name: str
     run: Callable[..., tuple[Any, ...]]
     gradients: _Gradients
+
+
+trained_once = lru_cache(maxsize=1024)(trained)
+"""`trained`, which an eager call does not work out anew; a graph cannot look into it."""
 
 
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ _ALLOCATORS = frozenset(
 class _PoisonMode(TorchDispatchMode):
     """Fills what the allocating operators return."""
 
+    looks_inside = True
+
     def __torch_dispatch__(
         self,
         func: Any,

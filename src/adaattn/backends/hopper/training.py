@@ -11,9 +11,15 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.hopper.forward import bound, computed, given, output_function
 from adaattn.backends.hopper.gradients import gradients
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.operators import Training, is_observed, is_watched, operator, trained
+from adaattn.backends.operators import Training, is_observed, is_watched, operator
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.training import Attention, Trained, drawn_seed, gradients_in_graphs
+from adaattn.backends.training import (
+    Attention,
+    Trained,
+    drawn_seed,
+    gradients_in_graphs,
+    trained_once,
+)
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = ["attend", "function_of"]
@@ -82,7 +88,7 @@ def _differentiable(
     """Return output and statistics, known to autograd; the log-sum-exp is always there."""
     check_untransformed(query, key, value)
     terms = terms or HeadTerms()
-    with_lse = trained(problem)
+    with_lse = trained_once(problem)
     executor = Trained(name="hopper", run=partial(_computed, with_lse), gradients=gradients)
     beside = (starts_q, starts_k, blocks, terms.window)
     found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from adaattn.backends.training import (
     drawn_seed,
     gradients_in_graphs,
     kept_rest,
+    trained_once,
 )
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
@@ -103,7 +104,7 @@ def _differentiable(
     """Return the same, known to autograd; the log-sum-exp is always there."""
     check_untransformed(query, key, value)
     terms = terms or HeadTerms()
-    with_lse = trained(problem)
+    with_lse = trained_once(problem)
     beside = (starts_q, starts_k, blocks, terms.window)
     found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
         *(_trained_by(with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
