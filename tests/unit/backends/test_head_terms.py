@@ -274,13 +274,14 @@ def test_the_trace_names_who_refused_and_why() -> None:
 @pytest.mark.parametrize(
     ("machine", "len_q", "wants_grad", "name"),
     [
-        ("h200", 4096, False, "triton"),
+        ("h200", 4096, False, "hopper"),
+        ("h200", 512, False, "triton"),
         ("h200", 1, False, "triton"),
         ("h200", 4096, True, "chunked"),
         ("a100", 4096, False, "triton"),
     ],
 )
-def test_on_a_gpu_the_portable_kernel_serves_them_and_chunks_train(
+def test_on_a_gpu_our_kernels_serve_them_and_chunks_train(
     machine: str, len_q: int, wants_grad: bool, name: str
 ) -> None:
     installed = tuple(replace(item, unavailable="") for item in capabilities())

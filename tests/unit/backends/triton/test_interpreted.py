@@ -509,7 +509,7 @@ def test_strides_of_tensors_that_are_copied_first_say_nothing_of_the_copy() -> N
     result = run(tensors, replace(problem, **facts))
     exact = attention(cast_tensors(tensors, torch.float64), problem)
     eager = attention(tensors, problem, compute_dtype=torch.float16)
-    assert facts == {"dense_columns": False, "stride_bytes": 16}
+    assert facts == {"dense_columns": False, "stride_bytes": 16, "mask_is_aligned": True}
     assert_results_match(result, exact, eager, summands=num_summands(problem, result.output))
 
 
@@ -542,6 +542,6 @@ def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
     arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
     sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
-    settings = ([problem.scale, 0.0, 0.0], [False] * 3, sizes)
+    settings = ([problem.scale, 0.0, 0.0], [False] * 4, sizes)
     terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap, None)
     torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings, *terms))
