@@ -107,6 +107,10 @@ class Tensors:
         """Return the tensors that a `Direct` takes, in its order."""
         return cls.of(*given[:3], **dict(zip(_DIRECT, given[3:], strict=False)))
 
+    def as_direct(self) -> tuple[Any, ...]:
+        """Return all tensors that a `Direct` takes, in its order."""
+        return (self.query, self.key, self.value, *(getattr(self, name) for name in _DIRECT))
+
     @property
     def key(self) -> torch.Tensor:
         """The keys, [B, Hkv, Sk, D]."""

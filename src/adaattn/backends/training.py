@@ -1,19 +1,28 @@
 """Kernels of our own as autograd knows them, eager and in graphs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
 
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import Tensors
-from adaattn.backends.operators import GIVEN, Kept, no_second_derivative, trained
-from adaattn.spec import AttentionProblem
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.operators import (
+    GIVEN,
+    Kept,
+    Training,
+    is_observed,
+    is_watched,
+    no_second_derivative,
+    operator,
+    trained,
+)
+from adaattn.backends.own_kernels import check_untransformed
+from adaattn.spec import AttentionProblem, Aux
 
-__all__ = ["Attention", "Trained", "drawn_seed", "gradients_in_graphs", "kept_rest", "trained_once"]
+__all__ = ["Kernels", "drawn_seed"]
 
 _Optional = torch.Tensor | None
 _Gradients = Callable[
@@ -22,25 +31,120 @@ _Gradients = Callable[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """What is differentiated.
+class Kernels:
+    """Kernels of an executor as they are called: eager or as one operator, with gradients or not.
 
     Args:
-        name: of the executor.
-        run: returns the output and the statistics of rows, in the order of `STATISTICS`, from the
-            tensors in the order of a `Direct`, a seed, and room for what rounding takes from the
-            log-sum-exp.
+        name: of the executor, and of its operator.
+        compute: returns the result of a problem from the tensors in the order of a `Direct`; where
+            gradients are wanted also from ``seed``, of dropout, and ``lse_rest``, room for what
+            rounding takes from the log-sum-exp.
         gradients: returns the gradients that are wanted by their names, of `GIVEN`, from the
             problem, its tensors, what was kept, and the gradients of output and log-sum-exp.
     """
 
-    name: str
-    run: Callable[..., tuple[Any, ...]]
-    gradients: _Gradients
+    def __init__(self, name: str, compute: Callable[..., Result], gradients: _Gradients) -> None:
+        self.name = name
+        self.compute = compute
+        self.gradients = gradients
+        training = Training(seed_of=drawn_seed, forward=self._kept, backward=self._in_order)
+        self.operator = operator(name, self._eager, training)
+
+    def attend(self, tensors: Tensors, problem: AttentionProblem) -> Result:
+        """Return attention with the row outputs that ``problem.aux`` asks for.
+
+        Raises:
+            ExecutorError: a kernel cannot be compiled here.
+        """
+        if is_watched(tensors.query):
+            return self.operator(tensors, problem)
+        return self._eager(tensors, problem)
+
+    def direct(
+        self, problem: AttentionProblem, launcher: Callable[[AttentionProblem], Direct]
+    ) -> Direct:
+        """Return a problem's function of repeated calls.
+
+        Args:
+            problem: of the calls.
+            launcher: makes it where no gradient is wanted.
+        """
+        launch: Direct
+        launch = partial(self._output, problem) if problem.wants_gradients else launcher(problem)
+
+        def run(*given: Any) -> torch.Tensor:
+            if is_observed(given[0]):
+                return self.operator(Tensors.of_direct(*given), problem).output
+            return launch(*given)
+
+        return run
+
+    def _eager(self, tensors: Tensors, problem: AttentionProblem) -> Result:
+        """Return the result where nobody watches operators."""
+        if not problem.wants_gradients:
+            return self.compute(problem, *tensors.as_direct())
+        found = self._differentiable(problem, *tensors.as_direct())
+        output, lse, row_max, entropy, dropped = found
+        return Result(
+            output=output,
+            lse=lse if problem.wants(Aux.LSE) else None,
+            row_max=row_max,
+            entropy=entropy,
+            dropped_mass=dropped,
+        )
+
+    def _output(self, problem: AttentionProblem, *given: Any) -> torch.Tensor:
+        """Return the output alone, known to autograd."""
+        output: torch.Tensor = self._differentiable(problem, *given)[0]
+        return output
+
+    def _differentiable(
+        self,
+        problem: AttentionProblem,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: _Optional = None,
+        sinks: _Optional = None,
+        slopes: _Optional = None,
+        starts_q: _Optional = None,
+        starts_k: _Optional = None,
+        blocks: BlockList | None = None,
+        terms: HeadTerms | None = None,
+    ) -> tuple[Any, ...]:
+        """Return output and statistics, known to autograd; the log-sum-exp is always there."""
+        check_untransformed(query, key, value)
+        terms = terms or HeadTerms()
+        beside = (starts_q, starts_k, blocks, terms.window)
+        found: tuple[Any, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
+            *(self, _trained_once(problem), beside, query, key, value, mask, sinks, slopes),
+            *(terms.scale, terms.softcap),
+        )
+        return found
+
+    def _kept(
+        self, tensors: Tensors, problem: AttentionProblem, seed: _Optional
+    ) -> tuple[Result, _Optional]:
+        """Return the result of an operator's forward pass, and what it keeps beside it."""
+        rest = _kept_rest(tensors.query)
+        return self.compute(problem, *tensors.as_direct(), seed=seed, lse_rest=rest), rest
+
+    def _in_order(
+        self,
+        tensors: Tensors,
+        problem: AttentionProblem,
+        kept: Kept,
+        upstream: torch.Tensor,
+        lse_upstream: torch.Tensor,
+        wanted: Sequence[bool],
+    ) -> tuple[_Optional, ...]:
+        """Return the gradients of a call in the order of `GIVEN`, as an operator asks."""
+        names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
+        found = self.gradients(problem, tensors, kept, upstream, lse_upstream, names)
+        return tuple(map(found.get, GIVEN))
 
 
-trained_once = lru_cache(maxsize=1024)(trained)
+_trained_once = lru_cache(maxsize=1024)(trained)
 """`trained`, which an eager call does not work out anew; a graph cannot look into it."""
 
 
@@ -49,30 +153,12 @@ def drawn_seed(query: torch.Tensor) -> torch.Tensor:
     return torch.randint(2**62, (1,), device=query.device)
 
 
-def kept_rest(query: torch.Tensor) -> _Optional:
+def _kept_rest(query: torch.Tensor) -> _Optional:
     """Return room for what rounding takes from the log-sum-exp; 16 bits are as right without."""
     return query.new_empty(query.shape[:3]) if query.dtype == torch.float32 else None
 
 
-def gradients_in_graphs(gradients: _Gradients) -> Callable[..., tuple[_Optional, ...]]:
-    """Return what has the gradients of a call in the order of `GIVEN`, as an operator asks."""
-
-    def run(
-        tensors: Tensors,
-        problem: AttentionProblem,
-        kept: Kept,
-        upstream: torch.Tensor,
-        lse_upstream: torch.Tensor,
-        wanted: Sequence[bool],
-    ) -> tuple[_Optional, ...]:
-        names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
-        found = gradients(problem, tensors, kept, upstream, lse_upstream, names)
-        return tuple(map(found.get, GIVEN))
-
-    return run
-
-
-class Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     """The kernels of a problem as autograd sees them.
 
     The row outputs beside the log-sum-exp have no gradients. A second derivative raises an error.
@@ -81,7 +167,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        trained: Trained,
+        kernels: Kernels,
         problem: AttentionProblem,
         beside: tuple[Any, ...],
         query: torch.Tensor,
@@ -98,19 +184,20 @@ class Attention(torch.autograd.Function):
         terms = HeadTerms.given(scale, window, softcap)
         seed = drawn_seed(query) if problem.dropout_p else None
         given = (query, key, value, mask, sinks, slopes, starts_q, starts_k, blocks, terms)
-        rest = kept_rest(query)
-        output, *statistics = trained.run(*given, seed=seed, lse_rest=rest)
+        rest = _kept_rest(query)
+        found = kernels.compute(problem, *given, seed=seed, lse_rest=rest)
         ctx.problem = problem
-        ctx.trained = trained
+        ctx.kernels = kernels
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
         ctx.save_for_backward(
-            *(output, statistics[0], rest, seed),
+            *(found.output, found.lse, rest, seed),
             *(query, key, value, mask, sinks, slopes, starts_q, starts_k, *lists),
             *(scale, window, softcap),
         )
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(item for item in statistics[1:] if item is not None))
-        return (output, *statistics)
+        others = (found.row_max, found.entropy, found.dropped_mass)
+        ctx.mark_non_differentiable(*(item for item in others if item is not None))
+        return (found.output, found.lse, *others)
 
     @staticmethod
     def backward(ctx: Any, upstream: _Optional, lse_upstream: _Optional, *rest: Any) -> Any:
@@ -118,7 +205,7 @@ class Attention(torch.autograd.Function):
         del rest
         needs = ctx.needs_input_grad[-len(GIVEN) :]
         wanted = frozenset(name for name, need in zip(GIVEN, needs, strict=True) if need)
-        given = (ctx.trained, ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
+        given = (ctx.kernels, ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
         # Gradients are wanted of gradients with ``create_graph=True`` alone.
         compute: Callable[..., Any] = _Backward.apply if torch.is_grad_enabled() else _computed
         found = compute(*given)
@@ -126,7 +213,7 @@ class Attention(torch.autograd.Function):
 
 
 def _computed(
-    trained: Trained,
+    kernels: Kernels,
     problem: AttentionProblem,
     wanted: frozenset[str],
     upstream: _Optional,
@@ -148,7 +235,7 @@ def _computed(
         if lse_upstream is None:
             return (None,) * len(GIVEN)
         upstream = torch.zeros_like(output)
-    found = trained.gradients(problem, given, kept, upstream, lse_upstream, wanted)
+    found = kernels.gradients(problem, given, kept, upstream, lse_upstream, wanted)
     return tuple(map(found.get, GIVEN))
 
 
@@ -156,10 +243,10 @@ class _Backward(torch.autograd.Function):
     """The gradients of a call, which have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, trained: Trained, *given: Any) -> tuple[_Optional, ...]:
+    def forward(ctx: Any, kernels: Kernels, *given: Any) -> tuple[_Optional, ...]:
         """Return the gradients in the order of `GIVEN`; None of what wants none."""
-        ctx.name = trained.name
-        return _computed(trained, *given)
+        ctx.name = kernels.name
+        return _computed(kernels, *given)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -9,10 +9,11 @@ up to 128 columns; those of queries are added up in no fixed order.
 from typing import Final
 
 from adaattn.backends.compiled_before import is_noted
+from adaattn.backends.hopper.forward import output_function
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
 from adaattn.backends.hopper.gradients import noted_as
 from adaattn.backends.hopper.launch import choose
-from adaattn.backends.hopper.training import attend, function_of
+from adaattn.backends.hopper.training import KERNELS
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import why_no_triton
@@ -187,13 +188,13 @@ CAPABILITIES = (
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention by one launch."""
     del group
-    return attend(tensors, problem)
+    return KERNELS.attend(tensors, problem)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the launch for tensors of the problem's kind."""
     del group
-    return function_of(problem)
+    return KERNELS.direct(problem, output_function)
 
 
 def is_ready(problem: AttentionProblem) -> bool:

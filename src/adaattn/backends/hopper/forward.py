@@ -23,46 +23,17 @@ from adaattn.backends.hopper.prepared import (
     prepare,
 )
 from adaattn.backends.hopper.views import ALIGNMENT, made_readable, readable
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import Result
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
-__all__ = ["bound", "computed", "given", "output_function"]
+__all__ = ["bound", "output_function"]
 
 _MOST_KEPT: Final = 4096
 """Layouts of a problem."""
 
 _Layout = tuple[Any, ...]
-
-
-def computed(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return attention with the row outputs that ``problem.aux`` asks for, without gradients.
-
-    Args:
-        tensors: canonical tensors on a device of compute capability 9.0.
-        problem: what to compute; sizes are taken from the tensors.
-
-    Raises:
-        ExecutorError: the kernel cannot be compiled here.
-    """
-    return bound(problem)(*given(tensors))
-
-
-def given(tensors: Tensors) -> tuple[Any, ...]:
-    """Return the tensors of a call in the order of a `Direct`."""
-    return (
-        tensors.query,
-        tensors.key,
-        tensors.value,
-        tensors.mask,
-        tensors.sinks,
-        tensors.alibi_slopes,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-        tensors.blocks,
-        tensors.head_terms,
-    )
 
 
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:

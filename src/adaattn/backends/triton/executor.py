@@ -1,7 +1,7 @@
 """Runs the portable kernels: what is compiled for a problem, and what each call brings."""
 
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -12,23 +12,16 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
-from adaattn.backends.operators import Training, is_observed, is_watched, operator, trained
+from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.training import (
-    Attention,
-    Trained,
-    drawn_seed,
-    gradients_in_graphs,
-    kept_rest,
-    trained_once,
-)
+from adaattn.backends.training import Kernels, drawn_seed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import gradients
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
-from adaattn.spec import AttentionProblem, Aux, HeadGroup
+from adaattn.spec import AttentionProblem, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
 
@@ -47,95 +40,28 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         ExecutorError: the kernel cannot be compiled here.
     """
     del group
-    if is_watched(tensors.query):
-        return _in_graphs(tensors, problem)
-    return _run(tensors, problem)
+    return KERNELS.attend(tensors, problem)
 
 
-def _run(tensors: Tensors, problem: AttentionProblem) -> Result:
-    """Return the same where nobody watches operators."""
-    if not problem.wants_gradients:
-        return _result(_computed(problem, *_given(tensors)))
-    found = _result(_differentiable(problem, *_given(tensors)))
-    return found if problem.wants(Aux.LSE) else replace(found, lse=None)
-
-
-def _given(tensors: Tensors) -> tuple[Any, ...]:
-    """Return the tensors of a call in the order of a `Direct`."""
-    companions = (tensors.mask, tensors.sinks, tensors.alibi_slopes)
-    starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    beside = (*companions, *starts, tensors.blocks, tensors.head_terms)
-    return (tensors.query, tensors.key, tensors.value, *beside)
-
-
-def _result(found: tuple[Any, ...]) -> Result:
-    """Return an output and its statistics as a result."""
-    output, lse, row_max, entropy, dropped = found
-    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
-
-
-def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> tuple[Any, ...]:
-    """Return the output and the statistics that the problem asks for, in their order."""
+def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
+    """Return the output and the statistics that the problem asks for."""
     query = given[0]
     statistics = tuple(
         query.new_empty(query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
         for flag in STATISTICS
     )
-    lse = statistics[0]
+    lse, row_max, entropy, dropped = statistics
     if lse is not None and problem.num_sequences and problem.wants_gradients:
         # Tokens of no sequence are not written, and are not to count in sums over rows.
         lse.fill_(-torch.inf)
-    return _launcher(problem)(*given, statistics=statistics, **others), *statistics
-
-
-def _differentiable(
-    problem: AttentionProblem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    slopes: torch.Tensor | None = None,
-    starts_q: torch.Tensor | None = None,
-    starts_k: torch.Tensor | None = None,
-    blocks: BlockList | None = None,
-    terms: HeadTerms | None = None,
-) -> tuple[Any, ...]:
-    """Return the same, known to autograd; the log-sum-exp is always there."""
-    check_untransformed(query, key, value)
-    terms = terms or HeadTerms()
-    with_lse = trained_once(problem)
-    beside = (starts_q, starts_k, blocks, terms.window)
-    found: tuple[Any, ...] = Attention.apply(  # type: ignore[no-untyped-call]
-        *(_trained_by(with_lse), with_lse, beside, query, key, value, mask, sinks, slopes),
-        *(terms.scale, terms.softcap),
-    )
-    return found
-
-
-def _trained_by(problem: AttentionProblem) -> Trained:
-    """Return what a problem is computed and differentiated by."""
-    return Trained(name="triton", run=partial(_computed, problem), gradients=gradients)
+    output = _launcher(problem)(*given, statistics=statistics, **others)
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
     """Return the function of repeated calls: what they have in common is worked out once."""
     del group
-    launch: Direct
-    launch = partial(_output, problem) if problem.wants_gradients else _Launcher(problem)
-
-    def run(*given: Any) -> torch.Tensor:
-        if is_observed(given[0]):
-            return _in_graphs(Tensors.of_direct(*given), problem).output
-        return launch(*given)
-
-    return run
-
-
-def _output(problem: AttentionProblem, *given: Any) -> torch.Tensor:
-    """Return the output alone, known to autograd."""
-    output: torch.Tensor = _differentiable(problem, *given)[0]
-    return output
+    return KERNELS.direct(problem, _Launcher)
 
 
 def is_ready(problem: AttentionProblem) -> bool:
@@ -145,19 +71,7 @@ def is_ready(problem: AttentionProblem) -> bool:
     return is_noted(Arguments(problem).known_by)
 
 
-def _trained(
-    tensors: Tensors, problem: AttentionProblem, seed: torch.Tensor | None
-) -> tuple[Result, torch.Tensor | None]:
-    """Return the result of a graph's forward pass, and what rounding took from its log-sum-exp."""
-    rest = kept_rest(tensors.query)
-    return _result(_computed(problem, *_given(tensors), seed=seed, lse_rest=rest)), rest
-
-
-_in_graphs: Final = operator(
-    "triton",
-    _run,
-    Training(seed_of=drawn_seed, forward=_trained, backward=gradients_in_graphs(gradients)),
-)
+KERNELS: Final = Kernels("triton", _computed, gradients)
 
 
 @lru_cache(maxsize=_KEPT)

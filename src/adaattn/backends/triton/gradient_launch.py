@@ -21,15 +21,15 @@ _KEY_TILES: Final = {
 }
 """By columns, in 16 bits, of the gradients of keys and values.
 
-On an H200 the fastest of four to six each but at 128 columns, where 64 x 128 with 8 warps is within
-5 % either way and needs twice the shared memory, which smaller cards lack."""
+On an H200 the fastest of four to six each, or within 5 % of it in half of the shared memory, which
+smaller cards lack: 64 x 128 with 8 warps at 128 columns, 64 x 64 in causal order at 64."""
 
 _ROW_TILES: Final = {
     64: Tile(rows=64, keys=64, warps=4, stages=3),
     128: Tile(rows=64, keys=64, warps=4, stages=2),
     256: Tile(rows=64, keys=32, warps=4, stages=2),
 }
-"""Likewise of those of queries: within 4 % of the fastest of four, in less shared memory."""
+"""Likewise of those of queries: within 5 % of the fastest of four, 7 % at 256 columns."""
 
 _WIDE_KEY_TILES: Final = {
     64: Tile(rows=32, keys=32, warps=4, stages=2),

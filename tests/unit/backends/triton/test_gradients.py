@@ -421,7 +421,7 @@ def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[in
 @pytest.mark.parametrize("name", ["plain", "packed in a window", "blocks", MANY])
 def test_the_operator_of_graphs_has_the_same_gradients(name: str, precision: Precision) -> None:
     problem, tensors = made(name, precision)
-    eager, through = run(tensors, problem), executor._in_graphs(tensors, problem)
+    eager, through = run(tensors, problem), executor.KERNELS.operator(tensors, problem)
     assert torch.equal(eager.output, through.output)
     assert through.lse is None
     expected, found = gradients_of(eager, tensors), gradients_of(through, tensors)
@@ -529,8 +529,10 @@ def test_a_selective_checkpoint_saves_the_operator_or_computes_it_again(
 ) -> None:
     problem, tensors = made("plain", Precision.FP32)
     expected = gradients_of(run(tensors, problem), tensors)
-    calls, usual = [], executor._computed
-    monkeypatch.setattr(executor, "_computed", lambda *x, **y: (calls.append(1), usual(*x, **y))[1])
+    calls, usual = [], executor.KERNELS.compute
+    monkeypatch.setattr(
+        executor.KERNELS, "compute", lambda *x, **y: (calls.append(1), usual(*x, **y))[1]
+    )
     save = [torch.ops.adaattn.triton.default] if is_saved else []
     short = executor.direct(problem, HeadGroup(capability="triton"))
     output = checkpoint(
@@ -559,10 +561,10 @@ def test_a_mode_that_watches_changes_nothing_of_a_problem(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = make_problem(is_causal=True, window=(5, -1), softcap=3.0, scale=0.3, **values)
-    tensors, seen, usual = make_tensors(problem), [], executor._computed
+    tensors, seen, usual = make_tensors(problem), [], executor.KERNELS.compute
     problem = replace(problem, dense_columns=True, stride_bytes=16)
     monkeypatch.setattr(
-        executor, "_computed", lambda it, *x, **y: (seen.append(it), usual(it, *x, **y))[1]
+        executor.KERNELS, "compute", lambda it, *x, **y: (seen.append(it), usual(it, *x, **y))[1]
     )
     expected = run(tensors, problem)
     with Watching():
