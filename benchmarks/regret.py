@@ -69,7 +69,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
             blamed("benchmark"),
             SIDES[options.through](problem, options.device, options.policy) as calls,
         ):
-            row |= _decided(calls, options.policy)
+            row |= _decided(calls, options)
             calls.check(row["error_budget"])
             row |= _timed(calls, options)
     except FailedError as error:
@@ -77,10 +77,12 @@ def measure(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
     return row | {"seconds": round(time.monotonic() - began, 2)}
 
 
-def _decided(calls: Calls, policy: str) -> dict[str, Any]:
+def _decided(calls: Calls, options: argparse.Namespace) -> dict[str, Any]:
     """Return which executors serve our calls once they are warm, and why; both sides are warmed."""
     with blamed(OURS):
-        for _ in range(_WARM_CALLS[policy]):
+        if options.compiled:
+            adaattn.warmup(calls.ours)
+        for _ in range(_WARM_CALLS[options.policy]):
             calls.ours()
         events: list[adaattn.AttentionEvent] = []
         with adaattn.record_events(events.append):
@@ -252,7 +254,8 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     """Write the rows, the options and their summary, and return the path."""
-    name = f"regret_{options.through}_{options.policy}_{options.device}"
+    state = "_compiled" if options.compiled else ""
+    name = f"regret_{options.through}_{options.policy}{state}_{options.device}"
     path = save(name, options, rows)
     document = json.loads(path.read_text(encoding="utf-8"))
     document["summary"] = summary(rows, options.device)
@@ -269,6 +272,7 @@ def main(given: list[str] | None = None) -> Path:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--policy", default="quality", choices=tuple(_WARM_CALLS))
     parser.add_argument("--through", default="function", choices=tuple(SIDES))
+    parser.add_argument("--compiled", action="store_true", help="after `adaattn.warmup`")
     parser.add_argument("--longest", type=int, default=None, help="greatest length; by device")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no problem begins later")
     path = run(parser.parse_args(given))
