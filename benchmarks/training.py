@@ -112,6 +112,8 @@ def compare(
     losses: dict[str, list[float]] = {way: [] for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     names, texts = list(ways), passages(options, *shape)
+    adaattn.warmup(partial(_loss, models[OURS][0], next(texts), options.device))
+    events: list[adaattn.AttentionEvent] = []
     for step in range(options.steps):
         tokens = next(texts)
         for way in names[step % len(names) :] + names[: step % len(names)]:
@@ -119,13 +121,14 @@ def compare(
             _synchronize(options.device)
             begin = time.perf_counter()
             before(step)
-            with torch.autocast(options.device, dtype=torch.bfloat16):
-                loss = model(tokens, labels=tokens).loss
+            loss = _loss(model, tokens, options.device)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses[way].append(float(loss.detach()))
             times[way].append(1e3 * (time.perf_counter() - begin))
+    with adaattn.record_events(events.append):
+        _loss(models[OURS][0], next(texts), options.device)
     late = {way: statistics.median(found[_WARM_STEPS:] or found) for way, found in times.items()}
     apart = {
         way: max(abs(a - b) for a, b in zip(losses[way], losses[peer], strict=True))
@@ -140,12 +143,25 @@ def compare(
         "shape": shape,
         "step_ms": late,
         "speedup": late[peer] / late[OURS],
+        "executors": sorted({it.label for event in events for it in event.decision.plan.groups}),
         "largest_difference_of_losses": apart,
         "last_loss": {way: found[-1] for way, found in losses.items()},
         "losses": losses,
     }
-    print(name, {key: row[key] for key in ("step_ms", "speedup", "last_loss")}, apart, flush=True)
+    print(
+        name,
+        {key: row[key] for key in ("step_ms", "speedup", "executors", "last_loss")},
+        apart,
+        flush=True,
+    )
     return row
+
+
+def _loss(model: Decoder, tokens: torch.Tensor, device: str) -> torch.Tensor:
+    """Return the loss of one passage's next bytes, in bf16 where autocast says so."""
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss: torch.Tensor = model(tokens, labels=tokens).loss
+    return loss
 
 
 def hold(ways: dict[str, Attend], defined: Attend, device: str, tokens: int) -> None:
