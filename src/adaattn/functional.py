@@ -165,12 +165,14 @@ def scaled_dot_product_attention(
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
         return _called(query, key, value, companions, settings, window, choice, tag)
     device_type = query.device.type
-    query, key, value, attn_mask = (
-        as_autocast(it, device_type) for it in (query, key, value, attn_mask)
-    )
+    dtype = torch.get_autocast_dtype(device_type)
+    if attn_mask is not None or any(getattr(it, "dtype", 0) != dtype for it in (query, key, value)):
+        query, key, value, attn_mask = (
+            as_autocast(it, device_type) for it in (query, key, value, attn_mask)
+        )
+        companions = (attn_mask, *companions[1:])
     torch.set_autocast_enabled(device_type, False)  # a context takes ten times as long
     try:
-        companions = (attn_mask, *companions[1:])
         return _called(query, key, value, companions, settings, window, choice, tag)
     finally:
         torch.set_autocast_enabled(device_type, True)

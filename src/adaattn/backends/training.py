@@ -70,7 +70,10 @@ class Kernels:
             launcher: makes it where no gradient is wanted.
         """
         launch: Direct
-        launch = partial(self._output, problem) if problem.wants_gradients else launcher(problem)
+        if problem.wants_gradients:
+            launch = partial(self._output, trained(problem))
+        else:
+            launch = launcher(problem)
 
         def run(*given: Any) -> torch.Tensor:
             if is_observed(given[0]):
@@ -83,7 +86,7 @@ class Kernels:
         """Return the result where nobody watches operators."""
         if not problem.wants_gradients:
             return self.compute(problem, *tensors.as_direct())
-        found = self._differentiable(problem, *tensors.as_direct())
+        found = self._differentiable(_trained_once(problem), *tensors.as_direct())
         output, lse, row_max, entropy, dropped = found
         return Result(
             output=output,
@@ -112,14 +115,15 @@ class Kernels:
         blocks: BlockList | None = None,
         terms: HeadTerms | None = None,
     ) -> tuple[Any, ...]:
-        """Return output and statistics, known to autograd; the log-sum-exp is always there."""
+        """Return output and statistics of a problem as `trained`, known to autograd."""
         check_untransformed(query, key, value)
-        terms = terms or HeadTerms()
-        beside = (starts_q, starts_k, blocks, terms.window)
-        found: tuple[Any, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
-            *(self, _trained_once(problem), beside, query, key, value, mask, sinks, slopes),
-            *(terms.scale, terms.softcap),
-        )
+        scale = window = softcap = None
+        if terms is not None:
+            scale, window, softcap = terms.scale, terms.window, terms.softcap
+        beside = (starts_q, starts_k, blocks, window)
+        given = (query, key, value, mask, sinks, slopes, scale, softcap)
+        found: tuple[Any, ...]
+        found = _Attention.apply(self, problem, beside, *given)  # type: ignore[no-untyped-call]
         return found
 
     def _kept(

@@ -193,12 +193,11 @@ def as_autocast(tensor: Any, device_type: str) -> Any:
 
     fp64 stays as it is, and so do causal biases of ``torch.nn.attention`` and what is no tensor.
     """
-    if not isinstance(tensor, torch.Tensor) or type(tensor).__name__ == "CausalBias":
+    if not isinstance(tensor, torch.Tensor) or not torch.is_autocast_enabled(device_type):
         return tensor
-    narrows = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not (narrows and torch.is_autocast_enabled(device_type)):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+    dtype = torch.get_autocast_dtype(device_type)
+    is_kept = tensor.dtype in (dtype, torch.float64) or not tensor.is_floating_point()
+    return tensor if is_kept or type(tensor).__name__ == "CausalBias" else tensor.to(dtype)
 
 
 def _causal_bias(

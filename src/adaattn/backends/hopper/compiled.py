@@ -1,28 +1,26 @@
 """Kernels compiled from their variants, with or without a GPU."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
+from adaattn.backends.hopper.views import View
 from adaattn.spec import HeadTerm, MaskKind
 
-__all__ = [
-    "boxes",
-    "compile_variant",
-    "described",
-    "descriptor_type",
-    "launch_of",
-    "launcher",
-    "shared_layout",
-]
+__all__ = ["Kernel", "boxes", "compile_variant", "descriptor_type", "shared_layout"]
+
+_MOST_KEPT: Final = 512
+"""Tensors of a layout whose description is kept, by address."""
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 _POINTERS = ("lse", "row_max", "entropy", "dropped")
@@ -47,30 +45,68 @@ def compile_variant(variant: Variant) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def launcher(variant: Variant) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
-    """Return the launch on the current device, what describes tensors, and the constants.
+class Kernel:
+    """A compiled kernel on the current device, launched with what it takes when it runs.
 
-    The launch takes the number of blocks, the stream, then the arguments of the kernel in order.
+    Triton's own launch describes tensors for TMA anew at each call, and is handed every constant.
+
+    Args:
+        built: Triton's compiled kernel. Nobody else may launch it.
     """
-    return launch_of(compile_variant(variant)), described, tuple(_constants(variant).values())
+
+    def __init__(self, built: Any) -> None:
+        self._metas = built.metadata.tensordesc_meta or ()
+        # Triton makes the launch of these two: for it descriptors are ready, and constants gone.
+        built.src = SimpleNamespace(
+            constants={}, signature=dict(enumerate(_launched_types(built.src.signature.values())))
+        )
+        built.metadata = built.metadata._replace(tensordesc_meta=None)
+        built._init_handles()
+        self._run = built.run
+        self._given = (built.function, built.packed_metadata, None, None, None)
+
+    def bind(self, views: Sequence[View]) -> Callable[..., None]:
+        """Return the launch for tensors that lie in some way.
+
+        It takes the number of blocks, the stream, the tensors that TMA copies, which are the
+        kernel's first arguments, and the other arguments in order, addresses as numbers.
+
+        Args:
+            views: of those tensors: shape and strides.
+        """
+        run, given = self._run, self._given
+        places: list[tuple[dict[int, list[Any]], View, Any]]
+        places = [({}, *both) for both in zip(views, self._metas, strict=True)]
+
+        def launch(
+            num_blocks: int, stream: int, copied: Sequence[torch.Tensor], *others: Any
+        ) -> None:
+            described: list[Any] = []
+            for (known, view, meta), tensor in zip(places, copied, strict=True):
+                address = tensor.data_ptr()
+                found = known.get(address)
+                if found is None:
+                    if len(known) >= _MOST_KEPT:
+                        known.clear()
+                    found = known[address] = make_tensordesc_arg(_described(tensor, view), meta)
+                described += found
+            run(num_blocks, 1, 1, stream, *given, *described, *others)
+
+        return launch
 
 
-def launch_of(built: Any) -> Callable[..., None]:
-    """Return the launch of a compiled kernel on the current device, as `launcher` has it."""
-    built._init_handles()
-    function, metadata, run = built.function, built.packed_metadata, built.run
+def _launched_types(types: Iterable[str]) -> Iterator[str]:
+    """Yield Triton's names of the types that a launch hands over, addresses as numbers."""
+    for name in types:
+        if name.startswith("tensordesc"):
+            rank = name.split("]")[0].count(",") + 1
+            yield from ("nvTmaDesc", *["i32"] * rank, *["i64"] * rank)
+        elif name != "constexpr":
+            yield "i64" if name.startswith("*") else name
 
-    def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
-        run(num_blocks, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
-    return launch
-
-
-def described(tensor: torch.Tensor, view: tuple[Any, Any]) -> Any:
-    """Return a tensor as TMA takes it.
-
-    The class checks each number when it is made, in 3 microseconds: the caller has checked.
-    """
+def _described(tensor: torch.Tensor, view: View) -> Any:
+    """Return a tensor as Triton has it described for TMA, unchecked: the caller has checked."""
     made = object.__new__(TensorDescriptor)
     made.shape, made.strides = view
     made.base = tensor

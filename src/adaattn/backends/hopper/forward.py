@@ -18,6 +18,7 @@ from adaattn.backends.hopper.prepared import (
     DTYPES,
     NOT_BY_HEAD,
     NOTHING_BESIDE,
+    Beside,
     Given,
     Prepared,
     prepare,
@@ -34,6 +35,10 @@ _MOST_KEPT: Final = 4096
 """Layouts of a problem."""
 
 _Layout = tuple[Any, ...]
+
+_NO_EXTRAS: Final = ()
+_NO_OTHERS: Final = (None,) * 6
+"""Of a call of q, k and v alone."""
 
 
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
@@ -66,25 +71,21 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
         head_terms: HeadTerms | None = None,
     ) -> Result:
         check_untransformed(query, key, value)
-        query, key, value = map(clean, (query, key, value))
-        sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
-        if mask is not None and mask.dtype not in DTYPES:
-            mask = mask.float()
-        extras = [None if x is None else _layout(x) for x in (mask, sinks, slopes)]
-        beside = NOTHING_BESIDE
-        if starts_q is not None and starts_k is not None:
-            beside = starts_q.contiguous(), starts_k.contiguous(), None, None
-            extras.append(starts_q.shape)
-        if blocks is not None:
-            beside = None, None, blocks.counts, blocks.indices
-            extras.append(blocks.indices.shape)
-        by_head = NOT_BY_HEAD
-        if head_terms is not None:
-            by_head = _of_heads(head_terms)
-            extras.append(tuple(None if x is None else x.dtype for x in by_head))
-        at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
-        layout = (*_layout(query), *_layout(key), value.stride(), *extras, at, query.device.index)
+        beside, by_head, extras = NOTHING_BESIDE, NOT_BY_HEAD, _NO_EXTRAS
+        others = (mask, sinks, slopes, starts_q, blocks, head_terms)
+        if others != _NO_OTHERS:
+            sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
+            if mask is not None and mask.dtype not in DTYPES:
+                mask = mask.float()
+            beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
+            extras = _extras((mask, sinks, slopes), beside, by_head)
+        layout = _layout(query, key, value, extras)
         prepared = known.get(layout)
+        if prepared is None or any(it.data_ptr() % ALIGNMENT for it in (query, key, value)):
+            # What was prepared for is readable but for where it begins.
+            query, key, value = map(clean, (query, key, value))
+            layout = _layout(query, key, value, extras)
+            prepared = known.get(layout)
         if prepared is None:
             given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
             prepared = prepare(problem, given)
@@ -103,9 +104,31 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
 on_clear(bound.cache_clear)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a launch takes for granted of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _layout(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extras: _Layout
+) -> _Layout:
+    """Return what a launch takes for granted of its tensors."""
+    strides = query.stride(), key.stride(), value.stride()
+    return (query.shape, key.shape, *strides, query.dtype, extras, query.device.index)
+
+
+def _extras(given: tuple[torch.Tensor | None, ...], beside: Beside, by_head: Beside) -> _Layout:
+    """Return the same of mask, sinks and slopes, and of what stands beside them."""
+    lying = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
+    shapes = tuple(None if x is None else x.shape for x in beside)
+    at = 0 if given[0] is None else given[0].data_ptr() % MASK_ALIGNMENT
+    return lying, shapes, tuple(None if x is None else x.dtype for x in by_head), at
+
+
+def _beside(
+    starts_q: torch.Tensor | None, starts_k: torch.Tensor | None, blocks: BlockList | None
+) -> Beside:
+    """Return starts of packed sequences, or a list of blocks, as the kernel reads them."""
+    if blocks is not None:
+        return None, None, blocks.counts, blocks.indices
+    if starts_q is not None and starts_k is not None:
+        return starts_q.contiguous(), starts_k.contiguous(), None, None
+    return NOTHING_BESIDE
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +136,9 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     return with_dense_columns(tensor if tensor.dtype in DTYPES else tensor.float())
 
 
-def _of_heads(terms: HeadTerms) -> tuple[torch.Tensor | None, ...]:
+def _of_heads(terms: HeadTerms | None) -> Beside:
     """Return scale, window and softcap of each head as the kernel reads them."""
+    if terms is None:
+        return NOT_BY_HEAD
     scale, softcap = (None if x is None else _numbers(x) for x in (terms.scale, terms.softcap))
     return scale, None if terms.window is None else terms.window.contiguous(), softcap

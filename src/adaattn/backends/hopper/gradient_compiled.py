@@ -1,6 +1,5 @@
 """The kernels of a backward pass compiled from their variants, with or without a GPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 from triton import compile as compile_source
@@ -9,10 +8,10 @@ from triton.experimental.gluon import language as gl
 
 from adaattn.backends.hopper import backward, gradient_rows
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.compiled import described, descriptor_type, launch_of
+from adaattn.backends.hopper.compiled import Kernel, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 
-__all__ = ["compile_gradients", "constants_of", "gradient_launchers"]
+__all__ = ["compile_gradients", "constants_of", "gradient_kernels"]
 
 _ADDRESS_BYTES = 16
 _STEP = 8
@@ -46,16 +45,9 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def gradient_launchers(
-    variant: GradientVariant,
-) -> tuple[tuple[Callable[..., None], ...], Callable[..., Any], tuple[tuple[Any, ...], ...]]:
-    """Return the three launches on the current device, what describes tensors, and the constants.
-
-    A launch takes the number of blocks, the stream, then the arguments of the kernel in order.
-    """
-    launches = tuple(launch_of(compile_gradients(variant, kind)) for kind in _KINDS)
-    constants = tuple(tuple(constants_of(variant, kind).values()) for kind in _KINDS)
-    return launches, described, constants
+def gradient_kernels(variant: GradientVariant) -> tuple[Kernel, ...]:
+    """Return what makes terms of rows, the main kernel, and what finishes queries."""
+    return tuple(Kernel(compile_gradients(variant, kind)) for kind in _KINDS)
 
 
 def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from adaattn.backends.hopper.gradient_launch import (
     numbers_of,
 )
 from adaattn.backends.hopper.prepared import DTYPES
-from adaattn.backends.hopper.views import View, head_view, made_readable
+from adaattn.backends.hopper.views import ALIGNMENT, head_view, made_readable
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import stream_of
 from adaattn.backends.operators import Kept
@@ -86,9 +86,7 @@ class _Prepared:
 
     Args:
         launches: what makes terms of rows, the main kernel, and what finishes queries.
-        describe: makes TMA's description of a tensor from a view.
-        constants: the compile-time arguments of each.
-        views: of q, k, v, the output's gradient, and the gradients of k and v.
+        written: shape and strides of the gradients of q, k and v.
         num_blocks: of keys, of all key heads.
         num_tiles: of query rows, of all heads.
         block_m: rows of a tile.
@@ -98,9 +96,7 @@ class _Prepared:
     """
 
     launches: tuple[Callable[..., None], ...]
-    describe: Callable[..., Any]
-    constants: tuple[tuple[Any, ...], ...]
-    views: tuple[View, ...]
+    written: tuple[tuple[torch.Size, _Strides], ...]
     num_blocks: int
     num_tiles: int
     block_m: int
@@ -111,52 +107,32 @@ class _Prepared:
     def run(
         self,
         read: tuple[torch.Tensor, ...],
-        rows: tuple[_Optional, ...],
+        lse: torch.Tensor,
+        lse_upstream: _Optional,
         slopes: _Optional,
-        written: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor:
-        """Write the gradients; return log-sum-exp and delta of rows, [tiles, 2, rows of a tile].
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return the gradients of q, k and v; and log-sum-exp and delta of rows.
+
+        The latter are [tiles, 2, rows of a tile].
 
         Args:
-            read: q, k, v and the gradient of the output.
-            rows: the output, the log-sum-exp and its gradient, if there is one.
+            read: q, k, v, the gradient of the output, and the output.
+            lse: the log-sum-exp.
+            lse_upstream: its gradient, if there is one.
             slopes: of ALiBi, if there are any.
-            written: the gradients of q, k and v.
         """
-        upstream = read[3]
+        query, key, value, upstream, output = read
         stream = stream_of(upstream)
+        written = tuple(upstream.new_empty_strided(*both) for both in self.written)
         terms = upstream.new_empty((self.num_tiles, 2, self.block_m), dtype=torch.float32)
         sums = upstream.new_empty(self.num_tiles * TILE_NUMBERS, dtype=torch.float32)
-        output, lse, lse_upstream = rows
         prepare, main, finish = self.launches
-        prepare(
-            self.num_tiles,
-            stream,
-            *map(_address, (output, upstream, lse, lse_upstream, terms, sums)),
-            *self.prepare,
-            *self.constants[0],
-        )
-        seen = (terms.numel(),), (1,)
-        added = (sums.numel() // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
-        main(
-            self.num_blocks,
-            stream,
-            *map(self.describe, read, self.views[:4]),
-            self.describe(terms, seen),
-            *map(self.describe, written[1:], self.views[4:]),
-            self.describe(sums, added),
-            _address(slopes),
-            *self.main,
-            *self.constants[1],
-        )
-        finish(
-            self.num_tiles,
-            stream,
-            *map(_address, (sums, written[0])),
-            *self.finish,
-            *self.constants[2],
-        )
-        return terms
+        of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums))
+        prepare(self.num_tiles, stream, (), *of_rows, *self.prepare)
+        copied = (query, key, value, upstream, terms, *written[1:], sums)
+        main(self.num_blocks, stream, copied, _address(slopes), *self.main)
+        finish(self.num_tiles, stream, (), *map(_address, (sums, written[0])), *self.finish)
+        return written, terms
 
 
 def _address(tensor: _Optional) -> int:
@@ -180,39 +156,57 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
-        given = (tensors.query, tensors.key, tensors.value)
-        written = tuple(output_like(item, item.shape[3]) for item in given)
-        read = tuple(map(made_readable, (*given, upstream)))
-        output, lse = made_readable(kept.output), kept.lse.contiguous()
+        read = (tensors.query, tensors.key, tensors.value, upstream, kept.output)
+        lse, slopes = kept.lse.contiguous(), tensors.alibi_slopes
         if lse_upstream is not None:
             lse_upstream = lse_upstream.float().contiguous()
-        slopes = tensors.alibi_slopes
         if slopes is not None:
             slopes = with_dense_columns(slopes if slopes.dtype in DTYPES else slopes.float())
-        strides = tuple(item.stride() for item in (*read, output, *written))
-        shapes = (given[0].shape, given[1].shape, given[2].shape[3])
-        of_slopes = None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype)
-        layout = (*strides, *shapes, of_slopes, lse_upstream is None, upstream.device.index)
+        layout = _layout(read, slopes, lse_upstream)
         prepared = self._known.get(layout)
+        if prepared is None or any(item.data_ptr() % ALIGNMENT for item in read):
+            # What was prepared for is readable but for where it begins.
+            query, key, value, upstream, output = map(made_readable, read)
+            read = (query, key, value, upstream, output)
+            layout = _layout(read, slopes, lse_upstream)
+            prepared = self._known.get(layout)
         if prepared is None:
-            has_gradient = lse_upstream is not None
-            prepared = _prepare(self._problem, (*read, output), written, slopes, has_gradient)
+            prepared = _prepare(self._problem, read, slopes, lse_upstream is not None)
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
             self._known[layout] = prepared
             note(noted_as(self._problem))
-        terms = prepared.run(read, (output, lse, lse_upstream), slopes, written)
+        written, terms = prepared.run(read, lse, lse_upstream, slopes)
         found = dict(zip(("query", "key", "value"), written, strict=True))
         if "sinks" in wanted:
             assert tensors.sinks is not None
-            found["sinks"] = _of_sinks(tensors.sinks, terms, given[0].shape)
+            found["sinks"] = _of_sinks(tensors.sinks, terms, tensors.query.shape)
         return {name: found[name] for name in wanted}
+
+
+def _layout(
+    read: tuple[torch.Tensor, ...], slopes: _Optional, lse_upstream: _Optional
+) -> tuple[Any, ...]:
+    """Return what launches take for granted of tensors."""
+    query, key, value, upstream, output = read
+    return (
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        upstream.stride(),
+        output.stride(),
+        None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
+        lse_upstream is None,
+        upstream.device.index,
+    )
 
 
 def _prepare(
     problem: AttentionProblem,
     read: tuple[torch.Tensor, ...],
-    written: tuple[torch.Tensor, ...],
     slopes: _Optional,
     has_lse_gradient: bool,
 ) -> _Prepared:
@@ -221,7 +215,6 @@ def _prepare(
     Args:
         problem: of the call; sizes are taken from the tensors.
         read: q, k, v, the gradient of the output, and the output.
-        written: the gradients of q, k and v.
         slopes: of ALiBi.
         has_lse_gradient: one arrives at the log-sum-exp.
     """
@@ -231,23 +224,22 @@ def _prepare(
     variant = choose_gradients(problem, has_lse_gradient=has_lse_gradient, slopes_dtype=dtype)
     by_batch = slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
     stride = slopes.stride(0) if slopes is not None and by_batch else 0
-    numbers = numbers_of(problem, variant, stride)
     tiles = -(-problem.len_q // variant.block_m)
-    key_blocks = -(-problem.len_k // BLOCK_KEYS)
+    num_tiles = problem.batch * problem.num_heads * tiles
     of_rows = (problem.num_heads, problem.len_q, tiles)
-    launches, describe, constants = _compiled(variant, query.device)
+    written = tuple(output_like(item, item.shape[3]) for item in (query, key, value))
+    views = [head_view(it, is_packed=False) for it in (query, key, value, upstream, *written[1:])]
+    views.insert(4, ((num_tiles * 2 * variant.block_m,), (1,)))
+    views.append(((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)))
+    prepare, main, finish = _compiled(variant, query.device)
     return _Prepared(
-        launches=launches,
-        describe=describe,
-        constants=constants,
-        views=tuple(
-            head_view(item, is_packed=False) for item in (query, key, value, upstream, *written[1:])
-        ),
-        num_blocks=problem.batch * problem.num_kv_heads * key_blocks,
-        num_tiles=problem.batch * problem.num_heads * tiles,
+        launches=(prepare(()), main(views), finish(())),
+        written=tuple((item.shape, item.stride()) for item in written),
+        num_blocks=problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS),
+        num_tiles=num_tiles,
         block_m=variant.block_m,
         prepare=(*_row_strides(output), *_row_strides(upstream), *of_rows, value.shape[3]),
-        main=numbers,
+        main=numbers_of(problem, variant, stride),
         finish=(problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
     )
 
@@ -268,10 +260,10 @@ def _of_sinks(sinks: torch.Tensor, terms: torch.Tensor, shape: torch.Size) -> to
 @lru_cache(maxsize=256)
 def _compiled(
     variant: GradientVariant, device: torch.device
-) -> tuple[tuple[Callable[..., None], ...], Callable[..., Any], tuple[tuple[Any, ...], ...]]:
-    """Return the kernels' launches on a device, what describes tensors, and their constants."""
+) -> tuple[Callable[..., Callable[..., None]], ...]:
+    """Return what binds the kernels on a device to the views of their tensors."""
     with compiling("the Hopper backward kernel"), torch.cuda.device(device):
         # Triton is imported when a kernel first runs: importing the package does not need it.
         from adaattn.backends.hopper import gradient_compiled
 
-        return gradient_compiled.gradient_launchers(variant)
+        return tuple(kernel.bind for kernel in gradient_compiled.gradient_kernels(variant))

@@ -26,14 +26,14 @@ from adaattn.backends.hopper.launch import (
     tiles_per_head,
 )
 from adaattn.backends.hopper.order import heads_together, schedule
-from adaattn.backends.hopper.views import View, head_view, is_staged, mask_view
+from adaattn.backends.hopper.views import head_view, is_staged, mask_view
 from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import stream_of, with_rank
 from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, HeadTerm
 
-__all__ = ["DTYPES", "NOTHING_BESIDE", "NOT_BY_HEAD", "Given", "Prepared", "prepare"]
+__all__ = ["DTYPES", "NOTHING_BESIDE", "NOT_BY_HEAD", "Beside", "Given", "Prepared", "prepare"]
 
 DTYPES: Final = {
     torch.bool: "i8",
@@ -55,12 +55,12 @@ _MOST_KEPT: Final = 4096
 _MOST_KEYS: Final = 2**30
 """A window that hides nothing, where each head has its own: beside a position it is an int32."""
 
-_Beside = tuple[torch.Tensor | None, ...]
+Beside = tuple[torch.Tensor | None, ...]
 
-NOTHING_BESIDE: Final[_Beside] = (None, None, None, None)
+NOTHING_BESIDE: Final[Beside] = (None, None, None, None)
 """A call without packed sequences and lists of blocks."""
 
-NOT_BY_HEAD: Final[_Beside] = (None, None, None)
+NOT_BY_HEAD: Final[Beside] = (None, None, None)
 """A call whose heads have no scale, window or softcap of their own."""
 
 _NO_ADDRESSES: Final = (0, 0, 0, 0)
@@ -131,35 +131,31 @@ class Prepared:
     """A launch for one layout.
 
     Args:
-        launch: the compiled kernel's launch.
+        launch: the compiled kernel's launch for tensors that lie so.
         num_blocks: persistent blocks.
-        descriptor: makes TMA's description of a tensor from a view.
-        views: of q, k, v, the result, and the mask where TMA reads it: shape and strides.
+        copies_mask: TMA reads the mask, too.
         out_shape: shape of the result.
         out_strides: its strides.
         num_flags: notes of tiles to be computed again; 0 where there are none.
         scalars: the arguments between the pointers.
         numbers: those between the next pointers and those of heads.
-        constants: the compile-time ones.
         tiles: the list of tiles, or None.
         is_lasting: what was prepared may serve later calls.
-        aux: row outputs that the kernel stores.
+        stored: whether the kernel stores each of `STATISTICS`; empty where it stores none.
         has_lse: the caller wants the log-sum-exp, too.
     """
 
     launch: Callable[..., None]
     num_blocks: int
-    descriptor: Callable[..., Any]
-    views: tuple[View, ...]
+    copies_mask: bool
     out_shape: Sizes
     out_strides: Sizes
     num_flags: int
     scalars: tuple[Any, ...]
     numbers: tuple[int, ...]
-    constants: tuple[Any, ...]
     tiles: _Tiles | None
     is_lasting: bool
-    aux: Aux
+    stored: tuple[bool, ...]
     has_lse: bool
 
     def run(
@@ -170,15 +166,15 @@ class Prepared:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
         slopes: torch.Tensor | None,
-        beside: _Beside,
-        by_head: _Beside,
+        beside: Beside,
+        by_head: Beside,
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
         out = query.new_empty_strided(self.out_shape, self.out_strides)
         lse, row_max, entropy, dropped = (
-            query.new_empty(self.out_shape[:3], dtype=torch.float32) if self.aux & flag else None
-            for flag in STATISTICS
-        ) if self.aux else (None, None, None, None)  # fmt: skip
+            query.new_empty(self.out_shape[:3], dtype=torch.float32) if is_stored else None
+            for is_stored in self.stored
+        ) if self.stored else (None, None, None, None)  # fmt: skip
         flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
         tiles = None
         if self.tiles is not None:
@@ -188,14 +184,12 @@ class Prepared:
         self.launch(
             self.num_blocks,
             stream_of(query),
-            *map(self.descriptor, (query, key, value, out), self.views),
-            None if len(self.views) == 4 else self.descriptor(mask, self.views[4]),
+            (query, key, value, out, mask) if self.copies_mask else (query, key, value, out),
             *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
             *self.scalars,
             *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
             *self.numbers,
             *map(_address, (*by_head, dropped)),
-            *self.constants,
         )
         if not self.has_lse:
             lse = None
@@ -239,14 +233,14 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     views = tuple(head_view(item, is_packed=variant.is_packed) for item in heads)
     if mask is not None and variant.tiling.stages_m:
         views = (*views, mask_view(mask))
-    launch, descriptor, constants = _compiled(variant, query.device)
+    launch = _compiled(variant, query.device)(views)
+    stored = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
     note(("hopper", known_by))
     note(("hopper", choose(problem)))  # what `is_ready` asks for, which knows no addresses
     return Prepared(
         launch=launch,
         num_blocks=num_blocks,
-        descriptor=descriptor,
-        views=views,
+        copies_mask=len(views) == 5,
         out_shape=tuple(out.shape),
         out_strides=out.stride(),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
@@ -255,10 +249,9 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
             *_strides_of(mask, given.slopes),
         ),
         numbers=(problem.num_sequences, *_lists(problem, given)),
-        constants=constants,
         tiles=tiles,
         is_lasting=lasting,
-        aux=problem.aux | Aux.LSE if variant.has_dropped else problem.aux,
+        stored=tuple(bool(stored & flag) for flag in STATISTICS) if stored else (),
         has_lse=problem.wants(Aux.LSE),
     )
 
@@ -393,12 +386,10 @@ _LISTED: Final[dict[Any, _Tiles]] = {}
 
 
 @lru_cache(maxsize=256)
-def _compiled(
-    variant: Variant, device: torch.device
-) -> tuple[Callable[..., None], Callable[..., Any], tuple[Any, ...]]:
-    """Return a kernel's launch on a device, what describes tensors for it, and its constants."""
+def _compiled(variant: Variant, device: torch.device) -> Callable[..., Callable[..., None]]:
+    """Return what binds a kernel on a device to the views of its tensors."""
     with compiling("the Hopper kernel"), torch.cuda.device(device):
         # Triton is imported when a kernel first runs: importing the package does not need it.
         from adaattn.backends.hopper import compiled
 
-        return compiled.launcher(variant)
+        return compiled.Kernel(compiled.compile_variant(variant)).bind

@@ -461,11 +461,6 @@ def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> N
         code(*given)
 
 
-POINTERS = ("lse", "row_max", "entropy", "tiles", "flags", "mask", "sinks", "slopes", "starts_q",
-            "starts_k", "counts", "indices", "head_scales", "head_windows",
-            "head_softcaps", "dropped")  # fmt: skip
-
-
 class Machine:
     """Stands for compiled kernels: runs their source, one block of threads after the other."""
 
@@ -492,21 +487,13 @@ class Machine:
         )
         boxes = list(zip(box_rows(tiling), columns, strict=True))
 
-        def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
-            given = []
-            for name, value in zip(inspect.signature(code).parameters, arguments, strict=True):
-                if name == "staged":
-                    columns = tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
-                    given.append(value and Descriptor(*value, (ROWS, columns)))
-                elif len(given) < len(boxes):
-                    given.append(Descriptor(*value, boxes[len(given)]))
-                elif name in POINTERS:
-                    given.append(Pointer(value))
-                else:
-                    given.append(tile(value) if name.islower() and type(value) is int else value)
-            run_blocks(num_blocks, code, given)
-
-        return launch, lambda *both: both, tuple(compiled._constants(variant).values())
+        constants = compiled._constants(variant)
+        if not tiling.stages_m:
+            constants["staged"] = None
+        else:
+            columns = tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
+            boxes.append((ROWS, columns))
+        return self._bound(code, constants, boxes)
 
     def backward(self, variant: GradientVariant, device: torch.device) -> Any:
         """Stand for the compiled kernels of a backward pass."""
@@ -517,25 +504,39 @@ class Machine:
         boxes = (rows, keys, keys, rows, (2 * variant.block_m,), keys, keys, (16, 256))
         names = {"prepare": "prepare_rows", "main": "backward", "finish": "finish_queries"}
 
-        def launcher(kind: str) -> Any:
-            code = space[names[kind]]
+        return tuple(
+            self._bound(
+                space[name],
+                compiled.constants_of(variant, kind),
+                boxes if kind == "main" else (),
+            )
+            for kind, name in names.items()
+        )
 
-            def launch(num_blocks: int, stream: int, *arguments: Any) -> None:
-                given: list[Any] = []
-                for name, value in zip(inspect.signature(code).parameters, arguments, strict=True):
-                    if isinstance(value, tuple):
-                        given.append(Descriptor(*value, boxes[len(given)]))
-                    elif value is None or isinstance(value, torch.Tensor):
-                        given.append(Pointer(value))
-                    else:
-                        whole = name.islower() and type(value) is int
-                        given.append(tile(value) if whole else value)
-                run_blocks(num_blocks, code, given)
+    @staticmethod
+    def _bound(
+        code: Callable[..., Any], constants: dict[str, Any], boxes: Sequence[tuple[int, ...]]
+    ) -> Callable[..., Any]:
+        """Return what stands for a kernel's `bind`."""
+        parameters = inspect.signature(code).parameters
+        launched = [name for name in parameters if name not in constants]
+
+        def bind(views: Sequence[Any]) -> Callable[..., None]:
+            def launch(num_blocks: int, stream: int, copied: Any, *others: Any) -> None:
+                found: dict[str, Any] = dict(constants)
+                places = zip(copied, views, boxes, strict=True)
+                described = (Descriptor(*place) for place in places)
+                for name, value in zip(launched, (*described, *others), strict=True):
+                    if value is None or isinstance(value, torch.Tensor):
+                        value = Pointer(value)
+                    elif name.islower() and type(value) is int:
+                        value = tile(value)
+                    found[name] = value
+                run_blocks(num_blocks, code, [found[name] for name in parameters])
 
             return launch
 
-        constants = (tuple(compiled.constants_of(variant, kind).values()) for kind in names)
-        return tuple(map(launcher, names)), lambda *both: both, tuple(constants)
+        return bind
 
 
 @pytest.fixture

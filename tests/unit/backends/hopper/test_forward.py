@@ -18,6 +18,7 @@ from adaattn.testing import make_problem, make_tensors
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 NUM_POINTERS = 8
+NUM_DESCRIBED = 5
 # Behind the number of blocks, the stream and the descriptors, one of them that of a staged mask.
 STAGED = 2 + 4
 FIRST_POINTER = STAGED + 1
@@ -38,7 +39,18 @@ class Launches:
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         self.variants.append(variant)
-        return (lambda *given: self.arguments.append(given)), (lambda tensor, sizes: sizes), ()
+
+        def bind(views: tuple[Any, ...]) -> Any:
+            """Return a launch whose arguments have views in the place of tensors."""
+            described = (*views, None)[:NUM_DESCRIBED]
+
+            def launch(num_blocks: int, stream: int, copied: tuple[Any, ...], *rest: Any) -> None:
+                assert len(copied) == len(views)
+                self.arguments.append((num_blocks, stream, *described, *rest))
+
+            return launch
+
+        return bind
 
 
 @pytest.fixture
