@@ -16,7 +16,7 @@ from adaattn.backends.hopper.launch import choose
 from adaattn.backends.hopper.training import KERNELS
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.operators import trained
-from adaattn.backends.own_kernels import why_no_triton
+from adaattn.backends.own_kernels import place_in_training, why_no_triton
 from adaattn.spec import (
     AttentionProblem,
     Aux,
@@ -122,11 +122,10 @@ def _order(problem: AttentionProblem) -> int:
     splits them, is before it. Where no table speaks (any batch alike, numbers of each head) it is
     before `triton` for long rows without a mask alone (H200, 128 / 512 / 4K
     rows, D 64 and 128: 0.8 / 1.0 / 1.0 to 1.5 times as fast; with a bias 0.7 to 0.9). Packed
-    sequences that may not depend on one another have lengths that nobody may ask for. In training
-    all others are before it: times must say that its gradients are faster.
+    sequences that may not depend on one another have lengths that nobody may ask for.
     """
     if problem.wants_gradients:
-        return 75
+        return place_in_training(problem, 45)
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
     least = _FEW_ROWS
     if problem.wants(Aux.DROPPED_MASS):

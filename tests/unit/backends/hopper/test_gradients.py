@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn.backends import hopper
+from adaattn.backends import chunked, hopper, triton
 from adaattn.backends.hopper import CAPABILITIES, gradients
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients, numbers_of
 from adaattn.backends.interface import Result, Tensors
@@ -33,6 +33,7 @@ from adaattn.testing import (
 )
 
 GROUP = HeadGroup(capability="hopper")
+_CHUNKED = chunked.CAPABILITIES[0].order(make_problem())
 LEAVES = ("query", "key", "value")
 
 TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
@@ -339,7 +340,20 @@ def test_what_it_does_not_train_is_said_in_words(values: dict[str, Any], words: 
 def test_training_never_comes_before_what_a_card_has_timed() -> None:
     (capability,) = CAPABILITIES
     problem = make_problem(head_dim=64, precision=Precision.BF16, len_q=4096)
-    assert capability.order(problem) < capability.order(replace(problem, requires_grad=True))
+    training = replace(problem, requires_grad=True)
+    assert max(capability.order(problem), _CHUNKED) < capability.order(training)
+
+
+@pytest.mark.parametrize("values", [{"softcap": 30.0}, {"has_sinks": True}], ids=str)
+def test_training_is_first_where_all_others_write_scores_out(values: dict[str, Any]) -> None:
+    (capability,), (portable,) = CAPABILITIES, triton.CAPABILITIES
+    known = {"head_dim": 64, "precision": Precision.BF16, "requires_grad": True, **values}
+    problem = make_problem(len_q=512, len_k=512, **known)
+    assert capability.order(problem) < portable.order(problem) < _CHUNKED
+    few = make_problem(len_q=511, len_k=512, **known)
+    assert min(capability.order(few), portable.order(few)) > _CHUNKED
+    fp32 = replace(problem, precision=Precision.FP32)
+    assert portable.order(fp32) > _CHUNKED
 
 
 def test_what_a_backward_pass_allocates_is_said() -> None:
