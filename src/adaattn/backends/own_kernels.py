@@ -13,14 +13,10 @@ import torch
 from torch.autograd import forward_ad
 
 from adaattn.errors import ExecutorError
-from adaattn.spec import AttentionProblem, Precision
 
-__all__ = ["check_untransformed", "compiling", "place_in_training", "why_no_triton"]
+__all__ = ["check_untransformed", "compiling", "why_no_triton"]
 
 _OLDEST: Final = (3, 6)
-
-_FEW_PAIRS: Final = 1 << 18
-"""Of tokens; see `place_in_training`."""
 
 
 @lru_cache(maxsize=1)
@@ -35,23 +31,6 @@ def why_no_triton() -> str:
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     oldest = ".".join(map(str, _OLDEST))
     return f"it needs Triton {oldest} or later, found {version}" if found < _OLDEST else ""
-
-
-def place_in_training(problem: AttentionProblem, usual: int) -> int:
-    """Return the place in order of gradients by own kernels where no table speaks.
-
-    They are behind all others, since PyTorch's gradients may be faster, but for sinks and softcaps
-    of 512 tokens and more: all others write the scores out, and most compute them twice (H200,
-    16 bits, D 64 to 256: 1.1 to 100 times the time, 2026-11).
-
-    Args:
-        problem: of the call.
-        usual: place among those kernels.
-    """
-    written = problem.has_sinks or problem.softcap > 0
-    long = problem.len_q * problem.len_k >= _FEW_PAIRS
-    is_half = problem.precision in (Precision.BF16, Precision.FP16)
-    return usual - 20 if written and long and is_half else usual + 30
 
 
 def check_untransformed(*tensors: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from adaattn.backends.operators import (
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.spec import AttentionProblem, Aux
 
-__all__ = ["Kernels", "drawn_seed"]
+__all__ = ["Differentiated", "drawn_seed"]
 
 _Optional = torch.Tensor | None
 _Gradients = Callable[
@@ -31,7 +31,7 @@ _Gradients = Callable[
 ]
 
 
-class Kernels:
+class Differentiated:
     """Kernels of an executor as they are called: eager or as one operator, with gradients or not.
 
     Args:
@@ -47,8 +47,10 @@ class Kernels:
         self.name = name
         self.compute = compute
         self.gradients = gradients
-        training = Training(seed_of=drawn_seed, forward=self._kept, backward=self._in_order)
-        self.operator = operator(name, self._eager, training)
+        passes = Training(
+            seed_of=drawn_seed, forward=self._graph_forward, backward=self._graph_backward
+        )
+        self.operator = operator(name, self._eager, passes)
 
     def attend(self, tensors: Tensors, problem: AttentionProblem) -> Result:
         """Return attention with the row outputs that ``problem.aux`` asks for.
@@ -126,14 +128,14 @@ class Kernels:
         found = _Attention.apply(self, problem, beside, *given)  # type: ignore[no-untyped-call]
         return found
 
-    def _kept(
+    def _graph_forward(
         self, tensors: Tensors, problem: AttentionProblem, seed: _Optional
     ) -> tuple[Result, _Optional]:
-        """Return the result of an operator's forward pass, and what it keeps beside it."""
+        """Return the result of the operator's forward pass, and what it keeps beside it."""
         rest = _kept_rest(tensors.query)
         return self.compute(problem, *tensors.as_direct(), seed=seed, lse_rest=rest), rest
 
-    def _in_order(
+    def _graph_backward(
         self,
         tensors: Tensors,
         problem: AttentionProblem,
@@ -171,7 +173,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernels: Kernels,
+        kernels: Differentiated,
         problem: AttentionProblem,
         beside: tuple[Any, ...],
         query: torch.Tensor,
@@ -217,7 +219,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _computed(
-    kernels: Kernels,
+    kernels: Differentiated,
     problem: AttentionProblem,
     wanted: frozenset[str],
     upstream: _Optional,
@@ -247,7 +249,7 @@ class _Backward(torch.autograd.Function):
     """The gradients of a call, which have none themselves."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, *given: Any) -> tuple[_Optional, ...]:
+    def forward(ctx: Any, kernels: Differentiated, *given: Any) -> tuple[_Optional, ...]:
         """Return the gradients in the order of `GIVEN`; None of what wants none."""
         ctx.name = kernels.name
         return _computed(kernels, *given)

@@ -8,15 +8,9 @@ up to 128 columns; those of queries are added up in no fixed order.
 
 from typing import Final
 
-from adaattn.backends.compiled_before import is_noted
-from adaattn.backends.hopper.forward import output_function
+from adaattn.backends.hopper.executor import direct, is_ready, run
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
-from adaattn.backends.hopper.gradients import noted_as
-from adaattn.backends.hopper.launch import choose
-from adaattn.backends.hopper.training import KERNELS
-from adaattn.backends.interface import Direct, Result, Tensors
-from adaattn.backends.operators import trained
-from adaattn.backends.own_kernels import place_in_training, why_no_triton
+from adaattn.backends.own_kernels import why_no_triton
 from adaattn.spec import (
     AttentionProblem,
     Aux,
@@ -122,10 +116,11 @@ def _order(problem: AttentionProblem) -> int:
     splits them, is before it. Where no table speaks (any batch alike, numbers of each head) it is
     before `triton` for long rows without a mask alone (H200, 128 / 512 / 4K
     rows, D 64 and 128: 0.8 / 1.0 / 1.0 to 1.5 times as fast; with a bias 0.7 to 0.9). Packed
-    sequences that may not depend on one another have lengths that nobody may ask for.
+    sequences that may not depend on one another have lengths that nobody may ask for. In training
+    all others are before it: times must say that its gradients are faster.
     """
     if problem.wants_gradients:
-        return place_in_training(problem, 45)
+        return 75
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
     least = _FEW_ROWS
     if problem.wants(Aux.DROPPED_MASS):
@@ -182,22 +177,3 @@ CAPABILITIES = (
         compile_ms=5000.0,  # 3 to 9 s (Triton 3.6, 2026-11)
     ),
 )
-
-
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention by one launch."""
-    del group
-    return KERNELS.attend(tensors, problem)
-
-
-def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return the launch for tensors of the problem's kind."""
-    del group
-    return KERNELS.direct(problem, output_function)
-
-
-def is_ready(problem: AttentionProblem) -> bool:
-    """Return whether this machine has compiled the kernels of a problem."""
-    if problem.wants_gradients:
-        return is_noted(("hopper", choose(trained(problem)))) and is_noted(noted_as(problem))
-    return is_noted(("hopper", choose(problem)))

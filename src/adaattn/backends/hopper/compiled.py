@@ -1,6 +1,7 @@
 """Kernels compiled from their variants, with or without a GPU."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -17,10 +18,10 @@ from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_ro
 from adaattn.backends.hopper.views import View
 from adaattn.spec import HeadTerm, MaskKind
 
-__all__ = ["Kernel", "boxes", "compile_variant", "descriptor_type", "shared_layout"]
+__all__ = ["Launcher", "boxes", "compile_variant", "descriptor_type", "shared_layout"]
 
-_MOST_KEPT: Final = 512
-"""Tensors of a layout whose description is kept, by address."""
+_MOST_KEPT: Final = 2048
+"""Descriptions of tensors that a kernel keeps, of half a KiB each: of all layouts together."""
 
 _TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 _POINTERS = ("lse", "row_max", "entropy", "dropped")
@@ -45,8 +46,8 @@ def compile_variant(variant: Variant) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-class Kernel:
-    """A compiled kernel on the current device, launched with what it takes when it runs.
+class Launcher:
+    """Launches a compiled kernel on the current device with what it takes when it runs.
 
     Triton's own launch describes tensors for TMA anew at each call, and is handed every constant.
 
@@ -55,7 +56,7 @@ class Kernel:
     """
 
     def __init__(self, built: Any) -> None:
-        self._metas = built.metadata.tensordesc_meta or ()
+        self._metas = tuple(built.metadata.tensordesc_meta or ())
         # Triton makes the launch of these two: for it descriptors are ready, and constants gone.
         built.src = SimpleNamespace(
             constants={}, signature=dict(enumerate(_launched_types(built.src.signature.values())))
@@ -64,6 +65,8 @@ class Kernel:
         built._init_handles()
         self._run = built.run
         self._given = (built.function, built.packed_metadata, None, None, None)
+        self._places = count()
+        self._known: dict[tuple[int, int], list[Any]] = {}
 
     def bind(self, views: Sequence[View]) -> Callable[..., None]:
         """Return the launch for tensors that lie in some way.
@@ -74,21 +77,21 @@ class Kernel:
         Args:
             views: of those tensors: shape and strides.
         """
-        run, given = self._run, self._given
-        places: list[tuple[dict[int, list[Any]], View, Any]]
-        places = [({}, *both) for both in zip(views, self._metas, strict=True)]
+        run, given, known = self._run, self._given, self._known
+        places = list(zip(self._places, views, self._metas, strict=False))
+        assert len(places) == len(views) == len(self._metas)
 
         def launch(
             num_blocks: int, stream: int, copied: Sequence[torch.Tensor], *others: Any
         ) -> None:
             described: list[Any] = []
-            for (known, view, meta), tensor in zip(places, copied, strict=True):
-                address = tensor.data_ptr()
-                found = known.get(address)
+            for (place, view, meta), tensor in zip(places, copied, strict=True):
+                at = place, tensor.data_ptr()
+                found = known.get(at)
                 if found is None:
                     if len(known) >= _MOST_KEPT:
                         known.clear()
-                    found = known[address] = make_tensordesc_arg(_described(tensor, view), meta)
+                    found = known[at] = make_tensordesc_arg(_described(tensor, view), meta)
                 described += found
             run(num_blocks, 1, 1, stream, *given, *described, *others)
 

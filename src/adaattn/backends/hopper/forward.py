@@ -37,7 +37,6 @@ _MOST_KEPT: Final = 4096
 _Layout = tuple[Any, ...]
 
 _NO_EXTRAS: Final = ()
-_NO_OTHERS: Final = (None,) * 6
 """Of a call of q, k and v alone."""
 
 
@@ -73,7 +72,7 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
         check_untransformed(query, key, value)
         beside, by_head, extras = NOTHING_BESIDE, NOT_BY_HEAD, _NO_EXTRAS
         others = (mask, sinks, slopes, starts_q, blocks, head_terms)
-        if others != _NO_OTHERS:
+        if any(item is not None for item in others):
             sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
             if mask is not None and mask.dtype not in DTYPES:
                 mask = mask.float()

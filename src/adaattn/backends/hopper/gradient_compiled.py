@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from adaattn.backends.hopper import backward, gradient_rows
 from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.compiled import Kernel, descriptor_type
+from adaattn.backends.hopper.compiled import Launcher, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 
 __all__ = ["compile_gradients", "constants_of", "gradient_kernels"]
@@ -45,9 +45,9 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def gradient_kernels(variant: GradientVariant) -> tuple[Kernel, ...]:
+def gradient_kernels(variant: GradientVariant) -> tuple[Launcher, ...]:
     """Return what makes terms of rows, the main kernel, and what finishes queries."""
-    return tuple(Kernel(compile_gradients(variant, kind)) for kind in _KINDS)
+    return tuple(Launcher(compile_gradients(variant, kind)) for kind in _KINDS)
 
 
 def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:

@@ -392,4 +392,4 @@ def _compiled(variant: Variant, device: torch.device) -> Callable[..., Callable[
         # Triton is imported when a kernel first runs: importing the package does not need it.
         from adaattn.backends.hopper import compiled
 
-        return compiled.Kernel(compiled.compile_variant(variant)).bind
+        return compiled.Launcher(compiled.compile_variant(variant)).bind

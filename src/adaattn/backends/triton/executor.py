@@ -14,7 +14,7 @@ from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.training import Kernels, drawn_seed
+from adaattn.backends.training import Differentiated, drawn_seed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
@@ -71,7 +71,7 @@ def is_ready(problem: AttentionProblem) -> bool:
     return is_noted(Arguments(problem).known_by)
 
 
-KERNELS: Final = Kernels("triton", _computed, gradients)
+KERNELS: Final = Differentiated("triton", _computed, gradients)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -271,6 +271,7 @@ class Descriptor:
     """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
 
     def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, ...]) -> None:
+        assert tensor.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
         # Two booleans are one number.
         tensor = tensor.view(torch.int16) if tensor.dtype is torch.bool else tensor
         self.tensor, (self.shape, self.strides) = tensor, view
@@ -520,6 +521,8 @@ class Machine:
         """Return what stands for a kernel's `bind`."""
         parameters = inspect.signature(code).parameters
         launched = [name for name in parameters if name not in constants]
+        # What is no constant has a lower-case name in the source.
+        assert launched == [it for it in parameters if it.islower() and it not in constants]
 
         def bind(views: Sequence[Any]) -> Callable[..., None]:
             def launch(num_blocks: int, stream: int, copied: Any, *others: Any) -> None:

@@ -14,7 +14,7 @@ from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
-from adaattn.testing import make_problem, make_tensors
+from adaattn.testing import make_problem, make_tensors, with_tensors
 
 GROUP = HeadGroup(capability="hopper", scheme=Scheme.of(Precision.BF16))
 NUM_POINTERS = 8
@@ -36,6 +36,7 @@ class Launches:
     def __init__(self) -> None:
         self.variants: list[Variant] = []
         self.arguments: list[tuple[Any, ...]] = []
+        self.copied: list[tuple[torch.Tensor, ...]] = []
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         self.variants.append(variant)
@@ -46,6 +47,7 @@ class Launches:
 
             def launch(num_blocks: int, stream: int, copied: tuple[Any, ...], *rest: Any) -> None:
                 assert len(copied) == len(views)
+                self.copied.append(copied)
                 self.arguments.append((num_blocks, stream, *described, *rest))
 
             return launch
@@ -107,11 +109,16 @@ def test_strides_of_single_elements_are_made_what_tma_takes(launches: Launches) 
 def test_an_address_that_tma_cannot_read_is_copied(launches: Launches) -> None:
     problem = _problem()
     tensors = make_tensors(problem)
+    _run(problem, tensors)
     wide = torch.zeros(tensors.query.numel() + 8, dtype=torch.bfloat16)
     odd = wide[1 : 1 + tensors.query.numel()].view_as(tensors.query)
     assert odd.data_ptr() % 16
-    assert views.readable(odd).data_ptr() % 16 == 0
+    assert odd.stride() == tensors.query.stride()
+    for name in ("query", "key", "value"):
+        _run(problem, with_tensors(tensors, **{name: odd}))
+        assert all(item.data_ptr() % 16 == 0 for item in launches.copied[-1])
     assert views.readable(tensors.query) is tensors.query
+    assert len(launches.variants) == 1
 
 
 def test_a_second_call_of_a_layout_prepares_nothing(launches: Launches) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn.backends import chunked, hopper, triton
-from adaattn.backends.hopper import CAPABILITIES, gradients
+from adaattn.backends import hopper
+from adaattn.backends.hopper import CAPABILITIES, executor, gradients
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients, numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
@@ -33,7 +33,6 @@ from adaattn.testing import (
 )
 
 GROUP = HeadGroup(capability="hopper")
-_CHUNKED = chunked.CAPABILITIES[0].order(make_problem())
 LEAVES = ("query", "key", "value")
 
 TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
@@ -195,6 +194,24 @@ def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(name: str) -> No
 
 
 @simulated
+@pytest.mark.parametrize("place", range(4))
+def test_a_known_layout_may_begin_where_tma_cannot_read(place: int) -> None:
+    problem, tensors = made({"len_q": 70, "len_k": 70})
+    given = [tensors.query, tensors.key, tensors.value]
+    given.append(torch.randn(given[0].shape, dtype=given[0].dtype))
+    wide = torch.zeros(given[place].numel() + 8, dtype=given[place].dtype)
+    odd = wide[1 : 1 + given[place].numel()].view_as(given[place]).copy_(given[place].detach())
+    assert odd.data_ptr() % 16
+    found = []
+    for values in (given, [odd if it == place else value for it, value in enumerate(given)]):
+        *read, upstream = (item.detach().requires_grad_(it < 3) for it, item in enumerate(values))
+        names = dict(zip(("query", "key", "value"), read, strict=True))
+        output = run(with_tensors(tensors, **names), problem).output
+        found.append(torch.autograd.grad(output, read, upstream))
+    assert all(map(torch.equal, *found))
+
+
+@simulated
 def test_the_gradient_of_the_log_sum_exp_alone_needs_none_of_the_output() -> None:
     problem, tensors = made({"len_q": 70, "aux": Aux.LSE})
     result = run(tensors, problem)
@@ -340,20 +357,7 @@ def test_what_it_does_not_train_is_said_in_words(values: dict[str, Any], words: 
 def test_training_never_comes_before_what_a_card_has_timed() -> None:
     (capability,) = CAPABILITIES
     problem = make_problem(head_dim=64, precision=Precision.BF16, len_q=4096)
-    training = replace(problem, requires_grad=True)
-    assert max(capability.order(problem), _CHUNKED) < capability.order(training)
-
-
-@pytest.mark.parametrize("values", [{"softcap": 30.0}, {"has_sinks": True}], ids=str)
-def test_training_is_first_where_all_others_write_scores_out(values: dict[str, Any]) -> None:
-    (capability,), (portable,) = CAPABILITIES, triton.CAPABILITIES
-    known = {"head_dim": 64, "precision": Precision.BF16, "requires_grad": True, **values}
-    problem = make_problem(len_q=512, len_k=512, **known)
-    assert capability.order(problem) < portable.order(problem) < _CHUNKED
-    few = make_problem(len_q=511, len_k=512, **known)
-    assert min(capability.order(few), portable.order(few)) > _CHUNKED
-    fp32 = replace(problem, precision=Precision.FP32)
-    assert portable.order(fp32) > _CHUNKED
+    assert capability.order(problem) < capability.order(replace(problem, requires_grad=True))
 
 
 def test_what_a_backward_pass_allocates_is_said() -> None:
@@ -368,9 +372,9 @@ def test_what_a_backward_pass_allocates_is_said() -> None:
 def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, _ = made({"len_q": 70})
     known = gradients.noted_as(problem)
-    monkeypatch.setattr(hopper, "is_noted", lambda found: found == known or found[0] == "hopper")
+    monkeypatch.setattr(executor, "is_noted", lambda found: found == known or found[0] == "hopper")
     assert hopper.is_ready(problem)
-    monkeypatch.setattr(hopper, "is_noted", lambda found: found == known)
+    monkeypatch.setattr(executor, "is_noted", lambda found: found == known)
     assert not hopper.is_ready(problem)
 
 

@@ -1,0 +1,42 @@
+"""Runs the Hopper kernels: with or without gradients, eager and in graphs."""
+
+from typing import Any, Final
+
+from adaattn.backends.compiled_before import is_noted
+from adaattn.backends.hopper.forward import bound, output_function
+from adaattn.backends.hopper.gradients import gradients, noted_as
+from adaattn.backends.hopper.launch import choose
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.operators import trained
+from adaattn.backends.training import Differentiated
+from adaattn.spec import AttentionProblem, HeadGroup
+
+__all__ = ["KERNELS", "direct", "is_ready", "run"]
+
+
+def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
+    """Return a result; there is no dropout, and 16 bits keep nothing beside the log-sum-exp."""
+    del others
+    return bound(problem)(*given)
+
+
+KERNELS: Final = Differentiated("hopper", _computed, gradients)
+
+
+def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+    """Return attention by one launch."""
+    del group
+    return KERNELS.attend(tensors, problem)
+
+
+def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return the launch for tensors of the problem's kind."""
+    del group
+    return KERNELS.direct(problem, output_function)
+
+
+def is_ready(problem: AttentionProblem) -> bool:
+    """Return whether this machine has compiled the kernels of a problem."""
+    if problem.wants_gradients:
+        return is_noted(("hopper", choose(trained(problem)))) and is_noted(noted_as(problem))
+    return is_noted(("hopper", choose(problem)))
