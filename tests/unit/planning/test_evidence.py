@@ -11,7 +11,7 @@ import pytest
 from adaattn.cli.machines import facts_of
 from adaattn.hardware.tables import timings_of
 from adaattn.planning.evidence import DISPLACES, fastest, interpolated, ratio
-from adaattn.planning.stand_ins import MARGIN, stand_ins
+from adaattn.planning.stand_ins import GROUPED, MARGIN, stand_ins
 from adaattn.spec import Align, AttentionProblem, Aux, Cell, MaskKind, Measured, TimingTable
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import make_problem
@@ -273,6 +273,56 @@ def test_with_a_class_left_out_simpler_problems_choose_as_well(card: str) -> Non
                 wrong += measured_ratio(cell, name, "chunked") > 1.0 / DISPLACES
     assert taken > 40
     assert wrong <= MOST_WRONG * taken
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "len_q", "group"),
+    [(16, 1, 512, 8), (71, 1, 512, 1), (28, 1, 512, 7), (32, 2, 17, 8), (32, 2, 16, 16),
+     (32, 4, 512, 8)],
+)  # fmt: skip
+def test_large_groups_go_by_smaller_ones_but_for_few_rows(
+    heads: int, kv_heads: int, len_q: int, group: int
+) -> None:
+    known = {"num_heads": heads, "has_sinks": True, "is_causal": True, "len_q": len_q}
+    problem = make_problem(**known, num_kv_heads=kv_heads, len_k=512)
+    found = {it.problem.group_size: it.factor for it in stand_ins(problem)[:2]}
+    assert list(found)[-1] == group
+    if group == problem.group_size:
+        return
+    assert found == {problem.group_size: 1.0, group: GROUPED}
+    near = replace(problem, num_kv_heads=heads // min(group, 4))
+    table = table_of(cell_of(near, times(fused=0.1, chunked=1.0)))
+    share = ratio(table, problem, "fused", "chunked", by_stand_in=True)
+    assert share == pytest.approx(0.1 * GROUPED)
+    assert ratio(table, problem, "fused", "chunked") is None
+
+
+def test_groups_of_one_say_rightly_who_is_faster_in_groups_of_four() -> None:
+    """For what PyTorch has no word for, where `chunked` is the incumbent."""
+    taken = wrong = 0
+    for card in CARDS:
+        for name, cells in shipped(card).cells.items():
+            if not {*name.split()} & {"softcap", "sinks", "alibi", "dilation", "window"}:
+                continue
+            alone = {facts(replace(it, group_size=4)): it for it in cells if it.group_size == 1}
+            for cell in cells:
+                if cell.group_size == 4 and cell.len_q > 16 and facts(cell) in alone:
+                    found = _told_by(alone[facts(cell)], cell)
+                    taken, wrong = taken + found[0], wrong + found[1]
+    assert taken > 150
+    assert wrong <= MOST_WRONG * taken
+
+
+def _told_by(alone: Cell, grouped: Cell) -> tuple[int, int]:
+    """Return how many own kernels take the place of `chunked` by a cell, and how many wrongly."""
+    taken = [
+        name
+        for name in OWN_KERNELS
+        if {name, "chunked"} <= {*alone.times} & {*grouped.times}
+        and GROUPED * measured_ratio(alone, name, "chunked") < DISPLACES
+    ]
+    wrong = [name for name in taken if measured_ratio(grouped, name, "chunked") > 1.0 / DISPLACES]
+    return len(taken), len(wrong)
 
 
 def test_who_was_left_out_of_a_cell_does_not_come_in_by_another() -> None:
