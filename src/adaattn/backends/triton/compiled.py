@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.masks import stream_of
 from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
 from adaattn.hardware import on_clear
@@ -71,7 +72,10 @@ class Launch:
         if self._kernel is None:
             self._kernel = self._known_or_compiled(tensors)
             return
-        self._kernel[self.grid](*tensors, *self.numbers, *self.constants)
+        kernel = self._kernel
+        head = (*self.grid, stream_of(first), kernel.function, kernel.packed_metadata)
+        # As `kernel[grid]` does, but for profilers' hooks, which are called even where none is set.
+        kernel.run(*head, None, None, None, *tensors, *self.numbers, *self.constants)
 
     def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """Launch it for the first time; return what was compiled for its signature."""

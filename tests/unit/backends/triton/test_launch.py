@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +218,26 @@ def test_a_budget_too_small_for_the_parts_of_split_keys_takes_another_executor()
     (refused,) = [entry for entry in decision.trace if entry.candidate.startswith("triton")]
     assert refused.why is Why.MEMORY
     assert decision.plan.groups[0].capability == "sdpa.efficient"
+
+
+def test_a_repeated_launch_is_tritons_own_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    launched: list[tuple[Any, ...]] = []
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
+    kernel = object.__new__(compiler.CompiledKernel)
+    kernel.module, kernel.function, kernel.packed_metadata = "module", "function", "packed"
+    kernel._run = lambda *given: launched.append(given)
+    kernel.src, kernel.name, kernel.metadata = SimpleNamespace(), "name", None
+    launch = Launch(
+        module="forward", name="forward", grid=(3, 2, 1), numbers=(0.5, 7), constants=(64, True),
+        options=(("num_warps", 4),),
+    )  # fmt: skip
+    launch._kernel = kernel
+    tensors = (torch.zeros(8), None, torch.ones(8))
+    launch(*tensors)
+    kernel[launch.grid](*tensors, *launch.numbers, *launch.constants)
+    ours, theirs = launched
+    assert ours[6:9] == (None, None, None)
+    assert ours[:6] == theirs[:6] == (3, 2, 1, 0, "function", "packed")
+    assert all(a is b for a, b in zip(ours[9:], theirs[9:], strict=True))
