@@ -297,6 +297,16 @@ def test_large_groups_go_by_smaller_ones_but_for_few_rows(
     assert ratio(table, problem, "fused", "chunked") is None
 
 
+def test_smaller_groups_say_nothing_against_what_writes_no_scores() -> None:
+    mask = {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 512, 512)}
+    aligned = make_problem(num_heads=16, num_kv_heads=4, len_q=512, len_k=512, **mask)
+    problem = replace(aligned, num_kv_heads=1, mask_is_aligned=False)
+    table = table_of(cell_of(aligned, times(fused=0.1, chunked=1.0)))
+    assert problem_class(problem) not in table.cells
+    assert ratio(table, problem, "fused", "chunked", by_stand_in=True) is not None
+    assert ratio(table, problem, "fused", "chunked") is None
+
+
 def test_groups_of_one_say_rightly_who_is_faster_in_groups_of_four() -> None:
     """For what PyTorch has no word for, where `chunked` is the incumbent."""
     taken = wrong = 0
