@@ -113,7 +113,6 @@ def compare(
     times: dict[str, list[float]] = {way: [] for way in ways}
     names, texts = list(ways), passages(options, *shape)
     adaattn.warmup(partial(_loss, models[OURS][0], next(texts), options.device))
-    events: list[adaattn.AttentionEvent] = []
     for step in range(options.steps):
         tokens = next(texts)
         for way in names[step % len(names) :] + names[: step % len(names)]:
@@ -127,6 +126,7 @@ def compare(
             optimizer.step()
             losses[way].append(float(loss.detach()))
             times[way].append(1e3 * (time.perf_counter() - begin))
+    events: list[adaattn.AttentionEvent] = []
     with adaattn.record_events(events.append):
         _loss(models[OURS][0], next(texts), options.device)
     late = {way: statistics.median(found[_WARM_STEPS:] or found) for way, found in times.items()}

@@ -57,8 +57,8 @@ def stand_ins(problem: AttentionProblem) -> tuple[StandIn, ...]:
 
     Precision, gradients, dropout, lists of blocks and masks are never left out: other kernels
     serve them, or these do something else. Groups of more than 8 heads stand as smaller ones, but
-    of few rows. Causal order is, beside a mask and at the end of longer
-    keys; packed sequences take it on, which is how tables have them.
+    of few rows. Causal order is left out beside a mask and at the end of longer keys; packed
+    sequences take it on, which is how tables have them.
 
     Args:
         problem: simplified.

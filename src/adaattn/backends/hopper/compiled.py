@@ -32,8 +32,6 @@ _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 def compile_variant(variant: Variant) -> Any:
     """Return Triton's compiled kernel for sm_90a; its loading waits for the first launch."""
     constants = _constants(variant)
-    if not variant.tiling.stages_m:
-        constants["staged"] = None
     source = GluonASTSource(
         kernel.forward,
         signature=_signature(variant, constants),
@@ -78,8 +76,8 @@ class Launcher:
             views: of those tensors: shape and strides.
         """
         run, given, known = self._run, self._given, self._known
-        places = list(zip(self._places, views, self._metas, strict=False))
-        assert len(places) == len(views) == len(self._metas)
+        both = zip(views, self._metas, strict=True)
+        places = [(next(self._places), view, meta) for view, meta in both]
 
         def launch(
             num_blocks: int, stream: int, copied: Sequence[torch.Tensor], *others: Any
@@ -177,7 +175,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         "HAS_HEAD_WINDOWS": variant.by_head(HeadTerm.WINDOW),
         "HAS_HEAD_SOFTCAPS": variant.by_head(HeadTerm.SOFTCAP),
         "HAS_DROPPED": variant.has_dropped,
-    }
+    } | ({} if tiling.stages_m else {"staged": None})
 
 
 def _place(name: str) -> tuple[int]:

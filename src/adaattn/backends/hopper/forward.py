@@ -5,8 +5,8 @@ A repeated call looks up its layout, allocates the result, and launches
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Final
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from adaattn.backends.hopper.prepared import (
     Prepared,
     prepare,
 )
-from adaattn.backends.hopper.views import ALIGNMENT, made_readable, readable
+from adaattn.backends.hopper.views import ALIGNMENT, Layouts, made_readable, readable
 from adaattn.backends.interface import Result
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.hardware import on_clear
@@ -31,13 +31,7 @@ from adaattn.spec import AttentionProblem
 
 __all__ = ["bound", "output_function"]
 
-_MOST_KEPT: Final = 4096
-"""Layouts of a problem."""
-
 _Layout = tuple[Any, ...]
-
-_NO_EXTRAS: Final = ()
-"""Of a call of q, k and v alone."""
 
 
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
@@ -53,9 +47,8 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
 @lru_cache(maxsize=1024)
 def bound(problem: AttentionProblem) -> Callable[..., Result]:
     """Return the call of a problem, which keeps what it works out for each layout of tensors."""
-    known: dict[_Layout, Prepared] = {}
     aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
-    clean = readable if aligned else made_readable
+    layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
 
     def call(
         query: torch.Tensor,
@@ -70,7 +63,8 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
         head_terms: HeadTerms | None = None,
     ) -> Result:
         check_untransformed(query, key, value)
-        beside, by_head, extras = NOTHING_BESIDE, NOT_BY_HEAD, _NO_EXTRAS
+        beside, by_head = NOTHING_BESIDE, NOT_BY_HEAD
+        extras: _Layout = ()
         others = (mask, sinks, slopes, starts_q, blocks, head_terms)
         if any(item is not None for item in others):
             sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
@@ -78,20 +72,13 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
             extras = _extras((mask, sinks, slopes), beside, by_head)
-        layout = _layout(query, key, value, extras)
-        prepared = known.get(layout)
-        if prepared is None or any(it.data_ptr() % ALIGNMENT for it in (query, key, value)):
-            # What was prepared for is readable but for where it begins.
-            query, key, value = map(clean, (query, key, value))
-            layout = _layout(query, key, value, extras)
-            prepared = known.get(layout)
+        read, layout, prepared = layouts.find((query, key, value), partial(_layout, extras))
+        query, key, value = read
         if prepared is None:
             given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
             prepared = prepare(problem, given)
             if prepared.is_lasting:
-                if len(known) >= _MOST_KEPT:
-                    known.clear()
-                known[layout] = prepared
+                layouts.keep(layout, prepared)
         if query.is_cuda and query.device.index != torch.cuda.current_device():
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
@@ -104,7 +91,7 @@ on_clear(bound.cache_clear)
 
 
 def _layout(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extras: _Layout
+    extras: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> _Layout:
     """Return what a launch takes for granted of its tensors."""
     strides = query.stride(), key.stride(), value.stride()

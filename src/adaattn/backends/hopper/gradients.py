@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,7 @@ from adaattn.backends.hopper.gradient_launch import (
     numbers_of,
 )
 from adaattn.backends.hopper.prepared import DTYPES
-from adaattn.backends.hopper.views import ALIGNMENT, head_view, made_readable
+from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import stream_of
 from adaattn.backends.operators import Kept
@@ -27,9 +27,6 @@ from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
 __all__ = ["gradients", "noted_as"]
-
-_MOST_KEPT: Final = 4096
-"""Layouts of a problem."""
 
 _SUM_COLUMNS: Final = 256
 """Numbers of a row as TMA adds sums."""
@@ -145,7 +142,7 @@ class _Backward:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem
-        self._known: dict[tuple[Any, ...], _Prepared] = {}
+        self._layouts: Layouts[_Prepared] = Layouts(made_readable)
 
     def __call__(
         self,
@@ -156,25 +153,18 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
+        read: tuple[torch.Tensor, ...]
         read = (tensors.query, tensors.key, tensors.value, upstream, kept.output)
         lse, slopes = kept.lse.contiguous(), tensors.alibi_slopes
         if lse_upstream is not None:
             lse_upstream = lse_upstream.float().contiguous()
         if slopes is not None:
             slopes = with_dense_columns(slopes if slopes.dtype in DTYPES else slopes.float())
-        layout = _layout(read, slopes, lse_upstream)
-        prepared = self._known.get(layout)
-        if prepared is None or any(item.data_ptr() % ALIGNMENT for item in read):
-            # What was prepared for is readable but for where it begins.
-            query, key, value, upstream, output = map(made_readable, read)
-            read = (query, key, value, upstream, output)
-            layout = _layout(read, slopes, lse_upstream)
-            prepared = self._known.get(layout)
+        layout_of = partial(_layout, slopes, lse_upstream)
+        read, layout, prepared = self._layouts.find(read, layout_of)
         if prepared is None:
             prepared = _prepare(self._problem, read, slopes, lse_upstream is not None)
-            if len(self._known) >= _MOST_KEPT:
-                self._known.clear()
-            self._known[layout] = prepared
+            self._layouts.keep(layout, prepared)
             note(noted_as(self._problem))
         written, terms = prepared.run(read, lse, lse_upstream, slopes)
         found = dict(zip(("query", "key", "value"), written, strict=True))
@@ -185,10 +175,15 @@ class _Backward:
 
 
 def _layout(
-    read: tuple[torch.Tensor, ...], slopes: _Optional, lse_upstream: _Optional
+    slopes: _Optional,
+    lse_upstream: _Optional,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    upstream: torch.Tensor,
+    output: torch.Tensor,
 ) -> tuple[Any, ...]:
     """Return what launches take for granted of tensors."""
-    query, key, value, upstream, output = read
     return (
         query.shape,
         query.stride(),
@@ -228,9 +223,12 @@ def _prepare(
     num_tiles = problem.batch * problem.num_heads * tiles
     of_rows = (problem.num_heads, problem.len_q, tiles)
     written = tuple(output_like(item, item.shape[3]) for item in (query, key, value))
-    views = [head_view(it, is_packed=False) for it in (query, key, value, upstream, *written[1:])]
-    views.insert(4, ((num_tiles * 2 * variant.block_m,), (1,)))
-    views.append(((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)))
+    views = (
+        *(head_view(item, is_packed=False) for item in (query, key, value, upstream)),
+        ((num_tiles * 2 * variant.block_m,), (1,)),
+        *(head_view(item, is_packed=False) for item in written[1:]),
+        ((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)),
+    )
     prepare, main, finish = _compiled(variant, query.device)
     return _Prepared(
         launches=(prepare(()), main(views), finish(())),

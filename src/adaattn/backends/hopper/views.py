@@ -1,6 +1,7 @@
 """Tensors as TMA sees them: shape and strides of its descriptions."""
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from adaattn.spec import AttentionProblem
 
 __all__ = [
     "ALIGNMENT",
+    "Layouts",
     "View",
     "head_view",
     "is_staged",
@@ -20,6 +22,8 @@ __all__ = [
     "readable",
 ]
 
+_T = TypeVar("_T")
+
 View = tuple[Sizes, Sizes]
 """Shape and strides."""
 
@@ -28,6 +32,9 @@ ALIGNMENT: Final = 16
 
 _STEP: Final = 8
 """Numbers that strides are multiples of: 16 bytes."""
+
+_MOST_KEPT: Final = 4096
+"""Layouts of a problem."""
 
 _MOST_PLACES: Final = 0x7FFF0000
 """Of a dimension that a tensor's description does not bound."""
@@ -102,6 +109,42 @@ def mask_view(mask: torch.Tensor) -> View:
         strides = [step // 2 for step in strides]
         shape[3] //= 2
     return tuple(shape), (*strides, 1)
+
+
+class Layouts(Generic[_T]):
+    """What is worked out once for each layout of the tensors of a problem that TMA reads.
+
+    Args:
+        clean: makes a tensor readable.
+    """
+
+    def __init__(self, clean: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._clean = clean
+        self._known: dict[Any, _T] = {}
+
+    def find(
+        self, tensors: tuple[torch.Tensor, ...], layout_of: Callable[..., Any]
+    ) -> tuple[tuple[torch.Tensor, ...], Any, _T | None]:
+        """Return the tensors, made readable, their layout, and what was kept for it, or None.
+
+        Args:
+            tensors: that TMA is to read.
+            layout_of: returns from them what a launch takes for granted.
+        """
+        layout = layout_of(*tensors)
+        found = self._known.get(layout)
+        # What something was kept for is readable but for where it begins.
+        if found is None or any(item.data_ptr() % ALIGNMENT for item in tensors):
+            tensors = tuple(map(self._clean, tensors))
+            layout = layout_of(*tensors)
+            found = self._known.get(layout)
+        return tensors, layout, found
+
+    def keep(self, layout: Any, found: _T) -> None:
+        """Keep what was worked out for a layout."""
+        if len(self._known) >= _MOST_KEPT:
+            self._known.clear()
+        self._known[layout] = found
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

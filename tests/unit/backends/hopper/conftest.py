@@ -488,13 +488,10 @@ class Machine:
         )
         boxes = list(zip(box_rows(tiling), columns, strict=True))
 
-        constants = compiled._constants(variant)
-        if not tiling.stages_m:
-            constants["staged"] = None
-        else:
+        if tiling.stages_m:
             columns = tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
             boxes.append((ROWS, columns))
-        return self._bound(code, constants, boxes)
+        return self._bound(code, compiled._constants(variant), boxes)
 
     def backward(self, variant: GradientVariant, device: torch.device) -> Any:
         """Stand for the compiled kernels of a backward pass."""
