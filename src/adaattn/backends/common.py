@@ -27,7 +27,6 @@ __all__ = [
     "key_range",
     "layout_facts",
     "mask_part",
-    "output_like",
     "packed_positions",
     "packed_tile_seen",
     "part_of",
@@ -268,17 +267,6 @@ def _alignment(*tensors: torch.Tensor) -> int:
         if size > 1
     ]
     return math.gcd(_MOST_ALIGNED, *steps)
-
-
-def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return an empty output whose dimensions lie in the order of the query's."""
-    if columns == query.shape[3]:
-        made = torch.empty_like(query)
-        if made.stride(3) == 1:
-            return made
-    order = sorted(range(3), key=query.stride, reverse=True)
-    made = query.new_empty([*(query.shape[dim] for dim in order), columns])
-    return made.permute(*(order.index(dim) for dim in range(3)), 3)
 
 
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:

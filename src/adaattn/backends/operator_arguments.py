@@ -68,6 +68,7 @@ def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], lis
             problem.align is Align.BOTTOM_RIGHT,
             problem.wants_gradients,
             problem.batch_invariant,
+            problem.deterministic,
         ],
         [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
     )
@@ -79,7 +80,7 @@ def problem_of(
     """Return the problem that `taken_apart` took apart, for the tensors at hand."""
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
-    is_causal, to_end, is_trained, is_invariant = flags
+    is_causal, to_end, is_trained, is_invariant, is_deterministic = flags
     left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
@@ -111,6 +112,7 @@ def problem_of(
         dropout_p=dropout_p,
         requires_grad=is_trained,
         batch_invariant=is_invariant,
+        deterministic=is_deterministic,
         num_sequences=0 if starts is None else starts.shape[0] - 1,
         max_len_q=max_len_q,
         max_len_k=max_len_k,

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_use
 
-from adaattn.backends.common import output_like
+from adaattn.backends.allocation import output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.backends.operator_arguments import problem_of, taken_apart, tensors_of
 from adaattn.backends.own_kernels import check_untransformed

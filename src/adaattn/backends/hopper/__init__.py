@@ -3,7 +3,8 @@
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
 own. It needs Triton and strides of 16 bytes. Gradients are those of dense sequences without a mask,
-up to 128 columns; those of queries are added up in no fixed order.
+up to 128 columns; those of queries are added up in no fixed order unless PyTorch was asked for
+deterministic algorithms, or `batch_invariant`.
 """
 
 from typing import Final
@@ -85,7 +86,6 @@ def _training(problem: AttentionProblem) -> tuple[str, ...]:
         (problem.mask is not MaskKind.NONE, "a mask"),
         (problem.has_blocks, "a list of blocks"),
         (problem.head_terms.value > 0, "numbers of each head"),
-        (problem.batch_invariant, "batch_invariant, since sums have no fixed order"),
     )
     return tuple(text for applies, text in refused if applies)
 
@@ -106,7 +106,8 @@ def _overhead(
     variant = choose_gradients(problem)
     tiles = problem.batch * problem.num_heads * -(-problem.len_q // variant.block_m)
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
-    return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms, launches=2)
+    turns = 4.0 * tiles if variant.is_ordered else 0.0
+    return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)
 
 
 def _order(problem: AttentionProblem) -> int:
@@ -158,6 +159,7 @@ CAPABILITIES = (
             | Feature.HEAD_TERMS
             | Feature.BATCH_INVARIANT
             | Feature.BACKWARD
+            | Feature.DETERMINISTIC_BACKWARD
             | Feature.LSE_GRADIENT
             | Feature.SINKS_GRADIENT
         ),

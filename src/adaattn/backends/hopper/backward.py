@@ -5,11 +5,13 @@
 A block of 128 keys loops over the tiles of query rows that see it, of all query heads of its key
 head: dk and dv stay in registers, 64 keys in each of two warpgroups. Scores are computed
 transposed, so that p^T and ds^T are left operands from registers; ds passes through shared memory
-for dq, which leaves one pass later as a sum in fp32 in global memory, added by TMA in no fixed
-order. `adaattn.backends.hopper.gradient_rows` makes what a row needs, and the gradient of queries
-of those sums. Tiles of scores are [keys of a warpgroup, BLOCK_M].
+for dq, which leaves one pass later as a sum in fp32 in global memory, added by TMA.
+`adaattn.backends.hopper.gradient_rows` makes what a row needs, and the gradient of queries of those
+sums. Tiles of scores are [keys of a warpgroup, BLOCK_M].
 
 What a stage holds is freed once for queries, upstream gradients and terms of rows together.
+
+Sums have no fixed order, or where IS_ORDERED that of `adaattn.backends.hopper.gradient_order`.
 """
 
 from triton.experimental import gluon
@@ -23,6 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_add, tma_store
+from adaattn.backends.hopper.gradient_order import (
+    begun,
+    gradient_adder,
+    next_tile,
+    place_in_order,
+    row_tiles,
+)
 from adaattn.backends.hopper.pipeline import copy, mma_layout
 from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, Sizes
 
@@ -43,6 +52,7 @@ class Backward:
     value_gradient: tma.tensor_descriptor
     sums: tma.tensor_descriptor
     slopes: gl.tensor
+    turns: gl.tensor
     scale: gl.tensor
     natural: gl.tensor
     cap: gl.tensor
@@ -52,11 +62,14 @@ class Backward:
     key_head: gl.tensor
     first_head: gl.tensor
     last_head: gl.tensor
+    block: gl.tensor
     first_key: gl.tensor
     first_tile: gl.tensor
     end_tile: gl.tensor
     first_slot: gl.tensor
+    added_before: gl.tensor
     skipped: gl.tensor
+    tiles_per_head: gl.tensor
     visits: gl.tensor
     q: gl.shared_memory_descriptor
     o: gl.shared_memory_descriptor
@@ -71,6 +84,8 @@ class Backward:
     q_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
     end: gl.shared_memory_descriptor
     BLOCK_M: gl.constexpr
     BLOCK_D: gl.constexpr
@@ -83,6 +98,7 @@ class Backward:
     HAS_SOFTCAP: gl.constexpr
     FAST_TANH: gl.constexpr
     HAS_ALIBI: gl.constexpr
+    IS_ORDERED: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -91,10 +107,11 @@ class Backward:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
-        scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, first_key,
-        first_tile, end_tile, first_slot, skipped, visits, q, o, r, k, v, ds, caps, dq, q_full,
-        o_full, q_empty, kv_full, ds_full, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT,
-        HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        turns, scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, block,
+        first_key, first_tile, end_tile, first_slot, added_before, skipped, tiles_per_head, visits,
+        q, o, r, k, v, ds, caps, dq, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty,
+        end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
+        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -105,6 +122,7 @@ class Backward:
         self.value_gradient = value_gradient
         self.sums = sums
         self.slopes = slopes
+        self.turns = turns
         self.scale = scale
         self.natural = natural
         self.cap = cap
@@ -114,11 +132,14 @@ class Backward:
         self.key_head = key_head
         self.first_head = first_head
         self.last_head = last_head
+        self.block = block
         self.first_key = first_key
         self.first_tile = first_tile
         self.end_tile = end_tile
         self.first_slot = first_slot
+        self.added_before = added_before
         self.skipped = skipped
+        self.tiles_per_head = tiles_per_head
         self.visits = visits
         self.q = q
         self.o = o
@@ -133,6 +154,8 @@ class Backward:
         self.q_empty = q_empty
         self.kv_full = kv_full
         self.ds_full = ds_full
+        self.dq_full = dq_full
+        self.dq_empty = dq_empty
         self.end = end
         self.BLOCK_M = gl.constexpr(BLOCK_M)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
@@ -145,6 +168,7 @@ class Backward:
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
+        self.IS_ORDERED = gl.constexpr(IS_ORDERED)
         # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
         self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
         self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))
@@ -152,28 +176,6 @@ class Backward:
         self.left_layout = gl.constexpr(
             gl.DotOperandLayout(operand_index=0, parent=mma_layout(BLOCK_D), k_width=2)
         )
-
-
-@gluon.jit
-def two_barriers(count: gl.constexpr):
-    """Barriers of a ring of two stages."""
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(made.index(0), count=count)
-    mbarrier.init(made.index(1), count=count)
-    return made
-
-
-@gluon.jit
-def next_tile(c, tile, slot, head):
-    """The next tile of query rows: behind the last that see the block, the next head's first."""
-    tile += 1
-    slot += 1
-    if c.IS_GROUPED:
-        is_over = tile == c.end_tile
-        tile = gl.where(is_over, c.first_tile, tile)
-        slot = gl.where(is_over, slot + c.skipped, slot)
-        head = gl.where(is_over, head + 1, head)
-    return tile, slot, head
 
 
 @gluon.jit
@@ -186,9 +188,7 @@ def gradient_producer(c):
     block = c.batch, c.key_head, c.first_key, 0
     copy(c.key, c.kv_full.index(0), c.k.index(0), block)
     copy(c.value, c.kv_full.index(1), c.v, block)
-    tile = c.first_tile + 0
-    slot = c.first_slot + 0
-    head = c.first_head + 0
+    tile, slot, head = begun(c)
     for visit in range(c.visits + 1):
         stage = visit & 1
         place = c.batch, head, tile * c.BLOCK_M, 0
@@ -198,6 +198,15 @@ def gradient_producer(c):
         if visit < c.visits:
             copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
         tile, slot, head = next_tile(c, tile, slot, head)
+
+
+@gluon.jit
+def two_barriers(count: gl.constexpr):
+    """Barriers of a ring of two stages, or of two warpgroups."""
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(made.index(0), count=count)
+    mbarrier.init(made.index(1), count=count)
+    return made
 
 
 @gluon.jit
@@ -303,19 +312,25 @@ def hide_ahead(c, w: gl.constexpr, p, first_key, first_row):
 
 
 @gluon.jit
-def add_queries(c, w: gl.constexpr, slot, dq):
-    """Begins to add a tile's dq to its sums, 16 bytes of each thread behind one another.
+def add_queries(c, w: gl.constexpr, slot, parity, dq):
+    """Begins to add a visit's dq to the sums of a tile, 16 bytes of each thread behind one another.
 
     Sums may lie in any order: `gradient_rows.finish_queries` knows it. The copy before has been
     read when this one is written.
     """
-    tma.store_wait(0)
+    if c.IS_ORDERED:
+        mbarrier.wait(c.dq_empty.index(w), parity)
+    else:
+        tma.store_wait(0)
     # [warp, row / 8, row % 8, column / 8, pair of columns, column]
     parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     c.dq.index(w).store(parts.reshape([16, 256]))
     fence_async_shared()
-    barrier()
-    tma_add(c.sums, [(slot * 2 + w) * 16, 0], c.dq.index(w))
+    if c.IS_ORDERED:
+        mbarrier.arrive(c.dq_full.index(w))
+    else:
+        barrier()
+        tma_add(c.sums, [(slot * 2 + w) * 16, 0], c.dq.index(w))
 
 
 @gluon.jit
@@ -364,9 +379,7 @@ def gradient_consumer(c, w: gl.constexpr):
     if rows == 64:
         all_k = all_k.slice(w * 64, 64, dim=1)
     first_key = c.first_key + w * half
-    tile = c.first_tile + 0
-    slot = c.first_slot + 0
-    head = c.first_head + 0
+    tile, slot, head = begun(c)
     slot_before = c.first_slot - 1
     mbarrier.wait(c.kv_full.index(0), 0)
     mbarrier.wait(c.q_full.index(0), 0)
@@ -383,7 +396,7 @@ def gradient_consumer(c, w: gl.constexpr):
         o = c.o.index(stage)
         ds_all = c.ds.index(stage)
         if visit > 0:
-            add_queries(c, w, slot_before, dq)
+            add_queries(c, w, slot_before, stage, dq)
         mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
         dp_async = product(v, o.permute([1, 0]), half, rows, of_scores)
         dv_async = warpgroup_mma(gl.convert_layout(p.to(dtype), of_left), o, dv, is_async=True)
@@ -419,41 +432,25 @@ def gradient_consumer(c, w: gl.constexpr):
             # Two numbers that need not stay in registers.
             slot_before = c.first_slot + visit
             tile = c.first_tile + visit + 1
+            if c.IS_ORDERED:
+                tile = c.end_tile - 2 - visit
         p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
         # With weights among what is waited for, exponentials stay before the wait.
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
-    add_queries(c, w, slot_before, dq)
+    add_queries(c, w, slot_before, c.visits & 1, dq)
     store_block(c, w, dk, dv)
 
 
 @gluon.jit
-def row_tiles(sizes, first_key, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-              HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr):  # fmt: skip
-    """The tiles of query rows that see a block of keys: the first, and behind the last.
-
-    There is one at least, whose rows then see nothing.
-    """
-    first = gl.to_tensor(0)
-    end = sizes.len_q
-    if HAS_RIGHT:
-        first = gl.maximum(first_key - sizes.offset - sizes.right, 0) // BLOCK_M
-    if HAS_LEFT:
-        last_key = gl.minimum(first_key + BLOCK_N, sizes.len_k) - 1
-        end = gl.minimum(end, gl.maximum(last_key - sizes.offset + sizes.left + 1, 0))
-    first = gl.minimum(first, (sizes.len_q - 1) // BLOCK_M)
-    return first, gl.maximum(gl.cdiv(end, BLOCK_M), first + 1)
-
-
-@gluon.jit
 def backward(
-    query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
+    query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes, turns,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
-    tiles_per_head, slopes_stride, zero,
+    tiles_per_head, slopes_stride, key_heads, heads_together, zero,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -462,8 +459,12 @@ def backward(
             see nothing, then BLOCK_M sums of products of output and gradient.
         sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
             `add_queries`.
+        turns: int32, zeros, where IS_ORDERED: for each tile of rows the block of keys whose turn it
+            is to add to its sums.
         natural: factor of the gradient of keys.
         key_blocks: of a head.
+        key_heads: of all sequences.
+        heads_together: of those worked on at a time, where IS_ORDERED.
         zero: 0, which the compiler is not to know.
     """
     dtype: gl.constexpr = query.dtype
@@ -486,30 +487,58 @@ def backward(
     q_empty = two_barriers(2)
     kv_full = two_barriers(1)
     ds_full = two_barriers(2)
+    # Without an order there is no warp that adds: what stands for its barriers is never touched.
+    dq_full = ds_full
+    dq_empty = ds_full
+    if IS_ORDERED:
+        dq_full = two_barriers(1)
+        dq_empty = two_barriers(1)
     end = two_barriers(2)
     fence_async_shared()
     head = gl.program_id(0) // key_blocks
     block = gl.program_id(0) - head * key_blocks
+    if IS_ORDERED:
+        head, block = place_in_order(key_blocks, key_heads, heads_together)
     kv_heads = num_heads // group_size
     batch = head // kv_heads
     key_head = head - batch * kv_heads
     first_head = key_head * group_size
     sizes = Sizes(len_q, len_k, offset, left, right)
     first, behind = row_tiles(sizes, block * BLOCK_N, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+    skipped = tiles_per_head - (behind - first)
+    added_before = gl.to_tensor(0)
+    if IS_ORDERED:
+        skipped = (group_size - 1) * tiles_per_head + 1
+        before = gl.maximum(block - 1, 0) * BLOCK_N
+        _, ended = row_tiles(sizes, before, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+        added_before = gl.where(block > 0, ended, 0)
     first_slot = (batch * num_heads + first_head) * tiles_per_head + first
     visits = behind - first
     if IS_GROUPED:
         visits = visits * group_size
     c = Backward(
         query, key, value, upstream, row_terms, key_gradient, value_gradient, sums,
-        slopes + batch * slopes_stride, scale, natural, cap, zero, sizes, batch, key_head,
-        first_head, first_head + group_size - 1, block * BLOCK_N, first, behind, first_slot,
-        tiles_per_head - (behind - first), visits, q, o, r, k, v, ds, caps, dq, q_full, o_full,
-        q_empty, kv_full, ds_full, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT,
-        HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        slopes + batch * slopes_stride, turns, scale, natural, cap, zero, sizes, batch,
+        key_head, first_head, first_head + group_size - 1, block, block * BLOCK_N, first, behind,
+        first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds, caps, dq,
+        q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N,
+        BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH,
+        HAS_ALIBI, IS_ORDERED,
     )  # fmt: skip
-    gl.warp_specialize(
-        [(gradient_consumer, (c, 0)), (gradient_consumer, (c, 1)), (gradient_producer, (c,))],
-        [4, 1],
-        [240, 24],
-    )
+    if IS_ORDERED:
+        gl.warp_specialize(
+            [
+                (gradient_consumer, (c, 0)),
+                (gradient_consumer, (c, 1)),
+                (gradient_producer, (c,)),
+                (gradient_adder, (c,)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(gradient_consumer, (c, 0)), (gradient_consumer, (c, 1)), (gradient_producer, (c,))],
+            [4, 1],
+            [240, 24],
+        )

@@ -54,7 +54,10 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel by name."""
     sizes = {"BLOCK_M": variant.block_m, "BLOCK_D": variant.block_d}
     if kind == "prepare":
-        return sizes | {"HAS_LSE_GRADIENT": variant.has_lse_gradient}
+        return sizes | {
+            "HAS_LSE_GRADIENT": variant.has_lse_gradient,
+            "IS_ORDERED": variant.is_ordered,
+        }
     if kind == "finish":
         return sizes
     return {
@@ -69,6 +72,7 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
         "HAS_SOFTCAP": variant.has_softcap,
         "FAST_TANH": variant.has_fast_tanh,
         "HAS_ALIBI": variant.has_alibi,
+        "IS_ORDERED": variant.is_ordered,
     }
 
 
@@ -78,7 +82,8 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
     if kind != "main":
         pointers = ("lse", "lse_upstream", "row_terms", "sums")
         numbers = dict.fromkeys(("output", "upstream", "gradient"), f"*{label}")
-        return numbers | dict.fromkeys(pointers, "*fp32") | {"scale": "fp32"}
+        others = {"scale": "fp32", "turns": "*i32"}
+        return numbers | dict.fromkeys(pointers, "*fp32") | others
     rows, keys = (
         descriptor_type(label, [1, 1, size, variant.block_d])
         for size in (variant.block_m, BLOCK_KEYS)
@@ -90,6 +95,7 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         "row_terms": _plain([2 * variant.block_m]),
         "sums": _plain([16, 256]),
         "slopes": f"*{variant.slopes_dtype}",
+        "turns": "*i32",
     }
 
 

@@ -15,6 +15,11 @@ BLOCK_KEYS: Final = 128
 TILE_NUMBERS: Final = 8192
 """Rows times columns of a tile of queries; with more, sums and scores have no registers."""
 
+_BLOCKS_APART: Final = 264
+"""Blocks of other heads that start between two of a head, over the tiles that a block visits, where
+sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
+instead of with it, and waits for it at none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientVariant:
@@ -30,10 +35,13 @@ class GradientVariant:
         is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
             tiles took more registers (Triton 3.7).
+            Nor where sums are ordered, whose tiles come in the opposite order.
         has_softcap: as in the problem.
         has_alibi: likewise.
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
+        is_ordered: gradients of queries are summed in a fixed order: the same each time, in any
+            batch.
     """
 
     block_d: int
@@ -47,6 +55,7 @@ class GradientVariant:
     has_alibi: bool = False
     has_lse_gradient: bool = False
     slopes_dtype: str = "fp32"
+    is_ordered: bool = False
 
     @property
     def block_m(self) -> int:
@@ -77,7 +86,8 @@ def choose_gradients(
     right, left = edges(problem)
     is_grouped = problem.group_size > 1
     is_ragged = problem.len_k % BLOCK_KEYS != 0
-    alone = right >= 0 and left < 0 and not is_grouped and not is_ragged and not problem.has_alibi
+    is_ordered = problem.deterministic or problem.batch_invariant
+    alone = right >= 0 and left < 0 and not (is_grouped or is_ragged or is_ordered)
     return GradientVariant(
         block_d=64 if max(problem.head_dim, problem.value_dim) <= 64 else 128,
         precision=problem.precision,
@@ -85,11 +95,12 @@ def choose_gradients(
         has_right=right >= 0,
         has_left=left >= 0,
         is_ragged=is_ragged,
-        is_aligned=alone and (problem.offset + right) % BLOCK_KEYS == 0,
+        is_aligned=alone and not problem.has_alibi and (problem.offset + right) % BLOCK_KEYS == 0,
         has_softcap=problem.softcap > 0,
         has_alibi=problem.has_alibi,
         has_lse_gradient=has_lse_gradient,
         slopes_dtype=slopes_dtype,
+        is_ordered=is_ordered,
     )
 
 
@@ -124,5 +135,14 @@ def numbers_of(
         -(-problem.len_k // BLOCK_KEYS),
         -(-problem.len_q // variant.block_m),
         slopes_stride,
+        problem.batch * problem.num_kv_heads,
+        _heads_together(problem, variant),
         0,
     )
+
+
+def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
+    """Return how many key heads are worked on together where sums are ordered."""
+    pairs = problem.visible_pairs * problem.group_size
+    visits = 1 + pairs / (variant.block_m * max(problem.len_k, 1))
+    return max(round(_BLOCKS_APART / visits), 1)

@@ -39,10 +39,11 @@ def places_of(batch, head, rows, cols, stride_b, stride_h, stride_m):
 
 @gluon.jit
 def prepare_rows(
-    output, upstream, lse, lse_upstream, row_terms, sums,
+    output, upstream, lse, lse_upstream, row_terms, sums, turns,
     stride_ob, stride_oh, stride_om, stride_ub, stride_uh, stride_um,
     num_heads, len_q, tiles_per_head, columns,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
+    IS_ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros.
 
@@ -76,6 +77,8 @@ def prepare_rows(
     all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
     zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
     gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
+    if IS_ORDERED:
+        gl.store(turns + number, 0)
 
 
 @gluon.jit

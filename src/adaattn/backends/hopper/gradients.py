@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.common import output_like, with_dense_columns
+from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.gradient_launch import (
     BLOCK_KEYS,
@@ -87,6 +88,7 @@ class _Prepared:
         num_blocks: of keys, of all key heads.
         num_tiles: of query rows, of all heads.
         block_m: rows of a tile.
+        is_ordered: sums of gradients of queries have a fixed order.
         prepare: numbers of the first launch.
         main: of the second.
         finish: of the third.
@@ -97,6 +99,7 @@ class _Prepared:
     num_blocks: int
     num_tiles: int
     block_m: int
+    is_ordered: bool
     prepare: tuple[int, ...]
     main: tuple[int | float, ...]
     finish: tuple[int | float, ...]
@@ -120,14 +123,17 @@ class _Prepared:
         """
         query, key, value, upstream, output = read
         stream = stream_of(upstream)
-        written = tuple(upstream.new_empty_strided(*both) for both in self.written)
-        terms = upstream.new_empty((self.num_tiles, 2, self.block_m), dtype=torch.float32)
-        sums = upstream.new_empty(self.num_tiles * TILE_NUMBERS, dtype=torch.float32)
+        written = tuple(unfilled(upstream, *both) for both in self.written)
+        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
+        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), dtype=torch.float32)
         prepare, main, finish = self.launches
-        of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums))
+        turns = None
+        if self.is_ordered:
+            turns = unfilled(upstream, (self.num_tiles,), dtype=torch.int32)
+        of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums, turns))
         prepare(self.num_tiles, stream, (), *of_rows, *self.prepare)
         copied = (query, key, value, upstream, terms, *written[1:], sums)
-        main(self.num_blocks, stream, copied, _address(slopes), *self.main)
+        main(self.num_blocks, stream, copied, _address(slopes), _address(turns), *self.main)
         finish(self.num_tiles, stream, (), *map(_address, (sums, written[0])), *self.finish)
         return written, terms
 
@@ -236,6 +242,7 @@ def _prepare(
         num_blocks=problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS),
         num_tiles=num_tiles,
         block_m=variant.block_m,
+        is_ordered=variant.is_ordered,
         prepare=(*_row_strides(output), *_row_strides(upstream), *of_rows, value.shape[3]),
         main=numbers_of(problem, variant, stride),
         finish=(problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),

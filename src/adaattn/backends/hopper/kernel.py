@@ -50,6 +50,7 @@ from adaattn.backends.hopper.pipeline import (
     read_mask,
     score_product,
     wait_for_mask,
+    wait_for_writes,
 )
 from adaattn.backends.hopper.places import (
     flag_place,
@@ -78,7 +79,6 @@ from adaattn.backends.hopper.scores import (
 
 # Of a fixed one beside a mask: keys that finite numbers hide must not be what others are held to.
 LEAST_REFERENCE = gl.constexpr(-60.0)
-WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -398,7 +398,7 @@ def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
     )
     if FIXED:
         # What is stored again must come behind what was stored before.
-        gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_writes()
         mbarrier.arrive(c.done)
         mbarrier.wait(c.done, 0)
         visits, stage_k, phase_k, _, _ = attend_tiles(

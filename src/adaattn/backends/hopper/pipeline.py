@@ -35,6 +35,14 @@ from adaattn.backends.hopper.scores import BOOLEAN, Sizes, Terms
 # Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
 FIRST_BARRIER = gl.constexpr(5)
 
+WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def wait_for_writes():
+    """Waits until TMA's stores and sums are in memory; `tma.store_wait` until they are read."""
+    gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
 
 @gluon.constexpr_function
 def barrier_asm(operation, num_warpgroups):

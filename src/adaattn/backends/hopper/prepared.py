@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import list_strides
-from adaattn.backends.common import output_like
 from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.launch import (
     MASK_ALIGNMENT,
@@ -170,12 +170,12 @@ class Prepared:
         by_head: Beside,
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
-        out = query.new_empty_strided(self.out_shape, self.out_strides)
+        out = unfilled(query, self.out_shape, self.out_strides)
         lse, row_max, entropy, dropped = (
-            query.new_empty(self.out_shape[:3], dtype=torch.float32) if is_stored else None
+            unfilled(query, self.out_shape[:3], dtype=torch.float32) if is_stored else None
             for is_stored in self.stored
         ) if self.stored else (None, None, None, None)  # fmt: skip
-        flags = query.new_empty(self.num_flags, dtype=torch.int32) if self.num_flags else None
+        flags = unfilled(query, (self.num_flags,), dtype=torch.int32) if self.num_flags else None
         tiles = None
         if self.tiles is not None:
             tiles = self.tiles.tensor

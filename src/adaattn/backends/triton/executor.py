@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import BlockList, list_strides
-from adaattn.backends.common import output_like, with_dense_columns
+from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
@@ -47,7 +48,7 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
     query = given[0]
     statistics = tuple(
-        query.new_empty(query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
+        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
         for flag in STATISTICS
     )
     lse, row_max, entropy, dropped = statistics
@@ -192,9 +193,9 @@ class _Launcher:
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
-            parts = query.new_empty(prepared.parts, dtype=torch.float32)
+            parts = unfilled(query, prepared.parts, dtype=torch.float32)
             shape = (3, *prepared.parts[:-1])
-            sums, maxima, products = query.new_empty(shape, dtype=torch.float32)
+            sums, maxima, products = unfilled(query, shape, dtype=torch.float32)
             prepared.forward(query, key, value, parts, sums, maxima, products, *rest[:-1], None)
             prepared.combine(*(output, *statistics, parts, sums, maxima, products, sinks, lse_rest))
         if query.is_cuda and not self._is_noted:

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import BlockList, list_strides, listed_first
-from adaattn.backends.common import layout_facts, output_like, with_dense_columns
+from adaattn.backends.common import layout_facts, with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
@@ -107,7 +108,7 @@ class _Backward:
             lse_upstream = lse_upstream.contiguous()
         asked = (wanted, lse_upstream is None)
         launches = self._prepared(tensors, kept, upstream, found, mask, asked)
-        delta = torch.empty_like(kept.lse)
+        delta = unfilled(kept.lse, kept.lse.shape)
         launches.sums(kept.output, upstream, lse_upstream, delta)
         if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
             delta.masked_fill_(kept.lse == -torch.inf, 0.0)
@@ -131,7 +132,7 @@ class _Backward:
             launches.rows(*read, *beside, *lists, *numbers, found["query"], *of_heads)
         if launches.mask is not None:
             assert tensors.mask is not None and mask is not None
-            made = mask.new_empty(mask.shape)
+            made = unfilled(mask, mask.shape)
             launches.mask(*read, *beside, *lists, *numbers, made)
             found["mask"] = made.view(tensors.mask.shape)
         found |= _of_heads(tensors, kept, delta, sums, wanted)

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
 FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
-         "gradient_rows")  # fmt: skip
+         "gradient_order", "gradient_rows")  # fmt: skip
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 
@@ -111,6 +112,31 @@ def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     flat[places[meant]] = value[meant].to(flat.dtype)
 
 
+_MEMORY = threading.Lock()
+"""Of adding to global memory, which blocks that run together share."""
+
+
+def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Any:
+    """Add to a number in global memory; return what it was. 0 asks for it, and takes some time."""
+    del sem, scope
+    world: World = _LOCAL.world
+    assert time.monotonic() < world.deadline, "a turn that never comes"
+    assert not World.lost, "another block failed"
+    if value == 0:
+        time.sleep(0.0002)
+    with _MEMORY:
+        found = load(pointer)
+        store(pointer, found + value)
+    return found
+
+
+def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
+    """Put a number in global memory."""
+    del sem, scope
+    with _MEMORY:
+        store(pointer, value)
+
+
 class Barrier:
     """An mbarrier, or a named barrier: its phase ends when all have arrived."""
 
@@ -166,6 +192,8 @@ class World:
     """The shared state of one block of threads."""
 
     is_late = False
+    are_together = False
+    lost = False
 
     def __init__(self, block: int, num_blocks: int) -> None:
         self.block, self.num_blocks = block, num_blocks
@@ -173,8 +201,9 @@ class World:
         self.failed: list[BaseException] = []
         self.named: dict[int, Barrier] = {}
         self.copies: list[threading.Thread] = []
+        self.deadline = time.monotonic() + PATIENCE_S
 
-    def later(self, work: Callable[[], None]) -> None:
+    def later(self, work: Callable[[], None]) -> threading.Thread:
         """Do something soon, while others go on."""
 
         def guarded() -> None:
@@ -187,15 +216,22 @@ class World:
                     self.failed.append(error)
                     self.changed.notify_all()
 
-        self.copies.append(threading.Thread(target=guarded))
-        self.copies[-1].start()
+        thread = threading.Thread(target=guarded)
+        self.copies.append(thread)
+        thread.start()
+        return thread
+
+    def pace_of(self, place: int) -> float:
+        """Return how many seconds a partition dawdles at most: the fourth, which adds, is last."""
+        paces = (0.0001, 0.005)
+        return 10 * paces[self.block // 2 % 2] if place == 3 else paces[(place + self.block) % 2]
 
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Run the partitions at the same time."""
 
-        def guarded(pace: float, function: Any, arguments: tuple[Any, ...]) -> None:
-            _LOCAL.pace = pace
-            _LOCAL.world, _LOCAL.products, _LOCAL.stores = self, [], []
+        def guarded(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
+            _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
+            _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
             try:
                 with torch.no_grad():  # of each thread its own; a device knows no gradients
                     function(*arguments)
@@ -204,16 +240,18 @@ class World:
                     self.failed.append(error)
                     self.changed.notify_all()
 
-        paces = (0.0001, 0.005)
         threads = [
-            threading.Thread(target=guarded, args=(paces[(place + self.block) % 2], *part))
+            threading.Thread(target=guarded, args=(place, *part))
             for place, part in enumerate(parts)
         ]
         for thread in threads:
             thread.start()
-        for thread in (*threads, *self.copies):
+        for thread in threads:
+            thread.join()
+        for thread in self.copies:
             thread.join()
         if self.failed:
+            World.lost = True
             raise self.failed[0]
 
 
@@ -280,8 +318,8 @@ class Descriptor:
         single = (1,) * (len(self.shape) - len(box))
         self.block_type = SimpleNamespace(shape=[*single, *box], nbytes=nbytes)
 
-    def box(self, corner: tuple[Any, ...]) -> Pointer:
-        """Return the places of a box, in 64 bits that wrap around, and note which are inside."""
+    def box(self, corner: tuple[Any, ...]) -> tuple[Pointer, torch.Tensor]:
+        """Return the places of a box, in 64 bits that wrap around, and which are inside."""
         spans = [
             int(c) + torch.arange(n) for c, n in zip(corner, self.block_type.shape, strict=True)
         ]
@@ -293,8 +331,7 @@ class Descriptor:
         for grid, size in zip(grids, self.shape, strict=True):
             inside &= (grid >= 0) & (grid < size)
         box = places.shape[-2:]
-        self.inside = inside.reshape(box)
-        return Pointer(self.tensor, places.reshape(box))
+        return Pointer(self.tensor, places.reshape(box)), inside.reshape(box)
 
 
 def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
@@ -302,8 +339,8 @@ def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer:
 
     def copy() -> None:
         with full.world.changed:
-            pointer = source.box(corner)
-            found = load(pointer, source.inside, 0).as_subclass(torch.Tensor)
+            pointer, inside = source.box(corner)
+            found = load(pointer, inside, 0).as_subclass(torch.Tensor)
             buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
         full.change(num_bytes=-source.block_type.nbytes)
 
@@ -314,24 +351,38 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
     """Copy a box from shared memory, or add it to what is there."""
     world: World = _LOCAL.world
 
-    def copy() -> None:
-        with world.changed:
-            pointer = target.box(tuple(corner))
-            value = buffer.tensor
+    def write(value: torch.Tensor) -> None:
+        with world.changed, _MEMORY:
+            pointer, inside = target.box(tuple(corner))
             if add:
-                value = value + load(pointer, target.inside, 0).as_subclass(torch.Tensor)
-            store(pointer, value, target.inside)
+                value = value + load(pointer, inside, 0).as_subclass(torch.Tensor)
+            store(pointer, value, inside)
+
+    def read() -> None:
+        with world.changed:
+            value = buffer.tensor.clone()
+        _LOCAL.writes.append(world.later(partial(write, value)))
 
     if World.is_late:
-        _LOCAL.stores.append(Promise(copy))
+        _LOCAL.stores.append(Promise(read))
     else:
-        copy()
+        write(buffer.tensor)
 
 
 def store_wait(left: int) -> None:
     """Wait for stores to have read what they copy."""
     if World.is_late:
+        if _LOCAL.place == 3:
+            dawdle()
         _LOCAL.stores = finish(_LOCAL.stores, left)
+
+
+def write_wait() -> None:
+    """Wait for what stores have read to be in memory."""
+    store_wait(0)
+    for thread in _LOCAL.writes:
+        thread.join()
+    _LOCAL.writes = []
 
 
 def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
@@ -361,6 +412,8 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
     """Do what the kernel's pieces of assembly do."""
     del constraints, rest
     world: World = _LOCAL.world
+    if "wait_group" in text:
+        write_wait()
     if "tanh" in text:
         return torch.tanh(arguments[0])
     if "rcp" in text:
@@ -413,8 +466,8 @@ def names() -> dict[str, Any]:
         abs=torch.abs, static_range=range, bfloat16=torch.bfloat16,
         SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
-        inline_asm_elementwise=assembly, int32=torch.int64, int64=torch.int64,
-        float32=torch.float32,
+        inline_asm_elementwise=assembly, atomic_add=atomic_add, atomic_xchg=atomic_xchg,
+        int32=torch.int64, int64=torch.int64, float32=torch.float32,
         warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
@@ -456,10 +509,20 @@ def device_code() -> dict[str, Any]:
 
 
 def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
-    """Run one block of threads after the other."""
-    for block in range(num_blocks):
+    """Run one block of threads after the other, or all at the same time."""
+    World.lost = False
+
+    def run(block: int) -> None:
         _LOCAL.world = World(block, num_blocks)
-        code(*given)
+        with torch.no_grad():
+            code(*given)
+
+    if World.are_together:
+        with ThreadPoolExecutor(num_blocks) as pool:
+            list(pool.map(run, random.sample(range(num_blocks), num_blocks)))
+    else:
+        for block in range(num_blocks):
+            run(block)
 
 
 class Machine:
@@ -562,5 +625,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have asynchronous work done as late as it may be, and everything take some time."""
     monkeypatch.setattr(World, "is_late", True)
+    random.seed(0)
+    yield
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the blocks of a launch run at the same time."""
+    monkeypatch.setattr(World, "are_together", True)
     random.seed(0)
     yield

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
+from adaattn.backends.allocation import output_like
 from adaattn.backends.block_list import BlockList
-from adaattn.backends.common import output_like
 from adaattn.backends.hopper import forward, prepared, views
 from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
@@ -264,7 +264,7 @@ def test_a_graph_has_one_operator(launches: Launches) -> None:
     problem = _problem(value_dim=32, is_causal=True)
     tensors = make_tensors(problem)
     arguments = (tensors.query, tensors.key, tensors.value, *[None] * 7)
-    settings = ([problem.scale, 0.0, 0.0], [True, False, False, False], [-1, -1, 1, 0, 0, 0, 0, 0])
+    settings = ([problem.scale, 0.0, 0.0], [True, False, False, False, False], [-1, -1, 1, 0, 0, 0, 0, 0])
     operator = torch.ops.adaattn.hopper.default
     torch.library.opcheck(
         operator, (*arguments, *settings, *[None] * 4), test_utils="test_faketensor"

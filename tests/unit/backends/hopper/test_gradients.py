@@ -144,6 +144,7 @@ def random_case(seed: int) -> dict[str, Any]:
         "layout": draw.choice(tuple(Layout)),
         "softcap": draw.choice((0.0, 0.0, 2.0)),
         "has_alibi": draw.random() < 0.2,
+        "deterministic": draw.random() < 0.4,
     }
     if draw.random() < 0.4:
         right = -1 if values["is_causal"] else draw.choice((-1, 0, 9, 70))
@@ -156,6 +157,53 @@ def random_case(seed: int) -> dict[str, Any]:
 def test_any_problem_in_its_scope(seed: int) -> None:
     problem, tensors = made(random_case(seed))
     assert_training_matches(run, tensors, problem)
+
+
+ORDERED = ("one row", "whole blocks", "causal, ragged", "causal, keys that no row sees",
+           "to the end, rows that see nothing", "window both ways", "groups, causal",
+           "128 columns, causal", "softcap, 128 columns, causal", "all else")  # fmt: skip
+
+
+@simulated
+@pytest.mark.parametrize("mode", ["deterministic", "batch_invariant"])
+@pytest.mark.parametrize("name", ORDERED)
+def test_gradients_in_a_fixed_order_are_those_of_the_definition(name: str, mode: str) -> None:
+    problem, tensors = made(CASES[name] | {mode: True})
+    assert_training_matches(run, tensors, problem)
+
+
+@simulated
+@pytest.mark.usefixtures("late", "together")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"len_q": 200, "len_k": 500, "num_heads": 1},
+        {"len_q": 500, "is_causal": True, "head_dim": 128, "num_heads": 1},
+        GROUPS | {"len_q": 300, "is_causal": True},
+        {"len_q": 500, "window": (200, 100), "num_heads": 1},
+        {"len_q": 260, "num_heads": 9},
+    ],
+    ids=str,
+)
+def test_gradients_in_a_fixed_order_are_the_same_each_time(values: dict[str, Any]) -> None:
+    """Blocks start in another order each time, and take their time."""
+    problem, tensors = made(values | {"deterministic": True})
+    first = gradients_of(run(tensors, problem), tensors)
+    again = gradients_of(run(tensors, problem), tensors)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@simulated
+def test_gradients_of_a_sequence_alone_are_those_in_a_batch() -> None:
+    problem, tensors = made({"batch": 2, "len_q": 300, "batch_invariant": True})
+    upstream = torch.randn_like(tensors.query)
+    read = [getattr(tensors, name) for name in LEAVES]
+    together = torch.autograd.grad(run(tensors, problem).output, read, upstream)
+    read = [item.detach()[1:].requires_grad_() for item in read]
+    single = with_tensors(tensors, **dict(zip(LEAVES, read, strict=True)))
+    output = run(single, replace(problem, batch=1)).output
+    alone = torch.autograd.grad(output, read, upstream[1:])
+    assert all(torch.equal(both[1:], one) for both, one in zip(together, alone, strict=True))
 
 
 LATE = ("whole blocks", "causal", "causal, ragged", "128 columns, causal", "groups, causal",
@@ -298,7 +346,11 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 @simulated
-@pytest.mark.parametrize("values", [{"is_causal": True}, SINKS | {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [{"is_causal": True}, SINKS | {"softcap": 3.0}, {"is_causal": True, "deterministic": True}],
+    ids=str,
+)
 def test_the_operator_of_graphs_has_the_same_gradients(values: dict[str, Any]) -> None:
     problem, tensors = made({"len_q": 70} | values)
     given = (tensors.query, tensors.key, tensors.value, None, tensors.sinks)
@@ -336,8 +388,6 @@ def test_a_compiled_training_step_is_one_graph() -> None:
         ({"block_size": (128, 128)}, "a list of blocks"),
         ({"lengths_q": (40, 30)}, "packed sequences"),
         ({"head_terms": HeadTerm.SCALE}, "numbers of each head"),
-        ({"batch_invariant": True}, "batch_invariant"),
-        ({"deterministic": True}, "a deterministic backward pass"),
         ({"has_alibi": True, "alibi_requires_grad": True}, "a gradient for ALiBi slopes"),
         ({"dropout_p": 0.1}, "dropout"),
     ],
@@ -366,7 +416,11 @@ def test_what_a_backward_pass_allocates_is_said() -> None:
     known = partial(capability.overhead, group=GROUP, hardware=fake_facts("h200"), density=1.0)
     assert known(problem).workspace_bytes == 0
     sums, terms = 4 * 4 * 1024 * 128, 4 * 4 * 1024 * 2
-    assert known(replace(problem, requires_grad=True)).workspace_bytes == sums + terms
+    trained = replace(problem, requires_grad=True)
+    assert known(trained).workspace_bytes == sums + terms
+    turns = 4 * 4 * 1024 // 64
+    for mode in ("deterministic", "batch_invariant"):
+        assert known(replace(trained, **{mode: True})).workspace_bytes == sums + terms + turns
 
 
 def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

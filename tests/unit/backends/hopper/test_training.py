@@ -1,9 +1,10 @@
 """The gradients of the Hopper kernels against the oracle, on a GPU of their kind.
 
 `test_gradients.py` holds their source to small problems on a CPU; these have lengths of many tiles,
-more blocks than processors, and what only a card shows: CUDA graphs, sums in any order.
+more blocks than processors, and what only a card shows: CUDA graphs, sums in any order or in one.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
-from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, HeadGroup, Precision
 from adaattn.testing import Layout, assert_training_matches, make_problem, make_tensors
 
@@ -52,10 +52,12 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["any order", "deterministic"])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_are_those_of_the_definition(name: str) -> None:
+def test_gradients_are_those_of_the_definition(name: str, mode: str) -> None:
     usual = {"precision": Precision.BF16, "head_dim": 128, "requires_grad": True}
-    values = usual | {"device_type": "cuda"} | PROBLEMS[name]
+    values = usual | {"device_type": "cuda", "deterministic": mode == "deterministic"}
+    values |= PROBLEMS[name]
     how = {key: values.pop(key) for key in ("layout",) if key in values}
     problem = make_problem(**values)
     run = partial(hopper.run, group=HeadGroup(capability="hopper"))
@@ -93,7 +95,7 @@ def test_a_cuda_graph_replays_a_training_step() -> None:
 
 
 def test_keys_and_values_have_the_same_gradients_each_time() -> None:
-    """Those of queries are added up in no fixed order."""
+    """Those of queries are added up in no fixed order unless one is asked for."""
     given = leaves(2048)
     output = attend(*given, is_causal=True, backend="hopper")
     first, second = (torch.autograd.grad(output.sum(), given, retain_graph=True) for _ in range(2))
@@ -101,10 +103,61 @@ def test_keys_and_values_have_the_same_gradients_each_time() -> None:
     assert torch.equal(first[2], second[2])
 
 
-def test_deterministic_algorithms_are_refused() -> None:
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Ask PyTorch for deterministic algorithms during one test."""
     torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(UnsupportedError, match="deterministic"):
-            attend(*leaves(), backend="hopper")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ((1, 2, 4096, 128), {}),
+        ((2, 8, 2048, 64), {"is_causal": True}),
+        ((4, 16, 1024, 128), {"is_causal": True}),
+        ((1, 8, 4096, 64), {"window": (500, 100)}),
+        ((1, 1, 16384, 64), {}),
+    ],
+    ids=str,
+)
+def test_deterministic_gradients_are_the_same_in_100_repeats(
+    shape: tuple[int, ...], values: dict[str, Any]
+) -> None:
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    given = [torch.randn(shape, **kind) for _ in range(3)]
+    output = attend(*given, backend="hopper", **values)
+    upstream = torch.randn_like(output)
+    first = torch.autograd.grad(output, given, upstream, retain_graph=True)
+    for _ in range(100):
+        again = torch.autograd.grad(output, given, upstream, retain_graph=True)
+        assert all(map(torch.equal, first, again))
+
+
+def test_gradients_of_a_sequence_do_not_depend_on_the_batch() -> None:
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    given = [torch.randn(4, 8, 2000, 128, **kind) for _ in range(3)]
+    upstream = torch.randn(4, 8, 2000, 128, device="cuda", dtype=torch.bfloat16)
+    wanted: dict[str, Any] = {"backend": "hopper", "is_causal": True, "batch_invariant": True}
+    found = torch.autograd.grad(attend(*given, **wanted), given, upstream)
+    alone = [item.detach()[2:3].requires_grad_() for item in given]
+    single = torch.autograd.grad(attend(*alone, **wanted), alone, upstream[2:3])
+    assert all(torch.equal(many[2:3], one) for many, one in zip(found, single, strict=True))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_blocks_that_do_not_all_run_at_once_wait_for_none_that_has_not_started() -> None:
+    """Another kernel has most of the processors, for as long as it takes."""
+    given = leaves(4096)
+    output = attend(*given, backend="hopper")
+    expected = torch.autograd.grad(output.sum(), given, retain_graph=True)
+    side = torch.cuda.Stream()
+    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            for _ in range(10):
+                busy @ busy
+        found = torch.autograd.grad(output.sum(), given, retain_graph=True)
+        assert all(map(torch.equal, found, expected))

@@ -1,0 +1,52 @@
+"""Memory that kernels write as a whole, and nobody else has to."""
+
+import torch
+
+__all__ = ["output_like", "unfilled"]
+
+_Sizes = torch.Size | tuple[int, ...]
+
+_is_deterministic = torch._C._get_deterministic_algorithms
+_fills = torch._C._get_deterministic_fill_uninitialized_memory
+
+
+def unfilled(
+    like: torch.Tensor,
+    shape: _Sizes,
+    strides: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return memory whose every element a kernel writes, on a tensor's device.
+
+    ``torch.empty`` fills it with NaN first where deterministic algorithms are asked for
+    (``torch.utils.deterministic.fill_uninitialized_memory``): 0.1 ms of a backward pass of 0.5 ms
+    (H200, 16K tokens of 2048 columns, November 2026).
+
+    Args:
+        like: it has the device, and the dtype if no other is given.
+        shape: of the memory.
+        strides: in elements, of all that there is; those of adjacent elements if not given.
+        dtype: of the memory.
+    """
+    dtype = dtype or like.dtype
+    if not (_is_deterministic() and _fills()) or torch._C._len_torch_dispatch_stack():
+        if strides is None:
+            return like.new_empty(shape, dtype=dtype)
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+    steps, number = [], 1
+    for size in reversed(shape):
+        steps.append(number)
+        number *= size
+    storage = torch.UntypedStorage(number * dtype.itemsize, device=like.device)
+    return like.new_empty(0, dtype=dtype).set_(storage, 0, shape, strides or steps[::-1])
+
+
+def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return an empty output whose dimensions lie in the order of the query's."""
+    if columns == query.shape[3] and not _is_deterministic():
+        made = torch.empty_like(query)
+        if made.stride(3) == 1:
+            return made
+    order = sorted(range(3), key=query.stride, reverse=True)
+    made = unfilled(query, (*(query.shape[dim] for dim in order), columns))
+    return made.permute(*(order.index(dim) for dim in range(3)), 3)
