@@ -44,7 +44,7 @@ from adaattn.spec import (
     Scheme,
 )
 from adaattn.spec.evidence import problem_class
-from adaattn.tuning_inputs import random_call
+from adaattn.tuning_inputs import algorithms_of, random_call
 
 __all__ = ["Effort", "cell_of", "measure_cell", "step_of"]
 
@@ -122,7 +122,12 @@ def measure_cell(
     """
     grad = problem.requires_grad
     # In one statement: set_grad_enabled acts when it is made, and inference_mode saves that state.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), without_autocast(device.type):
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        without_autocast(device.type),
+        algorithms_of(problem),
+    ):
         call = random_call(problem, device)
         expected = _expected(call, facts)
         if expected is None:

@@ -108,6 +108,8 @@ class _Grid:
         statistics: of prefill with the entropy of rows, which few executors know.
         unaligned: of masks whose rows begin at no multiples of 16 bytes.
         trained: classes of ``training``, and of ``masked``, with gradients.
+        deterministic: classes of ``training`` with gradients that are the same each time, in 16
+            bits: there are kernels that add them up in no fixed order.
         omitted: classes that are left out: one executor alone serves them.
         compiled_lengths: of the problems that executors which compile take part in.
         longest_bias: tokens up to which there is a bias, which is a matrix for each head.
@@ -121,6 +123,7 @@ class _Grid:
     unaligned: tuple[_Lists, ...] = ()
     folded: tuple[_Lists, ...] = ()
     trained: tuple[str, ...] = _TRAINED
+    deterministic: tuple[str, ...] = ()
     omitted: tuple[str, ...] = ()
     compiled_lengths: tuple[int, ...] = ()
     longest_bias: int = 2048
@@ -189,6 +192,7 @@ _GRIDS: Final = {
             ),
         ),
         trained=(*_TRAINED, *_FEATURES),
+        deterministic=("causal", "full"),
         compiled_lengths=(2048, 512, 8192, 32768),
         longest_bias=8192,
     ),
@@ -245,6 +249,10 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
             for place, values in grid.masked if masked else grid.training:
                 problem = replace(_problem(name, *values), requires_grad=True)
                 yield place + _class_place(name) + 0.5, problem, False
+                half = problem.precision is Precision.BF16
+                if name in grid.deterministic and half and problem.head_dim <= 128:
+                    again = replace(problem, deterministic=True)
+                    yield place + _class_place(name) + 1.0, again, False
 
 
 def _decode(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:

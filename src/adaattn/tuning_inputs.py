@@ -1,5 +1,7 @@
 """Random tensors for a problem, turned into a call by the door that every caller's pass."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -10,10 +12,22 @@ from adaattn.call.arguments import Arguments
 from adaattn.call.describe import Call, build_call
 from adaattn.spec import AttentionProblem, HeadTerm, MaskKind
 
-__all__ = ["random_call"]
+__all__ = ["algorithms_of", "random_call"]
 
 _KEPT_SHARE: Final = 0.8
 """Of a boolean mask."""
+
+
+@contextlib.contextmanager
+def algorithms_of(problem: AttentionProblem) -> Iterator[None]:
+    """Have PyTorch choose deterministic algorithms inside the block, or any, as a problem says."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(problem.deterministic)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def random_call(problem: AttentionProblem, device: torch.device) -> Call:

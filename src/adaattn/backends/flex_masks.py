@@ -17,7 +17,7 @@ from adaattn.backends.common import packed_positions
 from adaattn.backends.interface import Tensors
 from adaattn.spec import AttentionProblem
 
-__all__ = ["BLOCK", "block_mask", "made_block_mask", "score_mod"]
+__all__ = ["BLOCK", "block_mask", "score_mod"]
 
 BLOCK: Final = 128
 """Side of FlexAttention's blocks."""
@@ -161,11 +161,13 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
     shape = (batch, heads, problem.len_q, problem.len_k)
     mask_mod = _mask_mod(tensors, problem)
 
-    def made() -> Any:
-        return made_block_mask(mask_mod, shape, device)
-
     def tiles() -> tuple[torch.Tensor, torch.Tensor]:
-        return _tiles(mask_mod, shape, device)
+        if boolean is None:
+            return _tiles_by_position(tensors, problem)
+        return _written_tiles(mask_mod, shape, device)
+
+    def made() -> Any:
+        return _of_tiles(*tiles(), mask_mod, shape[2:])
 
     if boolean is not None and tensors.blocks is None:
         return made()
@@ -196,26 +198,79 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
     return _kept(facts, tuple(item for item in starts if item is not None), made)
 
 
-def made_block_mask(
-    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
-) -> Any:
-    """Return what ``create_block_mask`` returns, made from some rows of blocks at a time.
+def _tiles_by_position(
+    tensors: Tensors, problem: AttentionProblem
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles are seen in part, and which as a whole: boolean [1, 1, Nq, Nk] both.
 
-    PyTorch's writes out all Sq x Sk decisions at once, 8 bytes each while it sums them up: 34 GB
-    at 64K tokens.
+    From the edges of tiles and packed sequences alone. A tile in which several sequences meet is
+    said to be seen in part, though a window may hide all of it.
+    """
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    device, dilation = tensors.query.device, problem.dilation
+    row, last_row = (item[:, None] for item in _edges(problem.len_q, device))
+    key, last_key = _edges(problem.len_k, device)
+    whole = (last_row - row == BLOCK - 1) & (last_key - key == BLOCK - 1)
+    meet, several = torch.ones_like(whole), torch.zeros_like(whole)
+    sequence_q, sequence_k, position_q, position_k = _packing(tensors, problem)
+    if sequence_q is None:
+        least, most = row + problem.offset - last_key, last_row + problem.offset - key
+    else:
+        whole &= sequence_q[row] == sequence_q[last_row]
+        whole &= sequence_k[key] == sequence_k[last_key]
+        first = torch.maximum(sequence_q[row], sequence_k[key]).long()
+        last = torch.minimum(sequence_q[last_row], sequence_k[last_key])
+        rows = _part(tensors.cu_seqlens_q, problem.len_q, first, row, last_row)
+        keys = _part(tensors.cu_seqlens_k, problem.len_k, first, key, last_key)
+        meet, several = first <= last, first < last
+        for begin, end in (rows, keys):
+            meet = meet & (begin <= end)
+        (row, last_row), (key, last_key) = (
+            (places[begin.clamp(max=len(places) - 1)], places[end.clamp(min=0)])
+            for places, (begin, end) in ((position_q, rows), (position_k, keys))
+        )
+        least, most = row - last_key, last_row - key
+    lowest = least.clamp(min=-right) if right >= 0 else least
+    highest = most.clamp(max=left) if left >= 0 else most
+    highest = highest.div(dilation, rounding_mode="floor") * dilation
+    full = whole & meet & (lowest == least) & (highest == most) & (dilation == 1)
+    seen = several | (meet & (lowest <= highest))
+    return (seen & ~full)[None, None], full[None, None]
+
+
+def _edges(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the last token of each tile."""
+    first = torch.arange(0, length, BLOCK, device=device)
+    return first, (first + BLOCK - 1).clamp(max=length - 1)
+
+
+def _part(
+    starts: torch.Tensor | None,
+    length: int,
+    sequence: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the last of a tile's tokens that are a packed sequence's."""
+    assert starts is not None
+    bounds = F.pad(starts.long(), (0, 1), value=length)
+    return torch.maximum(bounds[sequence], first), torch.minimum(bounds[sequence + 1] - 1, last)
+
+
+def _written_tiles(
+    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles are seen in part, and which as a whole: boolean [B, H, Nq, Nk] both.
+
+    Some rows of tiles are written out at a time: ``create_block_mask`` writes out all Sq x Sk
+    decisions at once, 8 bytes each while it sums them up: 34 GB at 64K tokens.
 
     Args:
         mask_mod: whether query i of batch b and head h sees key j, for index tensors.
         shape: (B, H, Sq, Sk).
         device: where the mask is made.
     """
-    return _of_tiles(*_tiles(mask_mod, shape, device), mask_mod, shape[2:])
-
-
-def _tiles(
-    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles are seen in part, and which as a whole: boolean [B, H, Nq, Nk] both."""
     batch, heads, len_q, len_k = shape
     blocks_q = -(-len_q // BLOCK)
     b = torch.arange(batch, device=device)[:, None, None, None]

@@ -15,9 +15,9 @@ from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.attention.rotary import RotaryConfig
-from adaattn.backends.flex_masks import made_block_mask
+from adaattn.backends.flex_masks import block_mask
 from adaattn.models import Decoder, PositionKind, TransformerConfig
-from adaattn.testing import assert_matches
+from adaattn.testing import assert_matches, make_problem, make_tensors
 
 pytestmark = pytest.mark.gpu
 
@@ -124,12 +124,10 @@ def _gradients(
 
 
 def test_a_block_mask_of_many_tokens_takes_little_memory() -> None:
-    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return i >= j
-
-    device = torch.device("cuda")
-    with hardware.peak_memory(device) as peak:
-        mask = made_block_mask(causal, (1, 1, 65536, 65536), device)
+    problem = make_problem(len_q=65536, is_causal=True, device_type="cuda", head_dim=16)
+    tensors = make_tensors(problem)
+    with hardware.peak_memory(torch.device("cuda")) as peak:
+        mask = block_mask(tensors, problem)
     assert peak.added_bytes < 512 << 20
     assert mask.kv_num_blocks.sum() == 512
 

@@ -5,6 +5,7 @@ says, so that all else is checked there; the tests marked ``gpu`` run the kernel
 """
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,33 +35,53 @@ from adaattn.testing import (
 CASES: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
     "window": {"window": (200, 0)},
+    "window both ways": {"window": (300, 128)},
+    "window that begins with a tile": {"window": (127, 0)},
+    "window beyond int32": {"window": (2**31, 2**31)},
     "dilation": {"dilation": 3, "is_causal": True},
+    "dilation beyond a window": {"dilation": 200, "window": (100, -1)},
     "bottom right": {"is_causal": True, "len_q": 130, "align": Align.BOTTOM_RIGHT},
+    "rows that see nothing": {"is_causal": True, "len_k": 130, "align": Align.BOTTOM_RIGHT},
     "odd": {"is_causal": True, "len_q": 1000, "len_k": 777},
+    "whole tiles": {"window": (1000, 1000)},
+    "one sequence": {"lengths_q": (512,), "is_causal": True},
+    "sequences": {"lengths_q": (100, 0, 300, 40, 5, 700)},
+    "causal sequences": {"lengths_q": (100, 300, 1, 40, 5, 256, 700), "is_causal": True},
+    "sequences of whole tiles": {"lengths_q": (128, 256, 128, 512), "is_causal": True},
+    "sequences in a window": {"lengths_q": (700, 300), "is_causal": True, "window": (200, -1)},
 }
+OF_OTHER_LENGTHS: dict[str, dict[str, Any]] = {
+    "other keys": {"lengths_q": (100, 0, 300, 200), "lengths_k": (30, 400, 0, 600)},
+    "small sequences": {"lengths_q": (9,) * 70, "lengths_k": (7,) * 70, "is_causal": True},
+    "to the end": {"lengths_q": (100, 300), "lengths_k": (700, 250), "is_causal": True,
+                   "align": Align.BOTTOM_RIGHT},
+    "to the end, in a window": {"lengths_q": (100, 300), "lengths_k": (700, 250),
+                                "window": (90, 9), "align": Align.BOTTOM_RIGHT},
+    "dilation": {"lengths_q": (100, 300), "lengths_k": (700, 250), "dilation": 200},
+}  # fmt: skip
+SQUARE: dict[str, Any] = {"num_heads": 2, "len_q": 512, "len_k": 512}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_mask_is_the_one_that_pytorch_makes(name: str) -> None:
+    usual = {} if "lengths_q" in CASES[name] else SQUARE
+    _check(*draw(usual | CASES[name]))
 
 
 @pytest.mark.parametrize("elements", [1, 1 << 26], ids=["row by row", "at once"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_block_mask_is_the_one_that_pytorch_makes(
-    monkeypatch: pytest.MonkeyPatch, name: str, elements: int
+def test_a_mask_of_each_batch_and_head_is_too(
+    monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     monkeypatch.setattr(flex_masks, "_MASK_ELEMENTS", elements)
-    problem = make_problem(**{"num_heads": 2, "len_q": 512, "len_k": 512, **CASES[name]})
-    mask_mod = flex_masks._mask_mod(make_tensors(problem, seed=0), problem)
-    _check(mask_mod, (1, 1, problem.len_q, problem.len_k))
-
-
-def test_a_mask_of_each_batch_and_head_is_too() -> None:
     problem = make_problem(num_heads=2, batch=3, len_q=300, len_k=260, is_causal=True)
     tensors = replace(make_tensors(problem, seed=0), mask=torch.rand(3, 2, 300, 260) > 0.5)
-    mask_mod = flex_masks._mask_mod(tensors, problem)
-    _check(mask_mod, (3, 2, 300, 260))
+    _check(tensors, problem, batch=3, heads=2)
 
 
-def _check(mask_mod: Any, shape: tuple[int, int, int, int]) -> None:
-    found = flex_masks.made_block_mask(mask_mod, shape, torch.device("cpu"))
-    expected = create_block_mask(mask_mod, *shape, device="cpu")
+def _check(tensors: Tensors, problem: AttentionProblem, batch: int = 1, heads: int = 1) -> None:
+    found = flex_masks.block_mask(tensors, problem)
+    shape = (batch, heads, problem.len_q, problem.len_k)
+    expected = create_block_mask(flex_masks._mask_mod(tensors, problem), *shape, device="cpu")
     for name in (
         "kv_num_blocks",
         "kv_indices",
@@ -74,6 +95,42 @@ def _check(mask_mod: Any, shape: tuple[int, int, int, int]) -> None:
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.seq_lengths == expected.seq_lengths
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+
+
+@pytest.mark.parametrize("name", OF_OTHER_LENGTHS)
+def test_a_tile_that_is_seen_is_never_left_out(name: str) -> None:
+    """Where sequences have other keys than queries, several may meet in a tile that none sees."""
+    _check_holds(*draw(OF_OTHER_LENGTHS[name]))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tiles_of_any_positions_are_right(seed: int) -> None:
+    of = random.Random(seed)
+    values: dict[str, Any] = {"is_causal": of.random() < 0.5, "align": of.choice(tuple(Align))}
+    if of.random() < 0.7:
+        count = of.choice((1, 2, 5, 40))
+        values |= {
+            name: (1, *(of.choice((0, 1, 17, 127, 128, 129, 300)) for _ in range(count)))
+            for name in ("lengths_q", "lengths_k")[: of.choice((1, 2))]
+        }
+    else:
+        values |= {name: of.choice((1, 128, 200, 700)) for name in ("len_q", "len_k")}
+    left, right = (of.choice((-1, 0, 5, 127, 128, 400)) for _ in range(2))
+    values["window"] = (left, -1 if values["is_causal"] else right)
+    values["dilation"] = of.choice((1, 1, 1, 2, 150))
+    _check_holds(*draw(values))
+
+
+def _check_holds(tensors: Tensors, problem: AttentionProblem) -> None:
+    """Assert that tiles seen as a whole are those that are, and that no other seen is lacking."""
+    shape = (1, 1, problem.len_q, problem.len_k)
+    mask_mod = flex_masks._mask_mod(tensors, problem)
+    partial, full = flex_masks._tiles_by_position(tensors, problem)
+    seen_in_part, whole = flex_masks._written_tiles(mask_mod, shape, torch.device("cpu"))
+    assert torch.equal(full, whole)
+    assert bool((partial >= seen_in_part).all())
+    if not problem.num_sequences:
+        assert torch.equal(partial, seen_in_part)
 
 
 def eager(
@@ -264,13 +321,13 @@ def test_layouts_shared_tensors_and_modes_ask_for_another_kernel(stand_in: list[
 def made(stand_in: list[object], monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note each block mask that is made."""
     found: list[object] = []
-    make = flex_masks.made_block_mask
+    make = flex_masks._of_tiles
 
     def noting(*arguments: Any) -> object:
         found.append(make(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(flex_masks, "made_block_mask", noting)
+    monkeypatch.setattr(flex_masks, "_of_tiles", noting)
     return found
 
 
@@ -285,31 +342,23 @@ def test_a_block_mask_is_made_once(made: list[object], values: dict[str, Any]) -
 
 
 def test_the_block_mask_of_a_list_is_made_once_and_again_when_it_is_written_over(
-    stand_in: list[object], monkeypatch: pytest.MonkeyPatch
+    made: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made at each call it took as long as the attention of 5 % of 16384 tokens (H200)."""
-    found: list[object] = []
-    make = flex_masks._of_tiles
-
-    def noting(*arguments: Any) -> object:
-        found.append(make(*arguments))
-        return found[-1]
-
-    monkeypatch.setattr(flex_masks, "_of_tiles", noting)
     tensors, problem = draw(FEATURES["blocks"])
     for _ in range(3):
         check(tensors, problem)
-    assert len(found) == 1
+    assert len(made) == 1
     blocks = tensors.blocks
     assert blocks is not None
     blocks.counts.zero_()
     check(tensors, problem)
-    assert len(found) == 2
+    assert len(made) == 2
     # A CUDA graph makes it anew at each replay: nothing that was kept serves it, nothing is kept.
     kept = dict(flex_masks._KEPT)
     monkeypatch.setattr(flex_masks, "_is_recorded", lambda tensor: True)
     check(tensors, problem)
-    assert len(found) == 3 and dict(flex_masks._KEPT) == kept
+    assert len(made) == 3 and dict(flex_masks._KEPT) == kept
 
 
 def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:

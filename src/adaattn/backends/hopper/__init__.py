@@ -106,7 +106,7 @@ def _overhead(
     variant = choose_gradients(problem)
     tiles = problem.batch * problem.num_heads * -(-problem.len_q // variant.block_m)
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
-    turns = 4.0 * tiles if variant.is_ordered else 0.0
+    turns = 8.0 * tiles if variant.is_ordered else 0.0
     return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)
 
 

@@ -459,8 +459,8 @@ def backward(
             see nothing, then BLOCK_M sums of products of output and gradient.
         sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
             `add_queries`.
-        turns: int32, zeros, where IS_ORDERED: for each tile of rows the block of keys whose turn it
-            is to add to its sums.
+        turns: int32, zeros, where IS_ORDERED: for both halves of the sums of each tile of rows the
+            block of keys whose turn it is to add to them.
         natural: factor of the gradient of keys.
         key_blocks: of a head.
         key_heads: of all sequences.
@@ -531,10 +531,11 @@ def backward(
                 (gradient_consumer, (c, 0)),
                 (gradient_consumer, (c, 1)),
                 (gradient_producer, (c,)),
-                (gradient_adder, (c,)),
+                (gradient_adder, (c, 0)),
+                (gradient_adder, (c, 1)),
             ],
-            [4, 1, 1],
-            [240, 24, 24],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
         )
     else:
         gl.warp_specialize(

@@ -1,15 +1,14 @@
 """Which tiles of query rows a block of keys visits and in which order; and sums in a fixed one.
 
-Sums of gradients of queries come from many blocks of keys. Where IS_ORDERED a warp of its own adds
+Sums of gradients of queries come from many blocks of keys. Where IS_ORDERED warps of their own add
 what a block found for a tile, when a number in memory says that the blocks before it have, and then
-tells the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
+tell the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
 number, which the card starts before them, as CUB's scans take for granted too: none waits for ever,
 however few run at a time.
 
 TMA adds in the L2 cache, which all processors share: to wait until it has, and then to tell of it
-by a relaxed write there, keeps the order. An acquire would also empty the processor's L1 cache,
-where the consumers' spills lie: 0.81 of the time without an order, instead of 0.96 (H200, 16K
-tokens, D 128, causal, November 2026).
+by a relaxed write there, keeps the order. A release or an acquire costs much more: 0.75 and 0.81 of
+the time without an order, instead of 0.95 (H200, November 2026; `docs/kernel-notes.md`).
 """
 
 from triton.experimental import gluon
@@ -93,29 +92,38 @@ def next_tile(c, tile, slot, head):
 
 
 @gluon.jit
-def await_turn(c, tile, slot):
-    """Waits until the blocks of keys before this one have added to a tile's sums."""
+def await_turn(c, tile, place):
+    """Waits until the blocks of keys before this one have added to a tile's sums.
+
+    A load that stays in a register: what an atomic operation returns would pass through shared
+    memory and a barrier.
+    """
     if tile < c.added_before:
-        turn = c.block - 1
+        turn = gl.load(c.turns + place, volatile=True)
         while turn < c.block:
-            turn = gl.atomic_add(c.turns + slot, 0, sem="relaxed", scope="gpu")
+            turn = gl.load(c.turns + place, volatile=True)
 
 
 @gluon.jit
-def gradient_adder(c):
-    """Adds what both warpgroups found for queries, each visit's in its turn, and passes it on."""
-    tile, slot, head = begun(c)
-    for visit in range(c.visits):
-        await_turn(c, tile, slot)
-        mbarrier.wait(c.dq_full.index(0), visit & 1)
-        tma_add(c.sums, [slot * 32, 0], c.dq.index(0))
-        mbarrier.wait(c.dq_full.index(1), visit & 1)
-        tma_add(c.sums, [slot * 32 + 16, 0], c.dq.index(1))
-        tma.store_wait(1)
-        mbarrier.arrive(c.dq_empty.index(0))
-        tma.store_wait(0)
-        mbarrier.arrive(c.dq_empty.index(1))
-        wait_for_writes()
-        barrier()
-        gl.atomic_xchg(c.turns + slot, c.block + 1, sem="relaxed", scope="gpu")
-        tile, slot, head = next_tile(c, tile, slot, head)
+def gradient_adder(c, w: gl.constexpr):
+    """Adds what both warpgroups found for queries, each visit's in its turn, and passes it on.
+
+    Where tiles have 128 rows each half has a warp of its own and turns of its own; else the first
+    adds both, and the other has nothing to do.
+    """
+    halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
+    if w * halves < 2:
+        tile, slot, head = begun(c)
+        for visit in range(c.visits):
+            place = slot * 2 + w
+            await_turn(c, tile, place)
+            for half in gl.static_range(w * halves, (w + 1) * halves):
+                mbarrier.wait(c.dq_full.index(half), visit & 1)
+                tma_add(c.sums, [(slot * 2 + half) * 16, 0], c.dq.index(half))
+            for half in gl.static_range(w * halves, (w + 1) * halves):
+                tma.store_wait((w + 1) * halves - 1 - half)
+                mbarrier.arrive(c.dq_empty.index(half))
+            wait_for_writes()
+            barrier()
+            gl.atomic_xchg(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
+            tile, slot, head = next_tile(c, tile, slot, head)

@@ -78,7 +78,8 @@ def prepare_rows(
     zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
     gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
     if IS_ORDERED:
-        gl.store(turns + number, 0)
+        gl.store(turns + 2 * number, 0)
+        gl.store(turns + 2 * number + 1, 0)
 
 
 @gluon.jit

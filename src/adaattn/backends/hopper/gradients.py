@@ -129,7 +129,7 @@ class _Prepared:
         prepare, main, finish = self.launches
         turns = None
         if self.is_ordered:
-            turns = unfilled(upstream, (self.num_tiles,), dtype=torch.int32)
+            turns = unfilled(upstream, (2 * self.num_tiles,), dtype=torch.int32)
         of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums, turns))
         prepare(self.num_tiles, stream, (), *of_rows, *self.prepare)
         copied = (query, key, value, upstream, terms, *written[1:], sums)

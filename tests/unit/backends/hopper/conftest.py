@@ -96,8 +96,12 @@ class Pointer:
         return Pointer(self.tensor, self.places.unsqueeze(axis))
 
 
-def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
-    """Return numbers; booleans as bytes."""
+def load(pointer: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> Any:
+    """Return numbers; booleans as bytes. What others write meanwhile takes some time."""
+    if volatile:
+        assert time.monotonic() < _LOCAL.world.deadline, "a turn that never comes"
+        assert not World.lost, "another block failed"
+        time.sleep(0.0002)
     flat, places, meant = pointer.memory(mask)
     found = flat[torch.where(meant, places, 0)]
     found = found.to(torch.int64) if found.dtype in (torch.bool, torch.int32) else found
@@ -110,24 +114,6 @@ def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     value = torch.as_tensor(value).as_subclass(torch.Tensor)
     places, meant, value = torch.broadcast_tensors(places, meant, value)
     flat[places[meant]] = value[meant].to(flat.dtype)
-
-
-_MEMORY = threading.Lock()
-"""Of adding to global memory, which blocks that run together share."""
-
-
-def atomic_add(pointer: Pointer, value: int, sem: str, scope: str) -> Any:
-    """Add to a number in global memory; return what it was. 0 asks for it, and takes some time."""
-    del sem, scope
-    world: World = _LOCAL.world
-    assert time.monotonic() < world.deadline, "a turn that never comes"
-    assert not World.lost, "another block failed"
-    if value == 0:
-        time.sleep(0.0002)
-    with _MEMORY:
-        found = load(pointer)
-        store(pointer, found + value)
-    return found
 
 
 def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
@@ -188,6 +174,10 @@ def dawdle() -> None:
         time.sleep(random.random() * _LOCAL.pace)
 
 
+_MEMORY = threading.Lock()
+"""Of adding to global memory, which blocks that run together share."""
+
+
 class World:
     """The shared state of one block of threads."""
 
@@ -222,9 +212,9 @@ class World:
         return thread
 
     def pace_of(self, place: int) -> float:
-        """Return how many seconds a partition dawdles at most: the fourth, which adds, is last."""
+        """Return how many seconds a partition dawdles at most: those that add are last."""
         paces = (0.0001, 0.005)
-        return 10 * paces[self.block // 2 % 2] if place == 3 else paces[(place + self.block) % 2]
+        return 10 * paces[self.block // 2 % 2] if place > 2 else paces[(place + self.block) % 2]
 
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Run the partitions at the same time."""
@@ -372,7 +362,7 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
 def store_wait(left: int) -> None:
     """Wait for stores to have read what they copy."""
     if World.is_late:
-        if _LOCAL.place == 3:
+        if _LOCAL.place > 2:
             dawdle()
         _LOCAL.stores = finish(_LOCAL.stores, left)
 
@@ -466,7 +456,7 @@ def names() -> dict[str, Any]:
         abs=torch.abs, static_range=range, bfloat16=torch.bfloat16,
         SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
-        inline_asm_elementwise=assembly, atomic_add=atomic_add, atomic_xchg=atomic_xchg,
+        inline_asm_elementwise=assembly, atomic_xchg=atomic_xchg,
         int32=torch.int64, int64=torch.int64, float32=torch.float32,
         warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
     )  # fmt: skip

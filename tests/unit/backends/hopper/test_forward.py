@@ -264,7 +264,11 @@ def test_a_graph_has_one_operator(launches: Launches) -> None:
     problem = _problem(value_dim=32, is_causal=True)
     tensors = make_tensors(problem)
     arguments = (tensors.query, tensors.key, tensors.value, *[None] * 7)
-    settings = ([problem.scale, 0.0, 0.0], [True, False, False, False, False], [-1, -1, 1, 0, 0, 0, 0, 0])
+    settings = (
+        [problem.scale, 0.0, 0.0],
+        [True, False, False, False, False],
+        [-1, -1, 1, 0, 0, 0, 0, 0],
+    )
     operator = torch.ops.adaattn.hopper.default
     torch.library.opcheck(
         operator, (*arguments, *settings, *[None] * 4), test_utils="test_faketensor"

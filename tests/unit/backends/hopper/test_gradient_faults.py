@@ -180,8 +180,10 @@ ADDED: dict[str, Fault] = {
     "one head of those worked on together": ("place_in_order", "first_head + place % heads",
                                              "first_head", IN_ORDER | HEADS),
     "one block of those of a head": ("place_in_order", "place // heads", "0 * place", IN_ORDER),
-    "first half of a sum twice": ("gradient_adder", "slot * 32 + 16", "slot * 32", IN_ORDER),
-    "sums of the next tile": ("gradient_adder", "[slot * 32, 0]", "[slot * 32 + 32, 0]", IN_ORDER),
+    "first half of a sum twice": ("gradient_adder", "(slot * 2 + half) * 16", "(slot * 2) * 16",
+                                  IN_ORDER),
+    "sums of the next tile": ("gradient_adder", "(slot * 2 + half) * 16",
+                              "(slot * 2 + 2 + half) * 16", IN_ORDER),
 }  # fmt: skip
 LONG: dict[str, Any] = {"len_q": 700, "len_k": 384}
 ORDER: dict[str, Fault] = {
@@ -204,16 +206,18 @@ ORDER: dict[str, Fault] = {
         "store_block", "mbarrier.wait(c.end.index(1), 0)", "pass", LONG),
 }  # fmt: skip
 """Seen where everything is as late as it may be."""
+BOTH: dict[str, Any] = IN_ORDER | {"head_dim": 128}
 ADDING: dict[str, Fault] = {
-    "sums of the first warpgroup not awaited": (
-        "gradient_adder", "mbarrier.wait(c.dq_full.index(0), visit & 1)", "pass", IN_ORDER),
+    "sums not awaited": ("gradient_adder", "mbarrier.wait(c.dq_full.index(half), visit & 1)",
+                         "pass", IN_ORDER),
     "sums of the second warpgroup not awaited": (
-        "gradient_adder", "mbarrier.wait(c.dq_full.index(1), visit & 1)", "pass", IN_ORDER),
+        "gradient_adder", "c.dq_full.index(half)", "c.dq_full.index(0)", BOTH),
     "sums not read yet": ("add_queries", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
-    "first half said to be read": ("gradient_adder", "tma.store_wait(1)", "pass", IN_ORDER | LONG),
-    "second half said to be read": ("gradient_adder", "tma.store_wait(0)", "pass",
-                                    IN_ORDER | LONG),
+    "sums said to be read": ("gradient_adder", "(w + 1) * halves - 1 - half", "4",
+                             IN_ORDER | LONG),
+    "second half said to be read": ("gradient_adder", "(w + 1) * halves - 1 - half", "1",
+                                    BOTH | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
 TURNS: dict[str, Fault] = {
@@ -222,8 +226,8 @@ TURNS: dict[str, Fault] = {
     "tiles of the block before unknown": ("backward", "gl.where(block > 0, ended, 0)", "0 * ended",
                                           MANY),
     "told before it is there": ("gradient_adder", "wait_for_writes()", "pass", MANY),
-    "turns of another tile": ("await_turn", "turn = gl.atomic_add(c.turns + slot, 0",
-                              "turn = gl.atomic_add(c.turns + (c.end_tile - 1), 0",
+    "turns of another tile": ("gradient_adder", "await_turn(c, tile, place)",
+                              "await_turn(c, tile, (c.end_tile - 1) * 2 + w)",
                               {"len_q": 300, "len_k": 900}),
 }  # fmt: skip
 """Seen where blocks run at the same time, and their sums depend on the order."""
