@@ -163,6 +163,7 @@ def _facts(tensors: Tensors, problem: AttentionProblem, wants_lse: bool) -> tupl
         *(_layout(item) for item in (query, key, value, tensors.mask, tensors.alibi_slopes)),
         (query is key, query is value, key is value),  # equal arguments become one input
         tensors.cu_seqlens_q is not None,
+        problem.packed_square,
         None if tensors.blocks is None else tensors.blocks.counts.shape[:2],
         problem.scale,
         problem.is_causal,

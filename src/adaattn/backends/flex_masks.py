@@ -32,7 +32,7 @@ _Value = TypeVar("_Value")
 
 def score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
     """Return the change of a score by softcap, ALiBi and an additive mask; None for none."""
-    softcap, slopes, offset = problem.softcap, tensors.alibi_slopes, problem.offset
+    softcap, slopes = problem.softcap, tensors.alibi_slopes
     mask = tensors.mask if tensors.mask is not None and tensors.mask.is_floating_point() else None
     if softcap == 0 and slopes is None and mask is None:
         return None
@@ -40,14 +40,13 @@ def score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
         slopes = slopes.float().expand(problem.batch, problem.num_heads).contiguous()
     if mask is not None:
         mask = mask.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
-    _, _, position_q, position_k = _packing(tensors, problem)
+    distance_of = _distance(tensors, problem)
 
     def changed(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         if softcap > 0:
             score = softcap * torch.tanh(score / softcap)
         if slopes is not None:
-            distance = i + offset - j if position_q is None else position_q[i] - position_k[j]
-            score = score - slopes[b, h] * torch.abs(distance)
+            score = score - slopes[b, h] * torch.abs(distance_of(i, j))
         if mask is not None:
             score = score + mask[b, h, i, j]
         return score
@@ -62,16 +61,13 @@ def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod:
         boolean = boolean.expand(problem.batch, problem.num_heads, problem.len_q, problem.len_k)
     left, right = problem.window
     right = 0 if problem.is_causal else right
-    offset, dilation = problem.offset, problem.dilation
-    sequence_q, sequence_k, position_q, position_k = _packing(tensors, problem)
+    dilation = problem.dilation
+    sequence_q, sequence_k, _, _ = _packing(tensors, problem)
+    distance_of = _distance(tensors, problem)
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        if sequence_q is None:
-            distance = i + offset - j
-            seen = distance == distance
-        else:
-            distance = position_q[i] - position_k[j]
-            seen = sequence_q[i] == sequence_k[j]
+        distance = distance_of(i, j)
+        seen = distance == distance if sequence_q is None else sequence_q[i] == sequence_k[j]
         if right >= 0:
             seen = seen & (distance >= -right)
         if left >= 0:
@@ -83,6 +79,17 @@ def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod:
         return seen
 
     return mask_mod
+
+
+def _distance(tensors: Tensors, problem: AttentionProblem) -> Callable[[Any, Any], Any]:
+    """Return how far before query i key j is, of those of one sequence."""
+    offset = problem.offset
+    _, _, position_q, position_k = _packing(tensors, problem)
+    if position_q is None:
+        return lambda i, j: i + offset - j
+    if problem.packed_square:  # both count from the same token
+        return lambda i, j: i - j
+    return lambda i, j: position_q[i] - position_k[j]
 
 
 def _boolean(tensors: Tensors) -> torch.Tensor | None:

@@ -152,7 +152,7 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, has_alibi=True, is_causal=True)": 16,
     "dict(head_dim=64, deterministic=True)": 24,
     "dict(head_dim=128, deterministic=True, is_causal=True)": 24,
-    "dict(head_dim=64, deterministic=True, num_heads=8, num_kv_heads=2, is_causal=True)": 24,
+    "dict(head_dim=64, deterministic=True, num_heads=8, num_kv_heads=2, is_causal=True)": 48,
     "dict(head_dim=128, deterministic=True, softcap=30.0, is_causal=True)": 48,
 }
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
