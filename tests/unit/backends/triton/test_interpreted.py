@@ -16,6 +16,7 @@ from adaattn.backends import load
 from adaattn.backends.common import layout_facts
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.triton import compiled, direct, executor
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.forward import forward
@@ -541,7 +542,7 @@ def test_a_graph_holds_it_as_one_operator_for_any_length(kinds: HeadTerm) -> Non
 def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     problem, tensors = made(name, Precision.FP32)
     arguments = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
-    sizes = [-1, -1, 1, 0, 0, int(problem.aux), 0, 0]
-    settings = ([problem.scale, 0.0, 0.0], [False] * 4, sizes)
     terms = (tensors.head_scale, tensors.head_window, tensors.head_softcap, None)
-    torch.library.opcheck(torch.ops.adaattn.triton.default, (*arguments, *settings, *terms))
+    torch.library.opcheck(
+        torch.ops.adaattn.triton.default, (*arguments, *taken_apart(problem), *terms)
+    )
