@@ -7,21 +7,17 @@ the log-sum-exp, which FlexAttention differentiates.
 """
 
 import importlib.util
-import types
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 
-from adaattn.backends.flex_masks import BLOCK, block_mask, score_mod
+from adaattn.backends.flex_masks import block_mask, compiled_once, score_mod
+from adaattn.backends.flex_tiles import BLOCK
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, Capability, Feature, HeadGroup, KVKind, Precision
 
 __all__ = ["CAPABILITIES", "run"]
-
-_KEPT_KERNELS: Final = 256
 
 
 def _unavailable() -> str:
@@ -112,7 +108,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     """Return attention by one compiled FlexAttention kernel."""
     wants_lse = problem.has_sinks or bool(problem.aux & Aux.LSE)
     tracing = torch.compiler.is_compiling()
-    kernel = _entry if tracing else _kernel(_facts(tensors, problem, wants_lse))
+    kernel = _entry if tracing else compiled_once(_entry, _facts(tensors, problem, wants_lse))
     try:
         output, lse = kernel(
             tensors.query,
@@ -184,21 +180,6 @@ def _layout(tensor: torch.Tensor | None) -> tuple[object, ...] | None:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-@lru_cache(maxsize=_KEPT_KERNELS)
-def _kernel(facts: tuple[object, ...]) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Return a compiled entry for the calls of equal facts.
-
-    Each has a code object of its own. Dynamo stops compiling one after 8 shapes, and would go on
-    with FlexAttention's eager form, which writes out all scores and only warns. Its guards stay:
-    without them a call took as long (113 and 133 microseconds forward, H100, PyTorch 2.11,
-    2026-11).
-    """
-    del facts
-    own = types.FunctionType(_entry.__code__.replace(co_name=f"{_entry.__name__}_"), globals())
-    own.__kwdefaults__ = _entry.__kwdefaults__
-    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def _entry(*args: Any, wants_lse: bool, **kwargs: Any) -> tuple[torch.Tensor, Any]:

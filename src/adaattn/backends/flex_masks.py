@@ -4,30 +4,36 @@ What follows from positions and packed sequences is kept between calls.
 """
 
 import threading
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.block_list import BlockList, listed_first
+from adaattn.backends.block_list import listed_first
 from adaattn.backends.common import packed_positions
+from adaattn.backends.flex_tiles import (
+    BLOCK,
+    Packing,
+    listed_tiles,
+    tiles_by_position,
+    written_tiles,
+)
 from adaattn.backends.interface import Tensors
 from adaattn.spec import AttentionProblem
 
-__all__ = ["BLOCK", "block_mask", "score_mod"]
-
-BLOCK: Final = 128
-"""Side of FlexAttention's blocks."""
+__all__ = ["block_mask", "compiled_once", "score_mod"]
 
 _KEPT_VALUES: Final = 64
-_MASK_ELEMENTS: Final = 1 << 22
-"""Decisions of a mask that are written out at once, about 20 bytes each with their distances."""
+_KEPT_FUNCTIONS: Final = 256
 
 _ScoreMod = Callable[..., torch.Tensor]
 _Value = TypeVar("_Value")
+_Tiles = tuple[torch.Tensor, torch.Tensor]
 
 
 def score_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod | None:
@@ -62,12 +68,13 @@ def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod:
     left, right = problem.window
     right = 0 if problem.is_causal else right
     dilation = problem.dilation
-    sequence_q, sequence_k, _, _ = _packing(tensors, problem)
+    packing = _packing(tensors, problem)
+    sequences = None if packing is None else packing[2:4]  # kept, unlike where they start
     distance_of = _distance(tensors, problem)
 
     def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         distance = distance_of(i, j)
-        seen = distance == distance if sequence_q is None else sequence_q[i] == sequence_k[j]
+        seen = distance == distance if sequences is None else sequences[0][i] == sequences[1][j]
         if right >= 0:
             seen = seen & (distance >= -right)
         if left >= 0:
@@ -84,11 +91,12 @@ def _mask_mod(tensors: Tensors, problem: AttentionProblem) -> _ScoreMod:
 def _distance(tensors: Tensors, problem: AttentionProblem) -> Callable[[Any, Any], Any]:
     """Return how far before query i key j is, of those of one sequence."""
     offset = problem.offset
-    _, _, position_q, position_k = _packing(tensors, problem)
-    if position_q is None:
+    packing = _packing(tensors, problem)
+    if packing is None:
         return lambda i, j: i + offset - j
     if problem.packed_square:  # both count from the same token
         return lambda i, j: i - j
+    position_q, position_k = packing[4:]
     return lambda i, j: position_q[i] - position_k[j]
 
 
@@ -98,17 +106,17 @@ def _boolean(tensors: Tensors) -> torch.Tensor | None:
     return mask if mask is not None and mask.dtype == torch.bool else None
 
 
-def _packing(tensors: Tensors, problem: AttentionProblem) -> tuple[Any, Any, Any, Any]:
-    """Return each query's and each key's packed sequence and place in it; Nones if not packed."""
+def _packing(tensors: Tensors, problem: AttentionProblem) -> Packing | None:
+    """Return each query's and each key's packed sequence and place in it; None if not packed."""
     starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if starts_q is None or starts_k is None:
-        return None, None, None, None
+        return None
 
-    def made() -> tuple[Any, Any, Any, Any]:
+    def made() -> tuple[torch.Tensor, ...]:
         return packed_positions(starts_q, starts_k, problem)
 
     facts = ("packing", problem.len_q, problem.len_k, problem.align)
-    return _kept(facts, (starts_q, starts_k), made)
+    return Packing(starts_q, starts_k, *_kept(facts, (starts_q, starts_k), made))
 
 
 _KEPT: OrderedDict[object, tuple[tuple[weakref.ref[torch.Tensor], ...], Any]] = OrderedDict()
@@ -148,6 +156,11 @@ def _kept(
     return made
 
 
+def _stays_eager(tensor: torch.Tensor) -> bool:
+    """Return whether nothing is to be compiled for a tensor here."""
+    return not tensor.is_cuda or torch.compiler.is_compiling() or _is_recorded(tensor)
+
+
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Return whether a CUDA graph records what is computed with a tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -167,19 +180,7 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
     batch, heads = (1, 1) if boolean is None else boolean.shape[:2]
     shape = (batch, heads, problem.len_q, problem.len_k)
     mask_mod = _mask_mod(tensors, problem)
-
-    def tiles() -> tuple[torch.Tensor, torch.Tensor]:
-        if boolean is None:
-            return _tiles_by_position(tensors, problem)
-        return _written_tiles(mask_mod, shape, device)
-
-    def made() -> Any:
-        return _of_tiles(*tiles(), mask_mod, shape[2:])
-
-    if boolean is not None and tensors.blocks is None:
-        return made()
     facts = (
-        "blocks",
         problem.len_q,
         problem.len_k,
         problem.is_causal,
@@ -188,133 +189,91 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
         problem.dilation,
         device,
     )
+
+    def tiles() -> _Tiles:
+        if boolean is None:
+            return tiles_by_position(problem, device, _packing(tensors, problem))
+        return written_tiles(mask_mod, shape, device)
+
+    def made() -> Any:
+        packing = None if boolean is not None else _packing(tensors, problem)
+        if packing is None or _stays_eager(packing.starts_q):
+            lists = _lists(*tiles())
+        else:
+            packing = _widened(packing)
+            compiled = compiled_once(_lists_by_position, (*facts, len(packing.starts_q)))
+            lists = compiled(problem, device, packing)
+        return _block_mask(lists, mask_mod, shape[2:])
+
     if tensors.blocks is not None:
         blocks = tensors.blocks
+        # Recorded by a CUDA graph it is made at each replay, of the numbers that are there then.
+        own = boolean is not None or _is_recorded(blocks.counts)
 
         def of_list() -> Any:
-            own = boolean is not None or _is_recorded(blocks.counts)
             partial, full = tiles() if own else _kept(("tiles", *facts), (), tiles)
-            listed = _listed_tiles(blocks, problem)
-            return _of_tiles(partial & listed, full & listed, mask_mod, shape[2:])
+            listed = listed_tiles(blocks, problem)
+            return _block_mask(_lists(partial & listed, full & listed), mask_mod, shape[2:])
 
-        # Recorded by a CUDA graph it is made at each replay, of the numbers that are there then.
-        if boolean is not None or _is_recorded(blocks.counts):
+        if own:
             return of_list()
         return _kept((problem.block_size, *facts), (blocks.counts, blocks.indices), of_list)
+    if boolean is not None:
+        return made()
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    return _kept(facts, tuple(item for item in starts if item is not None), made)
+    return _kept(("blocks", *facts), tuple(item for item in starts if item is not None), made)
 
 
-def _tiles_by_position(
-    tensors: Tensors, problem: AttentionProblem
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles are seen in part, and which as a whole: boolean [1, 1, Nq, Nk] both.
-
-    From the edges of tiles and packed sequences alone. A tile in which several sequences meet is
-    said to be seen in part, though a window may hide all of it.
-    """
-    left, right = problem.window
-    right = 0 if problem.is_causal else right
-    device, dilation = tensors.query.device, problem.dilation
-    row, last_row = (item[:, None] for item in _edges(problem.len_q, device))
-    key, last_key = _edges(problem.len_k, device)
-    whole = (last_row - row == BLOCK - 1) & (last_key - key == BLOCK - 1)
-    meet, several = torch.ones_like(whole), torch.zeros_like(whole)
-    sequence_q, sequence_k, position_q, position_k = _packing(tensors, problem)
-    if sequence_q is None:
-        least, most = row + problem.offset - last_key, last_row + problem.offset - key
-    else:
-        whole &= sequence_q[row] == sequence_q[last_row]
-        whole &= sequence_k[key] == sequence_k[last_key]
-        first = torch.maximum(sequence_q[row], sequence_k[key]).long()
-        last = torch.minimum(sequence_q[last_row], sequence_k[last_key])
-        rows = _part(tensors.cu_seqlens_q, problem.len_q, first, row, last_row)
-        keys = _part(tensors.cu_seqlens_k, problem.len_k, first, key, last_key)
-        meet, several = first <= last, first < last
-        for begin, end in (rows, keys):
-            meet = meet & (begin <= end)
-        (row, last_row), (key, last_key) = (
-            (places[begin.clamp(max=len(places) - 1)], places[end.clamp(min=0)])
-            for places, (begin, end) in ((position_q, rows), (position_k, keys))
-        )
-        least, most = row - last_key, last_row - key
-    lowest = least.clamp(min=-right) if right >= 0 else least
-    highest = most.clamp(max=left) if left >= 0 else most
-    highest = highest.div(dilation, rounding_mode="floor") * dilation
-    full = whole & meet & (lowest == least) & (highest == most) & (dilation == 1)
-    seen = several | (meet & (lowest <= highest))
-    return (seen & ~full)[None, None], full[None, None]
+def _lists_by_position(
+    problem: AttentionProblem, device: torch.device, packing: Packing
+) -> tuple[torch.Tensor, ...]:
+    """Return the lists of tiles that packed sequences see: `_lists` of `tiles_by_position`."""
+    return _lists(*tiles_by_position(problem, device, packing))
 
 
-def _edges(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first and the last token of each tile."""
-    first = torch.arange(0, length, BLOCK, device=device)
-    return first, (first + BLOCK - 1).clamp(max=length - 1)
-
-
-def _part(
-    starts: torch.Tensor | None,
-    length: int,
-    sequence: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first and the last of a tile's tokens that are a packed sequence's."""
-    assert starts is not None
-    bounds = F.pad(starts.long(), (0, 1), value=length)
-    return torch.maximum(bounds[sequence], first), torch.minimum(bounds[sequence + 1] - 1, last)
-
-
-def _written_tiles(
-    mask_mod: _ScoreMod, shape: tuple[int, int, int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tiles are seen in part, and which as a whole: boolean [B, H, Nq, Nk] both.
-
-    Some rows of tiles are written out at a time: ``create_block_mask`` writes out all Sq x Sk
-    decisions at once, 8 bytes each while it sums them up: 34 GB at 64K tokens.
+def _lists(partial: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return how many tiles, and which, in the order in which `BlockMask` takes them.
 
     Args:
-        mask_mod: whether query i of batch b and head h sees key j, for index tensors.
-        shape: (B, H, Sq, Sk).
-        device: where the mask is made.
+        partial: tiles seen in part, boolean [B, H, Nq, Nk].
+        full: those seen as a whole.
     """
-    batch, heads, len_q, len_k = shape
-    blocks_q = -(-len_q // BLOCK)
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(heads, device=device)[:, None, None]
-    j = torch.arange(len_k, device=device)
-    step = max(_MASK_ELEMENTS // (batch * heads * max(len_k, 1) * BLOCK), 1)
-    seen, whole = [], []
-    for first in range(0, blocks_q, step):
-        rows = range(first * BLOCK, min((first + step) * BLOCK, len_q))
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        part = mask_mod(b, h, i, j).expand(batch, heads, len(rows), len_k)
-        part = F.pad(part, (0, -len_k % BLOCK, 0, -len(rows) % BLOCK))
-        tiles = part.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-        counts = tiles.sum(dim=(3, 5), dtype=torch.int32)
-        whole.append(counts == BLOCK * BLOCK)
-        seen.append((counts > 0) & ~whole[-1])
-    return torch.cat(seen, dim=2), torch.cat(whole, dim=2)
+    by_rows = (*listed_first(partial), *listed_first(full))
+    return (*by_rows, *listed_first(partial.mT), *listed_first(full.mT))
 
 
-def _of_tiles(
-    partial: torch.Tensor, full: torch.Tensor, mask_mod: _ScoreMod, lengths: tuple[int, int]
+def _block_mask(
+    lists: tuple[torch.Tensor, ...], mask_mod: _ScoreMod, lengths: tuple[int, int]
 ) -> Any:
-    """Return the block mask of tiles that are seen in part, and of those seen as a whole."""
-    from torch.nn.attention.flex_attention import BlockMask
+    """Return the block mask of lists of tiles."""
+    from torch.nn.attention import flex_attention
 
-    return BlockMask.from_kv_blocks(
-        *listed_first(partial),
-        *listed_first(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=lengths,
+    module: Any = flex_attention
+    return module.BlockMask(lengths, *lists, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod)
+
+
+def _widened(packing: Packing) -> Packing:
+    """Return a packing with empty sequences behind, up to a power of two: one graph serves many."""
+    starts_q, starts_k = packing[:2]
+    more = (1 << (len(starts_q) - 1).bit_length()) - len(starts_q)
+    return Packing(
+        F.pad(starts_q, (0, more), value=len(packing.sequence_q)),
+        F.pad(starts_k, (0, more), value=len(packing.sequence_k)),
+        *packing[2:],
     )
 
 
-def _listed_tiles(blocks: BlockList, problem: AttentionProblem) -> torch.Tensor:
-    """Return which tiles are in listed blocks, which consist of whole tiles."""
-    listed = blocks.to_mask(-(-problem.len_k // blocks.block_k))
-    listed = listed.repeat_interleave(blocks.block_q // BLOCK, 2)
-    listed = listed.repeat_interleave(blocks.block_k // BLOCK, 3)
-    return listed[:, :, : -(-problem.len_q // BLOCK), : -(-problem.len_k // BLOCK)]
+@lru_cache(maxsize=_KEPT_FUNCTIONS)
+def compiled_once(function: types.FunctionType, facts: tuple[object, ...]) -> Callable[..., Any]:
+    """Return a function compiled for the calls of equal facts.
+
+    Each has a code object of its own. Dynamo stops compiling one after 8 shapes, and would go on
+    with its eager form: FlexAttention's writes out all scores and only warns. Guards stay: without
+    them a call of FlexAttention took as long (113 and 133 microseconds forward, H100, PyTorch 2.11,
+    2026-11).
+    """
+    del facts
+    code = function.__code__.replace(co_name=f"{function.__name__}_")
+    own = types.FunctionType(code, function.__globals__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(own, dynamic=False, fullgraph=True)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import create_block_mask
 
-from adaattn.backends import flex, flex_masks
+from adaattn.backends import flex, flex_masks, flex_tiles
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -72,7 +72,7 @@ def test_a_block_mask_is_the_one_that_pytorch_makes(name: str) -> None:
 def test_a_mask_of_each_batch_and_head_is_too(
     monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
-    monkeypatch.setattr(flex_masks, "_MASK_ELEMENTS", elements)
+    monkeypatch.setattr(flex_tiles, "_MASK_ELEMENTS", elements)
     problem = make_problem(num_heads=2, batch=3, len_q=300, len_k=260, is_causal=True)
     tensors = replace(make_tensors(problem, seed=0), mask=torch.rand(3, 2, 300, 260) > 0.5)
     _check(tensors, problem, batch=3, heads=2)
@@ -121,12 +121,31 @@ def test_tiles_of_any_positions_are_right(seed: int) -> None:
     _check_holds(*draw(values))
 
 
+def test_lists_of_tiles_are_one_graph_for_many_packings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are compiled: some 150 small kernels at each step of training, otherwise."""
+    graphs: list[object] = []
+
+    def compiled(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        return inner(function, backend=lambda graph, _: graphs.append(graph) or graph, **how)
+
+    inner = torch.compile
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(flex_masks, "_stays_eager", lambda tensor: False)
+    flex_masks.compiled_once.cache_clear()
+    for lengths in ((100, 412), (1, 300, 211), (512,), (128, 128, 256)):
+        _check(*draw({"lengths_q": lengths, "is_causal": True, "window": (150, -1)}))
+    flex_masks.compiled_once.cache_clear()
+    assert len(graphs) == 2  # up to one sequence and up to three
+
+
 def _check_holds(tensors: Tensors, problem: AttentionProblem) -> None:
     """Assert that tiles seen as a whole are those that are, and that no other seen is lacking."""
     shape = (1, 1, problem.len_q, problem.len_k)
     mask_mod = flex_masks._mask_mod(tensors, problem)
-    partial, full = flex_masks._tiles_by_position(tensors, problem)
-    seen_in_part, whole = flex_masks._written_tiles(mask_mod, shape, torch.device("cpu"))
+    partial, full = flex_tiles.tiles_by_position(
+        problem, torch.device("cpu"), flex_masks._packing(tensors, problem)
+    )
+    seen_in_part, whole = flex_tiles.written_tiles(mask_mod, shape, torch.device("cpu"))
     assert torch.equal(full, whole)
     assert bool((partial >= seen_in_part).all())
     if not problem.num_sequences:
@@ -174,11 +193,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Put the eager form in the kernel's place; note the facts of each kernel asked for."""
     asked: list[object] = []
 
-    def kernel(facts: object) -> Callable[..., Any]:
+    def kernel(function: Callable[..., Any], facts: object) -> Callable[..., Any]:
         asked.append(facts)
-        return flex._entry
+        return function
 
-    monkeypatch.setattr(flex, "_kernel", kernel)
+    monkeypatch.setattr(flex, "compiled_once", kernel)
     monkeypatch.setattr(theirs, "flex_attention", eager)
     monkeypatch.setattr(flex_masks, "_KEPT", type(flex_masks._KEPT)())
     return asked
@@ -321,13 +340,13 @@ def test_layouts_shared_tensors_and_modes_ask_for_another_kernel(stand_in: list[
 def made(stand_in: list[object], monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Note each block mask that is made."""
     found: list[object] = []
-    make = flex_masks._of_tiles
+    make = flex_masks._block_mask
 
     def noting(*arguments: Any) -> object:
         found.append(make(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(flex_masks, "_of_tiles", noting)
+    monkeypatch.setattr(flex_masks, "_block_mask", noting)
     return found
 
 
@@ -402,11 +421,11 @@ def test_the_kernels_compute_what_the_reference_does(name: str) -> None:
 @pytest.mark.gpu
 def test_a_kernel_is_compiled_once_for_every_packing() -> None:
     torch.compiler.reset()
-    flex._kernel.cache_clear()
+    flex_masks.compiled_once.cache_clear()
     counters.clear()
     for lengths in (PACKED, OTHER, PACKED):
         check(*on_gpu({**lengths, "is_causal": True, "align": Align.BOTTOM_RIGHT}))
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 2  # the kernel, and the lists of tiles
 
 
 @pytest.mark.gpu
@@ -415,7 +434,7 @@ def test_the_kernels_tell_layouts_and_modes_apart() -> None:
     without = replace(problem, requires_grad=False)
     strided = tensors.query.detach().transpose(1, 2).contiguous().transpose(1, 2)
     torch.compiler.reset()
-    flex._kernel.cache_clear()
+    flex_masks.compiled_once.cache_clear()
     counters.clear()
     for _ in range(2):
         check(tensors, problem)
@@ -429,7 +448,7 @@ def test_the_kernels_tell_layouts_and_modes_apart() -> None:
             check(tensors, without)
         with torch.inference_mode():
             check(tensors, without)
-    assert flex._kernel.cache_info().currsize == counters["stats"]["unique_graphs"] == 6
+    assert flex_masks.compiled_once.cache_info().currsize == counters["stats"]["unique_graphs"] == 6
 
 
 @pytest.mark.gpu
