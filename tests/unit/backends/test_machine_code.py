@@ -154,6 +154,11 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, deterministic=True, is_causal=True)": 24,
     "dict(head_dim=64, deterministic=True, num_heads=8, num_kv_heads=2, is_causal=True)": 48,
     "dict(head_dim=128, deterministic=True, softcap=30.0, is_causal=True)": 48,
+    "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True)": 12,
+    "dict(head_dim=128, lengths_q=(1000, 1048), is_causal=True)": 12,
+    "dict(head_dim=128, lengths_q=(1000, 1048), is_causal=True, softcap=30.0, window=(500, 0))": 24,
+    "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
+    "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
 }
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")

@@ -11,6 +11,7 @@ from typing import Final
 
 from adaattn.backends.hopper.executor import direct, is_ready, run
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
+from adaattn.backends.hopper.launch import tiles_of
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.spec import (
     AttentionProblem,
@@ -82,7 +83,6 @@ def _training(problem: AttentionProblem) -> tuple[str, ...]:
             max(problem.head_dim, problem.value_dim) > _MOST_TRAINED,
             f"D or Dv above {_MOST_TRAINED}",
         ),
-        (problem.num_sequences > 0, "packed sequences"),
         (problem.mask is not MaskKind.NONE, "a mask"),
         (problem.has_blocks, "a list of blocks"),
         (problem.head_terms.value > 0, "numbers of each head"),
@@ -104,7 +104,8 @@ def _overhead(
     if not problem.wants_gradients:
         return Overhead()
     variant = choose_gradients(problem)
-    tiles = problem.batch * problem.num_heads * -(-problem.len_q // variant.block_m)
+    of_head = tiles_of(problem, problem.len_q, variant.block_m)
+    tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
     turns = 8.0 * tiles if variant.is_ordered else 0.0
     return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)

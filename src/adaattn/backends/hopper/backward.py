@@ -29,10 +29,12 @@ from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
     next_tile,
+    packed_keys,
     place_in_order,
     row_tiles,
 )
 from adaattn.backends.hopper.pipeline import copy, mma_layout
+from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, Sizes
 
 
@@ -40,7 +42,8 @@ from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, Sizes
 class Backward:
     """What every function reads: tensors, sizes, stages with their barriers, choices.
 
-    Rows are counted in tiles of all heads: ``first_slot`` is the first that the block visits.
+    Rows are counted in tiles of all heads: ``first_slot`` is the first that the block visits. Those
+    of packed sequences, and their keys, begin at ``start_q`` and ``start_k``.
     """
 
     query: tma.tensor_descriptor
@@ -62,6 +65,8 @@ class Backward:
     key_head: gl.tensor
     first_head: gl.tensor
     last_head: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
     block: gl.tensor
     first_key: gl.tensor
     first_tile: gl.tensor
@@ -99,6 +104,7 @@ class Backward:
     FAST_TANH: gl.constexpr
     HAS_ALIBI: gl.constexpr
     IS_ORDERED: gl.constexpr
+    IS_PACKED: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -107,11 +113,11 @@ class Backward:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
-        turns, scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, block,
-        first_key, first_tile, end_tile, first_slot, added_before, skipped, tiles_per_head, visits,
-        q, o, r, k, v, ds, caps, dq, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty,
-        end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
-        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED,
+        turns, scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, start_q,
+        start_k, block, first_key, first_tile, end_tile, first_slot, added_before, skipped,
+        tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, q_full, o_full, q_empty, kv_full,
+        ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
+        IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -132,6 +138,8 @@ class Backward:
         self.key_head = key_head
         self.first_head = first_head
         self.last_head = last_head
+        self.start_q = start_q
+        self.start_k = start_k
         self.block = block
         self.first_key = first_key
         self.first_tile = first_tile
@@ -169,6 +177,7 @@ class Backward:
         self.FAST_TANH = gl.constexpr(FAST_TANH)
         self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
         self.IS_ORDERED = gl.constexpr(IS_ORDERED)
+        self.IS_PACKED = gl.constexpr(IS_PACKED)
         # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
         self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
         self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))
@@ -185,13 +194,16 @@ def gradient_producer(c):
     Consumers compute scores one tile ahead: those behind the last serve nothing, and what TMA finds
     no rows for it fills with zeros.
     """
-    block = c.batch, c.key_head, c.first_key, 0
+    block = corner(c, c.batch, c.key_head, c.start_k, c.first_key, c.sizes.len_k, 0)
     copy(c.key, c.kv_full.index(0), c.k.index(0), block)
     copy(c.value, c.kv_full.index(1), c.v, block)
     tile, slot, head = begun(c)
     for visit in range(c.visits + 1):
         stage = visit & 1
-        place = c.batch, head, tile * c.BLOCK_M, 0
+        row = tile * c.BLOCK_M
+        if c.IS_PACKED and c.IS_ORDERED:  # the tile before the first is another sequence's
+            row = gl.maximum(row, 0)
+        place = corner(c, c.batch, head, c.start_q, row, c.sizes.len_q, 0)
         mbarrier.wait(c.q_empty.index(stage), ((visit >> 1) & 1) ^ 1)
         copy(c.query, c.q_full.index(stage), c.q.index(stage), place)
         copy(c.row_terms, c.q_full.index(stage), c.r.index(stage), (slot * (2 * c.BLOCK_M),))
@@ -347,12 +359,11 @@ def store_block(c, w: gl.constexpr, dk, dv):
     fence_async_shared()
     mbarrier.arrive(c.end.index(1))
     mbarrier.wait(c.end.index(1), 0)  # both have written
+    place = corner(c, c.batch, c.key_head, c.start_k, c.first_key, c.sizes.len_k, 0)
     if w == 0:
-        buffer = shaped_as(c.k.index(0), c.key_gradient)
-        tma_store(c.key_gradient, (c.batch, c.key_head, c.first_key, 0), buffer)
+        tma_store(c.key_gradient, place, shaped_as(c.k.index(0), c.key_gradient))
     else:
-        buffer = shaped_as(c.v, c.value_gradient)
-        tma_store(c.value_gradient, (c.batch, c.key_head, c.first_key, 0), buffer)
+        tma_store(c.value_gradient, place, shaped_as(c.v, c.value_gradient))
     tma.store_wait(0)
 
 
@@ -438,7 +449,11 @@ def gradient_consumer(c, w: gl.constexpr):
         p = hide_ahead(c, w, p, first_key, tile * rows)
         # With weights among what is waited for, exponentials stay before the wait.
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
-    add_queries(c, w, slot_before, c.visits & 1, dq)
+    if c.IS_PACKED:
+        if c.visits > 0:
+            add_queries(c, w, slot_before, c.visits & 1, dq)
+    else:
+        add_queries(c, w, slot_before, c.visits & 1, dq)
     store_block(c, w, dk, dv)
 
 
@@ -446,11 +461,13 @@ def gradient_consumer(c, w: gl.constexpr):
 def backward(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes, turns,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
-    tiles_per_head, slopes_stride, key_heads, heads_together, zero,
+    tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences, starts_q,
+    starts_k,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
+    IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -462,7 +479,7 @@ def backward(
         turns: int32, zeros, where IS_ORDERED: for both halves of the sums of each tile of rows the
             block of keys whose turn it is to add to them.
         natural: factor of the gradient of keys.
-        key_blocks: of a head.
+        key_blocks: of a head; of packed sequences, those of `places.sequence_of`, as are the tiles.
         key_heads: of all sequences.
         heads_together: of those worked on at a time, where IS_ORDERED.
         zero: 0, which the compiler is not to know.
@@ -504,7 +521,19 @@ def backward(
     key_head = head - batch * kv_heads
     first_head = key_head * group_size
     sizes = Sizes(len_q, len_k, offset, left, right)
-    first, behind = row_tiles(sizes, block * BLOCK_N, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+    first_key = block * BLOCK_N
+    start_q = gl.to_tensor(0)
+    start_k = gl.to_tensor(0)
+    first_tile = gl.to_tensor(0)
+    if IS_PACKED:
+        start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
+            block, starts_q, starts_k, num_sequences, sizes, BLOCK_M, BLOCK_N, IS_ORDERED
+        )
+        if TO_END:
+            offset = own_k - own_q
+        sizes = Sizes(own_q, own_k, offset, left, right)
+        block = first_key // BLOCK_N
+    first, behind = row_tiles(sizes, first_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
     skipped = tiles_per_head - (behind - first)
     added_before = gl.to_tensor(0)
     if IS_ORDERED:
@@ -512,18 +541,20 @@ def backward(
         before = gl.maximum(block - 1, 0) * BLOCK_N
         _, ended = row_tiles(sizes, before, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
         added_before = gl.where(block > 0, ended, 0)
-    first_slot = (batch * num_heads + first_head) * tiles_per_head + first
+    first_slot = (batch * num_heads + first_head) * tiles_per_head + first_tile + first
     visits = behind - first
+    if IS_PACKED:
+        visits = gl.where(first_key < sizes.len_k, visits, 0)
     if IS_GROUPED:
         visits = visits * group_size
     c = Backward(
         query, key, value, upstream, row_terms, key_gradient, value_gradient, sums,
         slopes + batch * slopes_stride, turns, scale, natural, cap, zero, sizes, batch,
-        key_head, first_head, first_head + group_size - 1, block, block * BLOCK_N, first, behind,
-        first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds, caps, dq,
-        q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N,
-        BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH,
-        HAS_ALIBI, IS_ORDERED,
+        key_head, first_head, first_head + group_size - 1, start_q, start_k, block, first_key,
+        first, behind, first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds,
+        caps, dq, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M,
+        BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP,
+        FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED,
     )  # fmt: skip
     if IS_ORDERED:
         gl.warp_specialize(

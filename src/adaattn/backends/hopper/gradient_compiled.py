@@ -57,9 +57,10 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
         return sizes | {
             "HAS_LSE_GRADIENT": variant.has_lse_gradient,
             "IS_ORDERED": variant.is_ordered,
+            "IS_PACKED": variant.is_packed,
         }
     if kind == "finish":
-        return sizes
+        return sizes | {"IS_PACKED": variant.is_packed}
     return {
         "BLOCK_M": variant.block_m,
         "BLOCK_N": BLOCK_KEYS,
@@ -73,6 +74,8 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
         "FAST_TANH": variant.has_fast_tanh,
         "HAS_ALIBI": variant.has_alibi,
         "IS_ORDERED": variant.is_ordered,
+        "IS_PACKED": variant.is_packed,
+        "TO_END": variant.to_end,
     }
 
 
@@ -82,10 +85,10 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
     if kind != "main":
         pointers = ("lse", "lse_upstream", "row_terms", "sums")
         numbers = dict.fromkeys(("output", "upstream", "gradient"), f"*{label}")
-        others = {"scale": "fp32", "turns": "*i32"}
+        others = {"scale": "fp32", "turns": "*i32", "starts": "*i32"}
         return numbers | dict.fromkeys(pointers, "*fp32") | others
     rows, keys = (
-        descriptor_type(label, [1, 1, size, variant.block_d])
+        descriptor_type(label, [*(1,) * (3 if variant.is_packed else 2), size, variant.block_d])
         for size in (variant.block_m, BLOCK_KEYS)
     )
     return {
@@ -95,7 +98,7 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         "row_terms": _plain([2 * variant.block_m]),
         "sums": _plain([16, 256]),
         "slopes": f"*{variant.slopes_dtype}",
-        "turns": "*i32",
+        **dict.fromkeys(("turns", "starts_q", "starts_k"), "*i32"),
     }
 
 

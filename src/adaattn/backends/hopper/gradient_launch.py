@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.hopper.launch import edges
-from adaattn.spec import AttentionProblem, Precision
+from adaattn.backends.hopper.launch import edges, tiles_of
+from adaattn.spec import Align, AttentionProblem, Precision
 
 __all__ = ["BLOCK_KEYS", "TILE_NUMBERS", "GradientVariant", "choose_gradients", "numbers_of"]
 
@@ -42,6 +42,8 @@ class GradientVariant:
         slopes_dtype: Triton's name of the type of slopes.
         is_ordered: gradients of queries are summed in a fixed order: the same each time, in any
             batch.
+        is_packed: sequences are packed; their bounds are on the device.
+        to_end: packed sequences are aligned at their ends.
     """
 
     block_d: int
@@ -56,6 +58,8 @@ class GradientVariant:
     has_lse_gradient: bool = False
     slopes_dtype: str = "fp32"
     is_ordered: bool = False
+    is_packed: bool = False
+    to_end: bool = False
 
     @property
     def block_m(self) -> int:
@@ -85,7 +89,8 @@ def choose_gradients(
     """
     right, left = edges(problem)
     is_grouped = problem.group_size > 1
-    is_ragged = problem.len_k % BLOCK_KEYS != 0
+    is_packed = problem.num_sequences > 0
+    is_ragged = is_packed or problem.len_k % BLOCK_KEYS != 0
     is_ordered = problem.deterministic or problem.batch_invariant
     alone = right >= 0 and left < 0 and not (is_grouped or is_ragged or is_ordered)
     return GradientVariant(
@@ -101,6 +106,8 @@ def choose_gradients(
         has_lse_gradient=has_lse_gradient,
         slopes_dtype=slopes_dtype,
         is_ordered=is_ordered,
+        is_packed=is_packed,
+        to_end=is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square,
     )
 
 
@@ -127,17 +134,18 @@ def numbers_of(
         problem.softcap * LOG2_E,
         problem.len_q,
         problem.len_k,
-        problem.offset,
+        0 if variant.is_packed else problem.offset,
         min(left, most),
         min(right, most),
         problem.num_heads,
         problem.group_size,
-        -(-problem.len_k // BLOCK_KEYS),
-        -(-problem.len_q // variant.block_m),
+        tiles_of(problem, problem.len_k, BLOCK_KEYS),
+        tiles_of(problem, problem.len_q, variant.block_m),
         slopes_stride,
         problem.batch * problem.num_kv_heads,
         _heads_together(problem, variant),
         0,
+        problem.num_sequences,
     )
 
 

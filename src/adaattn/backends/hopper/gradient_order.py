@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adaattn.backends.hopper._gluon import barrier, tma_add
 from adaattn.backends.hopper.pipeline import wait_for_writes
+from adaattn.backends.hopper.places import bounds, sequence_of
 
 
 @gluon.jit
@@ -52,6 +53,29 @@ def place_in_order(key_blocks, num_heads, heads_together):
     heads = gl.minimum(heads_together, num_heads - first_head)
     place = place % size
     return first_head + place % heads, place // heads
+
+
+@gluon.jit
+def packed_keys(number, starts_q, starts_k, num_sequences, sizes, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, IS_ORDERED: gl.constexpr):  # fmt: skip
+    """Where a block of keys of packed sequences stands, by its number among all of a head.
+
+    Of starts that fall a sequence may lack its first blocks. Where later ones would wait for them
+    they have no keys.
+
+    Returns:
+        Start and length of the sequence's queries, and of its keys; its first tile of query rows
+        among those of a head; and the block's first key, behind the last if it has none.
+    """
+    sequence, first_key = sequence_of(number, starts_k, num_sequences, BLOCK_N)
+    start_q, len_q = bounds(starts_q + sequence, sizes.len_q)
+    start_k, len_k = bounds(starts_k + sequence, sizes.len_k)
+    if IS_ORDERED:
+        number -= first_key // BLOCK_N
+        found, _ = sequence_of(number, starts_k, num_sequences, BLOCK_N)
+        first_key = gl.where((number >= 0) & (found == sequence), first_key, len_k)
+    first_key = gl.where(first_key < 0, len_k, gl.minimum(first_key, len_k))
+    return start_q, len_q, start_k, len_k, start_q // BLOCK_M + sequence, first_key
 
 
 @gluon.jit
@@ -125,5 +149,8 @@ def gradient_adder(c, w: gl.constexpr):
                 mbarrier.arrive(c.dq_empty.index(half))
             wait_for_writes()
             barrier()
-            gl.atomic_xchg(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
+            if c.IS_PACKED:  # sequences whose starts fall may share a tile: no turn is taken back
+                gl.atomic_max(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
+            else:
+                gl.atomic_xchg(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
             tile, slot, head = next_tile(c, tile, slot, head)

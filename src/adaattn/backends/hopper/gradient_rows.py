@@ -8,6 +8,7 @@ program for each tile of query rows of one head, whose columns times rows are 81
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from adaattn.backends.hopper.places import bounds, sequence_of
 from adaattn.backends.hopper.scores import LOG2_E, NOTHING
 
 
@@ -18,16 +19,24 @@ def tile_layout(num_columns):
 
 
 @gluon.jit
-def tile_places(number, num_heads, len_q, tiles_per_head, columns, layout: gl.constexpr,
-                BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):  # fmt: skip
-    """Batch, head, rows and columns of a tile, and which of them are there."""
+def tile_places(number, starts, num_sequences, num_heads, len_q, tiles_per_head, columns,
+                layout: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+                IS_PACKED: gl.constexpr):  # fmt: skip
+    """Batch, head, rows and columns of a tile, and which rows, and which of both, are there."""
     head = number // tiles_per_head
-    first_row = (number - head * tiles_per_head) * BLOCK_M
+    tile = number - head * tiles_per_head
     batch = head // num_heads
+    first_row = tile * BLOCK_M
+    if IS_PACKED:
+        sequence, first_row = sequence_of(tile, starts, num_sequences, BLOCK_M)
+        start, length = bounds(starts + sequence, len_q)
+        len_q = gl.where(first_row < 0, 0, start + length)
+        first_row += start
     rows = first_row + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
-    inside = gl.expand_dims(rows < len_q, 1) & gl.expand_dims(cols < columns, 0)
-    return batch, head - batch * num_heads, rows, cols, inside
+    is_row = (rows >= 0) & (rows < len_q)
+    inside = gl.expand_dims(is_row, 1) & gl.expand_dims(cols < columns, 0)
+    return batch, head - batch * num_heads, rows, cols, is_row, inside
 
 
 @gluon.jit
@@ -39,11 +48,11 @@ def places_of(batch, head, rows, cols, stride_b, stride_h, stride_m):
 
 @gluon.jit
 def prepare_rows(
-    output, upstream, lse, lse_upstream, row_terms, sums, turns,
+    output, upstream, lse, lse_upstream, row_terms, sums, turns, starts, num_sequences,
     stride_ob, stride_oh, stride_om, stride_ub, stride_uh, stride_um,
     num_heads, len_q, tiles_per_head, columns,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
-    IS_ORDERED: gl.constexpr,
+    IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros.
 
@@ -53,21 +62,23 @@ def prepare_rows(
         lse: fp32 [B, Hq, Sq].
         lse_upstream: its gradient, where HAS_LSE_GRADIENT.
         columns: Dv.
+        starts: int32 [N + 1], of packed sequences, where IS_PACKED.
     """
     layout: gl.constexpr = tile_layout(BLOCK_D)
     number = gl.program_id(0)
-    batch, head, rows, cols, inside = tile_places(
-        number, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M, BLOCK_D
-    )
+    batch, head, rows, cols, is_row, inside = tile_places(
+        number, starts, num_sequences, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M,
+        BLOCK_D, IS_PACKED,
+    )  # fmt: skip
     of_output = places_of(batch, head, rows, cols, stride_ob, stride_oh, stride_om)
     of_upstream = places_of(batch, head, rows, cols, stride_ub, stride_uh, stride_um)
     o = gl.load(output + of_output, mask=inside, other=0.0).to(gl.float32)
     do = gl.load(upstream + of_upstream, mask=inside, other=0.0).to(gl.float32)
     delta = gl.sum(o * do, 1)
     places = (batch * num_heads + head).to(gl.int64) * len_q + rows
-    base = gl.load(lse + places, mask=rows < len_q, other=NOTHING)
+    base = gl.load(lse + places, mask=is_row, other=NOTHING)
     if HAS_LSE_GRADIENT:
-        delta = delta - gl.load(lse_upstream + places, mask=rows < len_q, other=0.0)
+        delta = delta - gl.load(lse_upstream + places, mask=is_row, other=0.0)
     sees_nothing = base == NOTHING
     terms = row_terms + number.to(gl.int64) * (2 * BLOCK_M)
     within = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
@@ -84,14 +95,15 @@ def prepare_rows(
 
 @gluon.jit
 def finish_queries(
-    sums, gradient, scale, stride_b, stride_h, stride_m, num_heads, len_q, tiles_per_head, columns,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
+    sums, gradient, starts, num_sequences, scale, stride_b, stride_h, stride_m, num_heads, len_q,
+    tiles_per_head, columns, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile's queries.
 
     Args, beyond their names:
         sums: fp32, as `backward.add_queries` leaves them.
         gradient: [B, Hq, Sq, D], adjacent columns.
+        starts: of packed sequences, where IS_PACKED.
         scale: factor of them.
         columns: D.
     """
@@ -107,9 +119,10 @@ def finish_queries(
     else:
         parts = gl.permute(parts, [0, 2, 5, 3, 1, 4, 6])
     made = gl.convert_layout(gl.reshape(parts, [BLOCK_M, BLOCK_D]), layout)
-    batch, head, rows, cols, inside = tile_places(
-        number, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M, BLOCK_D
-    )
+    batch, head, rows, cols, _, inside = tile_places(
+        number, starts, num_sequences, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M,
+        BLOCK_D, IS_PACKED,
+    )  # fmt: skip
     gl.store(
         gradient + places_of(batch, head, rows, cols, stride_b, stride_h, stride_m),
         made,

@@ -18,6 +18,7 @@ from adaattn.backends.hopper.gradient_launch import (
     choose_gradients,
     numbers_of,
 )
+from adaattn.backends.hopper.launch import tiles_of
 from adaattn.backends.hopper.prepared import DTYPES
 from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
@@ -110,6 +111,7 @@ class _Prepared:
         lse: torch.Tensor,
         lse_upstream: _Optional,
         slopes: _Optional,
+        starts: tuple[_Optional, _Optional],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return the gradients of q, k and v; and log-sum-exp and delta of rows.
 
@@ -120,21 +122,28 @@ class _Prepared:
             lse: the log-sum-exp.
             lse_upstream: its gradient, if there is one.
             slopes: of ALiBi, if there are any.
+            starts: of packed queries and keys, if they are.
         """
         query, key, value, upstream, output = read
         stream = stream_of(upstream)
         written = tuple(unfilled(upstream, *both) for both in self.written)
+        if starts[0] is not None:
+            for item in written:  # tokens of no sequence
+                item.zero_()
         terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
         sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), dtype=torch.float32)
         prepare, main, finish = self.launches
         turns = None
         if self.is_ordered:
             turns = unfilled(upstream, (2 * self.num_tiles,), dtype=torch.int32)
+        starts_q = _address(starts[0])
         of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums, turns))
-        prepare(self.num_tiles, stream, (), *of_rows, *self.prepare)
+        prepare(self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
         copied = (query, key, value, upstream, terms, *written[1:], sums)
-        main(self.num_blocks, stream, copied, _address(slopes), _address(turns), *self.main)
-        finish(self.num_tiles, stream, (), *map(_address, (sums, written[0])), *self.finish)
+        beside, bounds = map(_address, (slopes, turns)), map(_address, starts)
+        main(self.num_blocks, stream, copied, *beside, *self.main, *bounds)
+        of_queries = map(_address, (sums, written[0]))
+        finish(self.num_tiles, stream, (), *of_queries, starts_q, *self.finish)
         return written, terms
 
 
@@ -166,13 +175,16 @@ class _Backward:
             lse_upstream = lse_upstream.float().contiguous()
         if slopes is not None:
             slopes = with_dense_columns(slopes if slopes.dtype in DTYPES else slopes.float())
-        layout_of = partial(_layout, slopes, lse_upstream)
+        starts: tuple[_Optional, _Optional] = (None, None)
+        if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+            starts = (tensors.cu_seqlens_q.contiguous(), tensors.cu_seqlens_k.contiguous())
+        layout_of = partial(_layout, slopes, lse_upstream, starts[0])
         read, layout, prepared = self._layouts.find(read, layout_of)
         if prepared is None:
-            prepared = _prepare(self._problem, read, slopes, lse_upstream is not None)
+            prepared = _prepare(self._problem, read, slopes, starts[0], lse_upstream is not None)
             self._layouts.keep(layout, prepared)
             note(noted_as(self._problem))
-        written, terms = prepared.run(read, lse, lse_upstream, slopes)
+        written, terms = prepared.run(read, lse, lse_upstream, slopes, starts)
         found = dict(zip(("query", "key", "value"), written, strict=True))
         if "sinks" in wanted:
             assert tensors.sinks is not None
@@ -183,6 +195,7 @@ class _Backward:
 def _layout(
     slopes: _Optional,
     lse_upstream: _Optional,
+    starts: _Optional,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -201,6 +214,7 @@ def _layout(
         output.stride(),
         None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
         lse_upstream is None,
+        None if starts is None else starts.shape,
         upstream.device.index,
     )
 
@@ -209,6 +223,7 @@ def _prepare(
     problem: AttentionProblem,
     read: tuple[torch.Tensor, ...],
     slopes: _Optional,
+    starts: _Optional,
     has_lse_gradient: bool,
 ) -> _Prepared:
     """Return the launches for tensors of a layout.
@@ -217,35 +232,44 @@ def _prepare(
         problem: of the call; sizes are taken from the tensors.
         read: q, k, v, the gradient of the output, and the output.
         slopes: of ALiBi.
+        starts: of packed sequences.
         has_lse_gradient: one arrives at the log-sum-exp.
     """
     query, key, value, upstream, output = read
-    problem = replace(problem, batch=query.shape[0], len_q=query.shape[2], len_k=key.shape[2])
+    problem = replace(
+        problem,
+        batch=query.shape[0],
+        len_q=query.shape[2],
+        len_k=key.shape[2],
+        num_sequences=0 if starts is None else len(starts) - 1,
+    )
     dtype = "fp32" if slopes is None else DTYPES[slopes.dtype]
     variant = choose_gradients(problem, has_lse_gradient=has_lse_gradient, slopes_dtype=dtype)
     by_batch = slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
     stride = slopes.stride(0) if slopes is not None and by_batch else 0
-    tiles = -(-problem.len_q // variant.block_m)
+    tiles = tiles_of(problem, problem.len_q, variant.block_m)
     num_tiles = problem.batch * problem.num_heads * tiles
-    of_rows = (problem.num_heads, problem.len_q, tiles)
+    packed, of_rows = problem.num_sequences, (problem.num_heads, problem.len_q, tiles)
+    key_blocks = tiles_of(problem, problem.len_k, BLOCK_KEYS)
+    view_of = partial(head_view, is_packed=variant.is_packed)
     written = tuple(output_like(item, item.shape[3]) for item in (query, key, value))
     views = (
-        *(head_view(item, is_packed=False) for item in (query, key, value, upstream)),
+        *map(view_of, (query, key, value, upstream)),
         ((num_tiles * 2 * variant.block_m,), (1,)),
-        *(head_view(item, is_packed=False) for item in written[1:]),
+        *map(view_of, written[1:]),
         ((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)),
     )
     prepare, main, finish = _compiled(variant, query.device)
     return _Prepared(
         launches=(prepare(()), main(views), finish(())),
         written=tuple((item.shape, item.stride()) for item in written),
-        num_blocks=problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS),
+        num_blocks=problem.batch * problem.num_kv_heads * key_blocks,
         num_tiles=num_tiles,
         block_m=variant.block_m,
         is_ordered=variant.is_ordered,
-        prepare=(*_row_strides(output), *_row_strides(upstream), *of_rows, value.shape[3]),
+        prepare=(packed, *_row_strides(output), *_row_strides(upstream), *of_rows, value.shape[3]),
         main=numbers_of(problem, variant, stride),
-        finish=(problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
+        finish=(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
     )
 
 

@@ -368,13 +368,23 @@ def mask_bytes(problem: AttentionProblem) -> int:
 
 
 def tiles_per_head(problem: AttentionProblem, tiling: Tiling) -> int:
-    """Return the tiles of one head's query rows; of packed sequences enough for any lengths.
+    """Return the tiles of one head's query rows."""
+    return tiles_of(problem, problem.len_q, tiling.block_m)
 
-    Sequence n has those from ``starts[n] // block_m + n`` on, which the host need not know.
+
+def tiles_of(problem: AttentionProblem, length: int, size: int) -> int:
+    """Return the tiles of one head's rows or keys; of packed sequences enough for any lengths.
+
+    Sequence n has those from ``starts[n] // size + n`` on, which the host need not know.
+
+    Args:
+        problem: it has the packed sequences.
+        length: of all of them.
+        size: of a tile.
     """
     if problem.num_sequences:
-        return problem.len_q // tiling.block_m + problem.num_sequences
-    return -(-problem.len_q // tiling.block_m)
+        return length // size + problem.num_sequences
+    return -(-length // size)
 
 
 def tile_bits(num_tiles: int) -> int:

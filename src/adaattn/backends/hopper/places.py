@@ -237,23 +237,30 @@ def bounds(starts, total):
 
 
 @gluon.jit
-def packed_tile(c, number):
-    """The sequence of a tile: sequence n has those from ``starts[n] // BLOCK_M + n`` on.
+def sequence_of(tile, starts, num_sequences, BLOCK: gl.constexpr):
+    """The sequence of a tile, and its first row: n has tiles from ``starts[n] // BLOCK + n`` on.
 
-    That is enough for its rows whatever the starts are; the last ones may have no rows.
+    That is enough for its rows whatever the starts are; the last ones may have no rows, nor those
+    before the first sequence.
     """
-    starts = c.packing.starts_q
-    tile = number & ((1 << c.tile_bits) - 1)
     low = gl.to_tensor(0)
-    high = c.packing.num_sequences - 1
+    high = num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        first = gl.load(starts + middle) // c.BLOCK_M + middle
+        first = gl.load(starts + middle) // BLOCK + middle
         low = gl.where(first <= tile, middle, low)
         high = gl.where(first <= tile, high, middle - 1)
-    first_row = (tile - (gl.load(starts + low) // c.BLOCK_M + low)) * c.BLOCK_M
-    start_q, len_q = bounds(starts + low, c.sizes.len_q)
-    start_k, len_k = bounds(c.packing.starts_k + low, c.sizes.len_k)
+    return low, (tile - (gl.load(starts + low) // BLOCK + low)) * BLOCK
+
+
+@gluon.jit
+def packed_tile(c, number):
+    """A tile of a packed sequence, by its number among all tiles."""
+    tile = number & ((1 << c.tile_bits) - 1)
+    packing = c.packing
+    low, first_row = sequence_of(tile, packing.starts_q, packing.num_sequences, c.BLOCK_M)
+    start_q, len_q = bounds(packing.starts_q + low, c.sizes.len_q)
+    start_k, len_k = bounds(packing.starts_k + low, c.sizes.len_k)
     return PackedTile(number, first_row, start_q, len_q, start_k, len_k)
 
 

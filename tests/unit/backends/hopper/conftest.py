@@ -123,6 +123,13 @@ def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
         store(pointer, value)
 
 
+def atomic_max(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
+    """Raise a number in global memory."""
+    del sem, scope
+    with _MEMORY:
+        store(pointer, torch.maximum(tile(load(pointer)), tile(value)))
+
+
 class Barrier:
     """An mbarrier, or a named barrier: its phase ends when all have arrived."""
 
@@ -457,6 +464,7 @@ def names() -> dict[str, Any]:
         SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
         inline_asm_elementwise=assembly, atomic_xchg=atomic_xchg,
+        atomic_max=atomic_max,
         int32=torch.int64, int64=torch.int64, float32=torch.float32,
         warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
     )  # fmt: skip

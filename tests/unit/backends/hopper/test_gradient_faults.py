@@ -95,11 +95,9 @@ SUMS: dict[str, Fault] = {
                                     "store(dk.to(dtype))", PLAIN),
     "half of a block unwritten": ("store_block", "c.v.slice(w * c.HALF", "c.v.slice(0 * c.HALF",
                                   PLAIN),
-    "block of the first head": (
-        "store_block", "(c.batch, c.key_head, c.first_key, 0), buffer)\n    else",
-                                "(c.batch, 0, c.first_key, 0), buffer)\n    else", HEADS),
-    "block stored one too far": ("store_block", "c.first_key, 0), buffer)\n    tma",
-                                 "c.first_key + 1, 0), buffer)\n    tma", PLAIN),
+    "block of the first head": ("store_block", "c.key_head, c.start_k", "0, c.start_k", HEADS),
+    "block stored one too far": ("store_block", "c.first_key, c.sizes", "c.first_key + 1, c.sizes",
+                                 PLAIN),
     "delta dropped": ("gradient_consumer", "(dp - gl.expand_dims(delta, 0))", "dp", PLAIN),
     "delta for the log-sum-exp": (
         "gradient_consumer", "slice(rows, rows).load(of_rows)\n        dp",
@@ -128,12 +126,11 @@ HEADS_AND_TILES: dict[str, Fault] = {
     "sums of the first head": ("next_tile", "slot + c.skipped, slot", "slot, slot",
                                GROUPS | TO_END | {"len_q": 300}),
     "rows of the next tile": (
-        "gradient_producer", "tile * c.BLOCK_M, 0", "(tile + 1) * c.BLOCK_M, 0",
-                              ROWS),
+        "gradient_producer", "tile * c.BLOCK_M", "(tile + 1) * c.BLOCK_M", ROWS),
     "terms of the first head": ("gradient_producer", "(slot * (2", "(0 * slot * (2", HEADS),
     "queries of the first batch": (
-        "gradient_producer", "c.batch, head, tile", "0, head, tile", BATCH),
-    "keys of the first head": ("gradient_producer", "c.key_head, c.first_key", "0, c.first_key",
+        "gradient_producer", "c.batch, head, c.start_q", "0, head, c.start_q", BATCH),
+    "keys of the first head": ("gradient_producer", "c.key_head, c.start_k", "0, c.start_k",
                                GROUPS),
     "heads of the first group": ("backward", "first_head = key_head * group_size",
                                  "first_head = key_head * 0", GROUPS),
@@ -184,6 +181,31 @@ ADDED: dict[str, Fault] = {
                                   IN_ORDER),
     "sums of the next tile": ("gradient_adder", "(slot * 2 + half) * 16",
                               "(slot * 2 + 2 + half) * 16", IN_ORDER),
+}  # fmt: skip
+SEQUENCES: dict[str, Any] = {"lengths_q": (100, 30, 170)}
+OTHER_KEYS: dict[str, Any] = SEQUENCES | {"lengths_k": (40, 150, 90), "is_causal": True}
+PACKED: dict[str, Fault] = {
+    "keys of the next sequence": ("packed_keys", "bounds(starts_k + sequence", "bounds(starts_k",
+                                  SEQUENCES),
+    "queries of the first sequence": ("packed_keys", "bounds(starts_q + sequence",
+                                      "bounds(starts_q", SEQUENCES),
+    "tiles of the sequence before": ("packed_keys", "BLOCK_M + sequence", "BLOCK_M", SEQUENCES),
+    "first block of all": ("packed_keys", "gl.minimum(first_key, len_k)", "0 * first_key",
+                           {"lengths_q": (200, 60)}),
+    "aligned at the start": ("backward", "own_k - own_q", "offset",
+                             OTHER_KEYS | {"align": Align.BOTTOM_RIGHT}),
+    "rows of all queries": ("backward", "Sizes(own_q, own_k", "Sizes(len_q, own_k", SEQUENCES),
+    "keys of all sequences": ("backward", "Sizes(own_q, own_k", "Sizes(own_q, len_k", SEQUENCES),
+    "queries from the start of all": ("gradient_producer", "c.start_q", "0 * c.start_q", SEQUENCES),
+    "keys from the start of all": ("gradient_producer", "c.start_k", "0 * c.start_k", SEQUENCES),
+    "gradients to the start of all": ("store_block", "c.start_k", "0 * c.start_k", SEQUENCES),
+    "gradients behind a sequence's end": ("store_block", "c.sizes.len_k", "(c.sizes.len_k + 8)",
+                                          SEQUENCES),
+    "rows of the next sequence": ("tile_places", "start + length", "start + length + 1", SEQUENCES),
+    "rows from the start of all": ("tile_places", "first_row += start", "first_row += 0",
+                                   SEQUENCES),
+    "the tile before the first": ("gradient_producer", "gl.maximum(row, 0)", "row",
+                                  SEQUENCES | {"deterministic": True}),
 }  # fmt: skip
 LONG: dict[str, Any] = {"len_q": 700, "len_k": 384}
 ORDER: dict[str, Fault] = {
@@ -237,6 +259,7 @@ FAULTS: dict[str, Fault] = {
     for kind, faults in (
         *(("scores", SCORES), ("edges", EDGES), ("sums", SUMS)),
         *(("heads", HEADS_AND_TILES), ("beside", BESIDE), ("in order", ADDED)),
+        ("packed", PACKED),
     )
     for name, fault in faults.items()
 }
@@ -249,8 +272,9 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
     usual = {"precision": Precision.BF16, "head_dim": 64, "num_heads": 1, "requires_grad": True}
     values = usual | values
     is_low = values.pop("low_scores", False)
-    problem = make_problem(**values)
-    tensors = make_tensors(problem)
+    lengths = {name: values.pop(name) for name in ("lengths_q", "lengths_k") if name in values}
+    problem = make_problem(**lengths, **values)
+    tensors = make_tensors(problem, **lengths)
     if problem.has_alibi:
         slopes = torch.rand(problem.batch, problem.num_heads)
         tensors = with_tensors(tensors, alibi_slopes=slopes)
@@ -313,7 +337,8 @@ def test_a_fault_in_the_order_of_sums_is_seen(
     problem, tensors = made(values | {"deterministic": True})
     assert sums_are_the_same_each_time(tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
-    assert not sums_are_the_same_each_time(tensors, problem)
+    # Once in a while blocks happen to add in their order.
+    assert not all(sums_are_the_same_each_time(tensors, problem) for _ in range(8))
 
 
 def sums_are_the_same_each_time(tensors: Tensors, problem: AttentionProblem) -> bool:

@@ -386,7 +386,6 @@ def test_a_compiled_training_step_is_one_graph() -> None:
         ({"head_dim": 256}, "D or Dv above 128"),
         ({"mask": MaskKind.BOOLEAN}, "a mask"),
         ({"block_size": (128, 128)}, "a list of blocks"),
-        ({"lengths_q": (40, 30)}, "packed sequences"),
         ({"head_terms": HeadTerm.SCALE}, "numbers of each head"),
         ({"has_alibi": True, "alibi_requires_grad": True}, "a gradient for ALiBi slopes"),
         ({"dropout_p": 0.1}, "dropout"),
