@@ -2,9 +2,9 @@
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
-own. It needs Triton and strides of 16 bytes. Gradients are those of dense sequences without a mask,
-up to 128 columns; those of queries are added up in no fixed order unless PyTorch was asked for
-deterministic algorithms, or `batch_invariant`.
+own. It needs Triton and strides of 16 bytes. Gradients are for up to 128 columns, without masks and
+lists; those of queries are added up in no fixed order unless PyTorch was asked for deterministic
+algorithms, or `batch_invariant`.
 """
 
 from typing import Final

@@ -417,6 +417,14 @@ def test_what_a_backward_pass_allocates_is_said() -> None:
     sums, terms = 4 * 4 * 1024 * 128, 4 * 4 * 1024 * 2
     trained = replace(problem, requires_grad=True)
     assert known(trained).workspace_bytes == sums + terms
+    packed = make_problem(
+        head_dim=128,
+        num_heads=4,
+        lengths_q=(1000, 24),
+        precision=Precision.BF16,
+        requires_grad=True,
+    )
+    assert known(packed).workspace_bytes == 4 * 4 * (1024 + 2 * 64) * (128 + 2)
     turns = 8 * 4 * 1024 // 64
     for mode in ("deterministic", "batch_invariant"):
         assert known(replace(trained, **{mode: True})).workspace_bytes == sums + terms + turns

@@ -49,6 +49,11 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "softcap in half": {"len_q": 300, "softcap": 1.5, "precision": Precision.FP16},
     "sinks": {"len_q": 700, "has_sinks": True, "sinks_require_grad": True},
     "ALiBi": GROUPS | {"len_q": 500, "has_alibi": True, "is_causal": True},
+    "packed": {"lengths_q": (700, 0, 128, 1037, 3), "is_causal": True},
+    "packed, narrow": {"lengths_q": (700, 256, 128), "head_dim": 64, "num_heads": 32},
+    "packed, other keys": TO_END | {"lengths_q": (90, 700, 5), "lengths_k": (300, 650, 0)},
+    "packed, a group in a window": GROUPS
+    | {"lengths_q": (1500, 300), "window": (400, -1), "is_causal": True, "softcap": 20.0},
 }
 
 
@@ -59,9 +64,10 @@ def test_gradients_are_those_of_the_definition(name: str, mode: str) -> None:
     values = usual | {"device_type": "cuda", "deterministic": mode == "deterministic"}
     values |= PROBLEMS[name]
     how = {key: values.pop(key) for key in ("layout",) if key in values}
-    problem = make_problem(**values)
+    lengths = {name: values.pop(name) for name in ("lengths_q", "lengths_k") if name in values}
+    problem = make_problem(**lengths, **values)
     run = partial(hopper.run, group=HeadGroup(capability="hopper"))
-    assert_training_matches(run, make_tensors(problem, **how), problem)
+    assert_training_matches(run, make_tensors(problem, **lengths, **how), problem)
 
 
 def leaves(length: int = 512) -> list[torch.Tensor]:
