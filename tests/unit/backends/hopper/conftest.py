@@ -99,8 +99,9 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> Any:
     """Return numbers; booleans as bytes. What others write meanwhile takes some time."""
     if volatile:
-        assert time.monotonic() < _LOCAL.world.deadline, "a turn that never comes"
-        assert not World.lost, "another block failed"
+        assert World.lost is None, "another block failed"
+        if time.monotonic() > _LOCAL.world.deadline:
+            raise TimeoutError("a turn that never comes")
         time.sleep(0.0002)
     flat, places, meant = pointer.memory(mask)
     found = flat[torch.where(meant, places, 0)]
@@ -152,8 +153,9 @@ class Barrier:
             over = self.world.changed.wait_for(
                 lambda: self.world.failed or is_over(), timeout=PATIENCE_S
             )
-            assert over, "a deadlock"
             assert not self.world.failed, "another warpgroup failed"
+            if not over:
+                raise TimeoutError("a deadlock")
 
 
 class Promise:
@@ -190,7 +192,8 @@ class World:
 
     is_late = False
     are_together = False
-    lost = False
+    lost: BaseException | None = None
+    """Why a block of the launch failed, the first that did."""
 
     def __init__(self, block: int, num_blocks: int) -> None:
         self.block, self.num_blocks = block, num_blocks
@@ -248,7 +251,6 @@ class World:
         for thread in self.copies:
             thread.join()
         if self.failed:
-            World.lost = True
             raise self.failed[0]
 
 
@@ -508,19 +510,25 @@ def device_code() -> dict[str, Any]:
 
 def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
     """Run one block of threads after the other, or all at the same time."""
-    World.lost = False
+    World.lost = None
 
     def run(block: int) -> None:
         _LOCAL.world = World(block, num_blocks)
-        with torch.no_grad():
-            code(*given)
+        try:
+            with torch.no_grad():
+                code(*given)
+        except BaseException as error:  # noqa: BLE001 raised again below
+            World.lost = World.lost or error
 
     if World.are_together:
         with ThreadPoolExecutor(num_blocks) as pool:
             list(pool.map(run, random.sample(range(num_blocks), num_blocks)))
     else:
         for block in range(num_blocks):
-            run(block)
+            if World.lost is None:
+                run(block)
+    if World.lost is not None:
+        raise World.lost
 
 
 class Machine:

@@ -1,6 +1,7 @@
 """Faults put into the backward kernels for Hopper GPUs one by one, as `test_faults.py` does it."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -324,7 +325,7 @@ def test_a_fault_in_the_order_of_things_is_seen(
     function, old, new, values = (ORDER | ADDING)[name]
     problem, tensors = made(values)
     simulated.replace(function, partial(rewritten, old=old, new=new))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, TimeoutError)):
         hold_to_the_definition(tensors, problem)
 
 
@@ -337,8 +338,10 @@ def test_a_fault_in_the_order_of_sums_is_seen(
     problem, tensors = made(values | {"deterministic": True})
     assert sums_are_the_same_each_time(tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
-    # Once in a while blocks happen to add in their order.
-    assert not all(sums_are_the_same_each_time(tensors, problem) for _ in range(8))
+    # Once in a while blocks happen to add in their order. And a block that adds too late takes
+    # turns back, so that others may wait for ever.
+    with suppress(TimeoutError):
+        assert not all(sums_are_the_same_each_time(tensors, problem) for _ in range(8))
 
 
 def sums_are_the_same_each_time(tensors: Tensors, problem: AttentionProblem) -> bool:
