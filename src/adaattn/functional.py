@@ -12,13 +12,14 @@ import torch
 
 from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, Companions
-from adaattn.call.bind import bind, find
+from adaattn.call.bind import Bound, bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import as_autocast, build_call
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
+from adaattn.call.recent import again, note
 from adaattn.call.traced import traced
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
@@ -162,8 +163,17 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
+    known = again(query, key, value, companions, settings, window, choice)
+    if known:
+        return known(query, key, value, *companions, tag)
+    if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
+        given = Arguments.of(companions, settings, window)
+        companions, settings, window, known = given.companions, given.settings, given.window, False
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
-        return _called(query, key, value, companions, settings, window, choice, tag)
+        bound = _bound(query, key, value, companions, settings, window, choice)
+        if known is None:
+            note(bound, query, key, value, companions, settings, window, choice)
+        return bound(query, key, value, *companions, tag)
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type)
     if attn_mask is not None or any(getattr(it, "dtype", 0) != dtype for it in (query, key, value)):
@@ -173,12 +183,13 @@ def scaled_dot_product_attention(
         companions = (attn_mask, *companions[1:])
     torch.set_autocast_enabled(device_type, False)  # a context takes ten times as long
     try:
-        return _called(query, key, value, companions, settings, window, choice, tag)
+        bound = _bound(query, key, value, companions, settings, window, choice)
+        return bound(query, key, value, *companions, tag)
     finally:
         torch.set_autocast_enabled(device_type, True)
 
 
-def _called(
+def _bound(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -186,24 +197,18 @@ def _called(
     settings: tuple[Any, ...],
     window: Sequence[int] | torch.Tensor,
     choice: Choices,
-    tag: str,
-) -> Any:
-    """Return the result of a call by what was bound for calls like it, bound first if need be."""
-    given = None
-    scale, softcap, *_ = settings
-    if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
-        given = Arguments.of(companions, settings, window)
-        companions, settings, window = given.companions, given.settings, given.window
+) -> Bound:
+    """Return what was bound for calls like this one, bound first if need be."""
     known_by = known = None
     try:
         known_by = key_of(query, key, value, companions, settings, window, choice)
         known = find(known_by)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
-    if known is None:
-        arguments = given or Arguments.of(companions, settings, window)
-        known = bind(query, key, value, arguments, choice, known_by)
-    return known(query, key, value, *companions, tag)
+    if known is not None:
+        return known
+    arguments = Arguments.of(companions, settings, window)
+    return bind(query, key, value, arguments, choice, known_by)
 
 
 def plan_attention(

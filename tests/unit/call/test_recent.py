@@ -1,0 +1,229 @@
+"""A call that is found again without its key is the call that its key names, and no other."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from adaattn import AuxRequest, History, Policy, functional, hardware, plan_attention, use_policy
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.call import recent
+from adaattn.call.bind import find
+from adaattn.call.key import key_of
+
+_HISTORY = History()
+_POLICY = Policy(error_budget=0.0)
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """Note what is found without a key, and hold each to what its key names."""
+    found: list[object] = []
+
+    def noting(*given: Any) -> Any:
+        bound = recent.again(*given)
+        found.append(bound)
+        if bound:
+            assert bound is find(key_of(*given))
+        return bound
+
+    monkeypatch.setattr(functional, "again", noting)
+    hardware.clear_cache()
+    yield found
+    hardware.clear_cache()
+
+
+def tensors(heads: int = 4, length: int = 24, **kind: Any) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, length, 16, **kind) for _ in range(3)]
+
+
+def with_strides() -> list[torch.Tensor]:
+    query, key, value = tensors()
+    return [query, key.transpose(1, 2).contiguous().transpose(1, 2), value]
+
+
+def with_gradients(place: int) -> list[torch.Tensor]:
+    made = tensors()
+    made[place].requires_grad_()
+    return made
+
+
+def inference() -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return tensors()
+
+
+def masked(mask: torch.Tensor, **settings: Any) -> "Call":
+    return lambda: (tensors(), {"attn_mask": mask, **settings})
+
+
+Call = Callable[[], tuple[list[torch.Tensor], dict[str, Any]]]
+
+SEEN = torch.rand(24, 24) > 0.3
+CALLS: dict[str, Call] = {
+    "plain": lambda: (tensors(), {}),
+    "fewer keys": lambda: ([tensors()[0], *tensors(length=20)[1:]], {}),
+    "other values": lambda: ([*tensors()[:2], torch.randn(2, 4, 24, 32)], {}),
+    "other strides": lambda: (with_strides(), {}),
+    "another dtype": lambda: (tensors(dtype=torch.float64), {}),
+    "a key head": lambda: ([tensors()[0], *tensors(heads=1)[1:]], {"enable_gqa": True}),
+    "gradients of queries": lambda: (with_gradients(0), {}),
+    "gradients of values": lambda: (with_gradients(2), {}),
+    "of inference mode": lambda: (inference(), {}),
+    "a parameter": lambda: ([torch.nn.Parameter(x, requires_grad=False) for x in tensors()], {}),
+    "causal": lambda: (tensors(), {"is_causal": True}),
+    "causal from the end": lambda: (tensors(), {"is_causal": True, "align": "bottom_right"}),
+    "scale": lambda: (tensors(), {"scale": 0.5}),
+    "softcap": lambda: (tensors(), {"softcap": 2.0}),
+    "dropout": lambda: (tensors(), {"dropout_p": 0.5}),
+    "window": lambda: (tensors(), {"window": (3, 0)}),
+    "another window": lambda: (tensors(), {"window": (4, 0)}),
+    "dilation": lambda: (tensors(), {"dilation": 2}),
+    "any batch": lambda: (tensors(), {"batch_invariant": True}),
+    "a policy": lambda: (tensors(), {"policy": "balanced"}),
+    "a budget": lambda: (tensors(), {"policy": 0.01}),
+    "a policy's own object": lambda: (tensors(), {"policy": _POLICY}),
+    "a history": lambda: (tensors(), {"policy": "balanced", "history": _HISTORY}),
+    "a layer": lambda: (tensors(), {"layer": 3}),
+    "a backend": lambda: (tensors(), {"backend": "chunked"}),
+    "a plan": lambda: (tensors(), {"plan": plan_attention(*tensors(), backend="chunked").plan}),
+    "the decision": lambda: (tensors(), {"return_aux": True}),
+    "an output": lambda: (tensors(), {"return_aux": AuxRequest(lse=True)}),
+    "mask": masked(SEEN),
+    "one mask for all rows": masked(SEEN[:1]),
+    "a mask of numbers": masked(torch.zeros(24, 24)),
+    "a mask with gradients": masked(torch.zeros(24, 24, requires_grad=True)),
+    "a mask's other strides": masked(torch.zeros(24, 24).t()),
+    "a mask in a window": masked(SEEN, window=(3, 3)),
+    "sinks": lambda: (tensors(), {"sinks": torch.randn(4)}),
+    "slopes": lambda: (tensors(), {"alibi_slopes": torch.rand(4)}),
+    "a scale of each head": lambda: (tensors(), {"scale": torch.rand(4)}),
+}
+NEVER = ("sinks", "slopes", "a scale of each head")
+"""Found by their keys alone."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_is_found_without_its_key(name: str, found: list[object]) -> None:
+    for _ in range(4):
+        given, settings = CALLS[name]()
+        attend(*given, **settings)
+    assert bool(found[-1]) is (name not in NEVER)
+
+
+@pytest.mark.parametrize("first", CALLS)
+def test_no_other_call_is_taken_for_it(first: str, found: list[object]) -> None:
+    for other in CALLS:
+        for name in (first, first, first, other):
+            given, settings = CALLS[name]()
+            attend(*given, **settings)
+        assert other == first or not found[-1]
+        hardware.clear_cache()
+
+
+@contextmanager
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "threads": threads,
+    "determinism": deterministic,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "a policy": lambda: use_policy("balanced"),
+    "math alone": lambda: sdpa_kernel(SDPBackend.MATH),
+    "flash alone": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    "no cudnn": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_surrounds_a_call_is_part_of_it(name: str, found: list[object]) -> None:
+    given = tensors()
+    for surrounding in (nullcontext, SURROUNDINGS[name]):
+        with surrounding():
+            attend(*given)
+            assert not found[-1]
+            attend(*given)
+            attend(*given)
+            assert bool(found[-1]) is (surrounding is nullcontext or name != "autocast")
+    attend(*given)
+    assert bool(found[-1]) is (name == "autocast"), "tensors that are cast leave nothing behind"
+
+
+def test_a_dilation_that_is_no_integer_is_refused_beside_an_equal_one(found: list[object]) -> None:
+    for _ in range(3):
+        attend(*tensors(), dilation=2)
+    assert found[-1]
+    with pytest.raises(Exception, match="dilation: expected an integer"):
+        attend(*tensors(), dilation=2.0)  # type: ignore[arg-type]
+
+
+def test_a_window_whose_edges_are_no_integers_is_refused_beside_an_equal_one(
+    found: list[object],
+) -> None:
+    for _ in range(3):
+        attend(*tensors(), window=(3, 0))
+    assert found[-1]
+    with pytest.raises(Exception, match="window"):
+        attend(*tensors(), window=(3.0, 0))  # type: ignore[arg-type]
+
+
+def test_a_window_made_anew_is_found_again(found: list[object]) -> None:
+    edges = [3, 0]
+    for _ in range(3):
+        attend(*tensors(), window=tuple(edges))
+    assert found[-1]
+    attend(*tensors(), window=edges)
+    assert not found[-1]
+
+
+def test_nobody_looks_for_calls_that_never_repeat(found: list[object]) -> None:
+    """A growing cache: each call would pay for a comparison that fails."""
+    query = torch.randn(1, 2, 1, 16)
+    for length in range(33, 64):
+        attend(query, *(torch.randn(1, 2, length, 16) for _ in range(2)))
+    assert found[-1] is False
+    assert found.count(None) < 12
+
+
+def test_nobody_looks_for_one_tensor_that_is_all_three(found: list[object]) -> None:
+    one = torch.randn(1, 2, 24, 16)
+    for _ in range(32):
+        attend(one, one, one)
+    assert found[-1] is False
+
+
+def test_calls_that_take_turns_are_left_to_their_keys(found: list[object]) -> None:
+    for _ in range(12):
+        attend(*tensors())
+        attend(*tensors(), scale=0.5)
+    assert found[-1] is False
+
+
+def test_what_was_measured_anew_is_decided_anew(found: list[object]) -> None:
+    for _ in range(3):
+        attend(*tensors())
+    assert found[-1]
+    hardware.clear_cache()
+    attend(*tensors())
+    assert found[-1] is None
