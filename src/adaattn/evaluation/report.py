@@ -18,10 +18,10 @@ __all__ = [
     "comparison_rows",
     "cost_rows",
     "headline",
+    "is_clear",
     "method_lines",
     "print_report",
     "quality_rows",
-    "spreads_overlap",
     "verdict",
 ]
 
@@ -177,13 +177,13 @@ def verdict(result: EvaluationResult) -> str:
     sentences = [f"Exact attention agrees with Transformers' {baseline.name} {exactly}."]
     for run in result.runs:
         if run.error_budget is not None and run is not exact:
-            sentences += _judge(run, exact)
+            sentences += _judge(run, result)
     if result.comparisons:
         sentences.append(_compared(result.comparisons))
     return " ".join(sentences)
 
 
-def spreads_overlap(run: RunResult, other: RunResult) -> bool:
+def _spreads_overlap(run: RunResult, other: RunResult) -> bool:
     """Return whether the quartiles over windows of two attention times have times in common.
 
     Times that are not known might.
@@ -194,6 +194,20 @@ def spreads_overlap(run: RunResult, other: RunResult) -> bool:
         return True
     first = max(run.attention_ms_low, other.attention_ms_low)
     return first <= min(run.attention_ms_high, other.attention_ms_high)
+
+
+def is_clear(run: RunResult, result: EvaluationResult) -> bool:
+    """Return whether a run's attention time is told from exact attention's by more than noise.
+
+    The quartiles of the two must not overlap, and no run that computed what exact attention did,
+    bit for bit, may be as far from it.
+    """
+    exact = _exact(result)
+    if _spreads_overlap(run, exact) or not run.attention_ms or not exact.attention_ms:
+        return False
+    same = (it for it in result.runs if it is not run and not it.mean_absolute_difference)
+    noise = [abs((it.attention_ms or exact.attention_ms) - exact.attention_ms) for it in same]
+    return abs(run.attention_ms - exact.attention_ms) > max(noise)
 
 
 def _compared(comparisons: Sequence[Comparison]) -> str:
@@ -235,8 +249,9 @@ def _megabytes(count: int | None) -> str:
     return "unknown" if count is None else f"{count / _MEGABYTE:.0f} MB"
 
 
-def _judge(run: RunResult, exact: RunResult) -> list[str]:
+def _judge(run: RunResult, result: EvaluationResult) -> list[str]:
     """Return what one policy lost and bought."""
+    exact = _exact(result)
     change = run.perplexity / exact.perplexity - 1
     if run.approximated == 0.0:
         moved = f"loss {run.loss_difference:+.1e} nat a token"
@@ -255,8 +270,8 @@ def _judge(run: RunResult, exact: RunResult) -> list[str]:
         f"{run.mean_output_error:.1e} on average and {run.max_output_error:.1e} at most."
     ]
     if run.attention_ms is not None and exact.attention_ms:
-        is_clear = not spreads_overlap(run, exact)
-        words.append(_time_words(run.attention_ms / exact.attention_ms, is_clear=is_clear))
+        ratio = run.attention_ms / exact.attention_ms
+        words.append(_time_words(ratio, clear=is_clear(run, result)))
     return words
 
 
@@ -265,10 +280,10 @@ def _share(value: float) -> str:
     return f"{value:.0%}" if value >= 0.1 else f"{max(100 * value, 0.01):.2g}%"
 
 
-def _time_words(ratio: float, *, is_clear: bool) -> str:
+def _time_words(ratio: float, *, clear: bool) -> str:
     """Return a ratio of times as a sentence; a gain and a loss must both be clear."""
     word = "less" if ratio < 1 else "more"
-    if abs(ratio - 1) > NOTICEABLE and not is_clear:
+    if abs(ratio - 1) > NOTICEABLE and not clear:
         return (
             f"Its attention took {abs(ratio - 1):.0%} {word} time than exact attention in the "
             "median window, but the times of the windows spread too much to tell."

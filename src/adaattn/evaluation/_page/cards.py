@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaattn.evaluation._page.markup import duration, percent, prose
-from adaattn.evaluation.report import NOTICEABLE, spreads_overlap
+from adaattn.evaluation.report import NOTICEABLE, is_clear
 from adaattn.evaluation.results import EvaluationResult, RunResult
 
 __all__ = ["Card", "cards", "cards_html"]
@@ -46,7 +46,7 @@ def cards(result: EvaluationResult) -> tuple[Card, ...]:
         titles = ("Quality", "Time", "Memory", "Heads that adapted")
         none = "No policy was run."
         return tuple(Card(title=title, value="none", detail=none) for title in titles)
-    time = _time(policies, result.run("exact"))
+    time = _time(policies, result)
     memory = _memory(policies, result.runs[0])
     if result.comparisons:
         ratios = [(item.time_ratio, item.memory_ratio) for item in result.comparisons]
@@ -93,7 +93,8 @@ def _quality(policies: list[RunResult]) -> Card:
     return Card(title=title, value=value, detail=detail, tone="bad" if change > 0 else "good")
 
 
-def _time(policies: list[RunResult], exact: RunResult) -> Card:
+def _time(policies: list[RunResult], result: EvaluationResult) -> Card:
+    exact = result.run("exact")
     timed = [run for run in policies if run.attention_ms is not None]
     if not timed or not exact.attention_ms:
         return Card(
@@ -109,9 +110,9 @@ def _time(policies: list[RunResult], exact: RunResult) -> Card:
     if tone == "good" and best.approximated == 0.0:
         value, tone = "no difference", ""
         detail += " It ran what exact attention runs: the difference is noise."
-    elif tone == "good" and spreads_overlap(best, exact):
+    elif tone == "good" and not is_clear(best, result):
         value, tone = "no clear gain", ""
-        detail += " Over the windows, the quartiles of the two attention times overlap."
+        detail += " The times of the windows spread too much to tell."
     return Card(title="Time", value=value, detail=detail, tone=tone)
 
 
