@@ -163,15 +163,17 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
-    known = again(query, key, value, companions, settings, window, choice)
-    if known:
-        return known(query, key, value, *companions, tag)
-    if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
+    by_head = isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor)
+    if by_head:
         given = Arguments.of(companions, settings, window)
-        companions, settings, window, known = given.companions, given.settings, given.window, False
+        companions, settings, window = given.companions, given.settings, given.window
+    else:
+        known = again(query, key, value, companions, settings, window, choice)
+        if known is not None:
+            return known(query, key, value, *companions, tag)
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
         bound = _bound(query, key, value, companions, settings, window, choice)
-        if known is None:
+        if not by_head:
             note(bound, query, key, value, companions, settings, window, choice)
         return bound(query, key, value, *companions, tag)
     device_type = query.device.type

@@ -4,8 +4,8 @@ The files of device code are executed with Gluon's words replaced: tiles are ten
 products are done at once, barriers block. What it shows is that positions, masks and barriers are
 right, and that nothing is read or written outside of a tensor; what it cannot show is whether the
 compiler keeps asynchronous work in order. In a `World` that is late, products are done when they
-are waited for, stores too, and copies and accesses take some time: what reads too early, or writes
-where somebody still reads, is wrong there.
+are waited for, stores too, and copies and accesses take some simulated time: what reads too early,
+or writes where somebody still reads, is wrong there.
 """
 
 import ast
@@ -14,9 +14,7 @@ import math
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,12 +30,10 @@ from adaattn.backends.hopper import gradients, prepared
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
+from adaattn.testing.simulated_time import SimulatedTime, Waiters
 
 FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
          "gradient_order", "gradient_rows")  # fmt: skip
-PATIENCE_S = 30.0
-"""After which a barrier that nobody reaches is a deadlock."""
-
 _LOCAL = threading.local()
 
 
@@ -99,10 +95,7 @@ class Pointer:
 def load(pointer: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> Any:
     """Return numbers; booleans as bytes. What others write meanwhile takes some time."""
     if volatile:
-        assert World.lost is None, "another block failed"
-        if time.monotonic() > _LOCAL.world.deadline:
-            raise TimeoutError("a turn that never comes")
-        time.sleep(0.0002)
+        _LOCAL.world.launch.look()
     flat, places, meant = pointer.memory(mask)
     found = flat[torch.where(meant, places, 0)]
     found = found.to(torch.int64) if found.dtype in (torch.bool, torch.int32) else found
@@ -115,20 +108,19 @@ def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     value = torch.as_tensor(value).as_subclass(torch.Tensor)
     places, meant, value = torch.broadcast_tensors(places, meant, value)
     flat[places[meant]] = value[meant].to(flat.dtype)
+    _LOCAL.world.launch.changed()
 
 
 def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
     """Put a number in global memory."""
     del sem, scope
-    with _MEMORY:
-        store(pointer, value)
+    store(pointer, value)
 
 
 def atomic_max(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
     """Raise a number in global memory."""
     del sem, scope
-    with _MEMORY:
-        store(pointer, torch.maximum(tile(load(pointer)), tile(value)))
+    store(pointer, torch.maximum(tile(load(pointer)), tile(value)))
 
 
 class Barrier:
@@ -136,26 +128,21 @@ class Barrier:
 
     def __init__(self, world: "World", count: int = 0) -> None:
         self.world, self.count, self.arrived, self.bytes, self.phase = world, count, 0, 0, 0
+        self.waiters: Waiters = []
 
     def change(self, arrivals: int = 0, num_bytes: int = 0) -> None:
         """Note arrivals and bytes that are awaited, or there."""
-        with self.world.changed:
-            self.arrived += arrivals
-            self.bytes += num_bytes
-            assert self.arrived <= self.count, "a barrier that more arrive at than belong to it"
-            if self.arrived == self.count and self.bytes == 0:
-                self.arrived, self.phase = 0, self.phase + 1
-                self.world.changed.notify_all()
+        self.arrived += arrivals
+        self.bytes += num_bytes
+        assert self.arrived <= self.count, "a barrier that more arrive at than belong to it"
+        if self.arrived == self.count and self.bytes == 0:
+            self.arrived, self.phase = 0, self.phase + 1
+            self.world.launch.wake(self.waiters)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Wait until a phase is over."""
-        with self.world.changed:
-            over = self.world.changed.wait_for(
-                lambda: self.world.failed or is_over(), timeout=PATIENCE_S
-            )
-            assert not self.world.failed, "another warpgroup failed"
-            if not over:
-                raise TimeoutError("a deadlock")
+        while not is_over():
+            self.world.launch.wait(self.waiters)
 
 
 class Promise:
@@ -180,11 +167,27 @@ def finish(pending: list[Promise], left: int) -> list[Promise]:
 def dawdle() -> None:
     """Take some time, where the world is late; some warpgroups take more."""
     if World.is_late:
-        time.sleep(random.random() * _LOCAL.pace)
+        _LOCAL.world.launch.sleep(random.random() * _LOCAL.pace)
 
 
-_MEMORY = threading.Lock()
-"""Of adding to global memory, which blocks that run together share."""
+class Launch(SimulatedTime):
+    """The clock of blocks that run together, and the memory that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+        self.waiters: Waiters = []
+
+    def changed(self) -> None:
+        """Note that something was written."""
+        self.writes += 1
+        self.wake(self.waiters)
+
+    def look(self) -> None:
+        """Wait until something was written, unless that was since this thread looked last."""
+        while getattr(_LOCAL, "seen", None) == (self, self.writes):
+            self.wait(self.waiters)
+        _LOCAL.seen = self, self.writes
 
 
 class World:
@@ -192,34 +195,23 @@ class World:
 
     is_late = False
     are_together = False
-    lost: BaseException | None = None
-    """Why a block of the launch failed, the first that did."""
 
-    def __init__(self, block: int, num_blocks: int) -> None:
-        self.block, self.num_blocks = block, num_blocks
-        self.changed = threading.Condition()
-        self.failed: list[BaseException] = []
+    def __init__(self, launch: Launch, block: int, num_blocks: int) -> None:
+        self.launch, self.block, self.num_blocks = launch, block, num_blocks
         self.named: dict[int, Barrier] = {}
-        self.copies: list[threading.Thread] = []
-        self.deadline = time.monotonic() + PATIENCE_S
+        self.copies: list[Any] = []
 
-    def later(self, work: Callable[[], None]) -> threading.Thread:
+    def later(self, work: Callable[[], None]) -> Any:
         """Do something soon, while others go on."""
 
-        def guarded() -> None:
-            try:
-                time.sleep(random.random() * 0.02)
-                with torch.no_grad():
-                    work()
-            except BaseException as error:  # noqa: BLE001 raised again by `run`
-                with self.changed:
-                    self.failed.append(error)
-                    self.changed.notify_all()
+        def copy() -> None:
+            _LOCAL.world = self
+            self.launch.sleep(random.random() * 0.02)
+            with torch.no_grad():
+                work()
 
-        thread = threading.Thread(target=guarded)
-        self.copies.append(thread)
-        thread.start()
-        return thread
+        self.copies.append(self.launch.start(copy))
+        return self.copies[-1]
 
     def pace_of(self, place: int) -> float:
         """Return how many seconds a partition dawdles at most: those that add are last."""
@@ -229,29 +221,19 @@ class World:
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
         """Run the partitions at the same time."""
 
-        def guarded(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
+        def partition(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
             _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
-            try:
-                with torch.no_grad():  # of each thread its own; a device knows no gradients
-                    function(*arguments)
-            except BaseException as error:  # noqa: BLE001 raised again by `run`
-                with self.changed:
-                    self.failed.append(error)
-                    self.changed.notify_all()
+            with torch.no_grad():  # of each thread its own; a device knows no gradients
+                function(*arguments)
 
-        threads = [
-            threading.Thread(target=guarded, args=(place, *part))
-            for place, part in enumerate(parts)
+        started = [
+            self.launch.start(partial(partition, place, *part)) for place, part in enumerate(parts)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for thread in self.copies:
-            thread.join()
-        if self.failed:
-            raise self.failed[0]
+        for each in started:
+            self.launch.join(each)
+        for each in self.copies:
+            self.launch.join(each)
 
 
 class Shared:
@@ -337,10 +319,9 @@ def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer:
     """Copy a box to shared memory, and tell of it."""
 
     def copy() -> None:
-        with full.world.changed:
-            pointer, inside = source.box(corner)
-            found = load(pointer, inside, 0).as_subclass(torch.Tensor)
-            buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
+        pointer, inside = source.box(corner)
+        found = load(pointer, inside, 0).as_subclass(torch.Tensor)
+        buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
         full.change(num_bytes=-source.block_type.nbytes)
 
     full.world.later(copy) if World.is_late else copy()
@@ -351,16 +332,13 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
     world: World = _LOCAL.world
 
     def write(value: torch.Tensor) -> None:
-        with world.changed, _MEMORY:
-            pointer, inside = target.box(tuple(corner))
-            if add:
-                value = value + load(pointer, inside, 0).as_subclass(torch.Tensor)
-            store(pointer, value, inside)
+        pointer, inside = target.box(tuple(corner))
+        if add:
+            value = value + load(pointer, inside, 0).as_subclass(torch.Tensor)
+        store(pointer, value, inside)
 
     def read() -> None:
-        with world.changed:
-            value = buffer.tensor.clone()
-        _LOCAL.writes.append(world.later(partial(write, value)))
+        _LOCAL.writes.append(world.later(partial(write, buffer.tensor.clone())))
 
     if World.is_late:
         _LOCAL.stores.append(Promise(read))
@@ -379,8 +357,8 @@ def store_wait(left: int) -> None:
 def write_wait() -> None:
     """Wait for what stores have read to be in memory."""
     store_wait(0)
-    for thread in _LOCAL.writes:
-        thread.join()
+    for write in _LOCAL.writes:
+        _LOCAL.world.launch.join(write)
     _LOCAL.writes = []
 
 
@@ -424,9 +402,8 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         assert found is not None
         threads, number = int(found[1]), int(arguments[0])
         assert number < 16, "a named barrier that the device does not have"
-        with world.changed:
-            named = world.named.setdefault(number, Barrier(world, threads))
-            before = named.phase
+        named = world.named.setdefault(number, Barrier(world, threads))
+        before = named.phase
         named.change(arrivals=128)
         if "bar.sync" in text:
             named.wait(lambda: named.phase > before)
@@ -510,25 +487,15 @@ def device_code() -> dict[str, Any]:
 
 def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
     """Run one block of threads after the other, or all at the same time."""
-    World.lost = None
+    def run(launch: Launch, block: int) -> None:
+        _LOCAL.world = World(launch, block, num_blocks)
+        with torch.no_grad():
+            code(*given)
 
-    def run(block: int) -> None:
-        _LOCAL.world = World(block, num_blocks)
-        try:
-            with torch.no_grad():
-                code(*given)
-        except BaseException as error:  # noqa: BLE001 raised again below
-            World.lost = World.lost or error
-
-    if World.are_together:
-        with ThreadPoolExecutor(num_blocks) as pool:
-            list(pool.map(run, random.sample(range(num_blocks), num_blocks)))
-    else:
-        for block in range(num_blocks):
-            if World.lost is None:
-                run(block)
-    if World.lost is not None:
-        raise World.lost
+    blocks = random.sample(range(num_blocks), num_blocks)
+    for together in [blocks] if World.are_together else [[block] for block in sorted(blocks)]:
+        launch = Launch()
+        launch.run([partial(run, launch, block) for block in together])
 
 
 class Machine:
