@@ -9,7 +9,6 @@ see that all runs. Deterministic gradients are compared with those of a second r
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.testing import assert_matches
+from adaattn.tuning_inputs import algorithms
 from benchmarks.timing import arguments, interleaved, ratio_row, save
 
 FAST, ORDERED, FLASH = "adaattn", "adaattn, deterministic", "F.sdpa/flash, deterministic"
@@ -27,16 +27,6 @@ _COLUMNS: Final = 2048
 
 Row = dict[str, Any]
 Step = Callable[[], tuple[torch.Tensor, ...]]
-
-
-@contextmanager
-def deterministic(mode: bool) -> Iterator[None]:
-    """Ask PyTorch for deterministic algorithms inside the block, or for any."""
-    torch.use_deterministic_algorithms(mode)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def cells(device: str) -> Iterator[tuple[str, int, int, int, dict[str, Any]]]:
@@ -61,11 +51,11 @@ def backward(
     mode: bool,
 ) -> Step:
     """Return a function that runs the backward pass of one forward pass, in a mode."""
-    with deterministic(mode):
+    with algorithms(deterministic=mode):
         output = function(*inputs)
 
     def step() -> tuple[torch.Tensor, ...]:
-        with deterministic(mode):
+        with algorithms(deterministic=mode):
             return torch.autograd.grad(output, inputs, upstream, retain_graph=True)
 
     return step

@@ -44,7 +44,7 @@ from adaattn.spec import (
     Scheme,
 )
 from adaattn.spec.evidence import problem_class
-from adaattn.tuning_inputs import algorithms_of, random_call
+from adaattn.tuning_inputs import algorithms, random_call
 
 __all__ = ["Effort", "cell_of", "measure_cell", "step_of"]
 
@@ -126,10 +126,11 @@ def measure_cell(
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         without_autocast(device.type),
-        algorithms_of(problem),
+        algorithms(deterministic=problem.deterministic),
     ):
         call = random_call(problem, device)
-        expected = _expected(call, facts)
+        with algorithms(deterministic=False):  # the reference may take what refuses others
+            expected = _expected(call, facts)
         if expected is None:
             return None
         groups = _groups(call.problem, device, facts, effort)

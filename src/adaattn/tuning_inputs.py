@@ -12,18 +12,18 @@ from adaattn.call.arguments import Arguments
 from adaattn.call.describe import Call, build_call
 from adaattn.spec import AttentionProblem, HeadTerm, MaskKind
 
-__all__ = ["algorithms_of", "random_call"]
+__all__ = ["algorithms", "random_call"]
 
 _KEPT_SHARE: Final = 0.8
 """Of a boolean mask."""
 
 
 @contextlib.contextmanager
-def algorithms_of(problem: AttentionProblem) -> Iterator[None]:
-    """Have PyTorch choose deterministic algorithms inside the block, or any, as a problem says."""
+def algorithms(*, deterministic: bool) -> Iterator[None]:
+    """Have PyTorch choose deterministic algorithms inside the block, or any."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(problem.deterministic)
+    torch.use_deterministic_algorithms(deterministic)
     try:
         yield
     finally:

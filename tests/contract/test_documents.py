@@ -146,6 +146,16 @@ def test_the_design_names_every_module_and_folder_of_the_package(root: Path) -> 
     assert sorted(public - {"__init__.py", "__main__.py"} - named) == []
 
 
+@pytest.mark.parametrize(
+    "folder", ["call", "planning", "backends", "backends/hopper", "backends/triton"]
+)
+def test_the_design_names_every_file_that_a_call_goes_through(root: Path, folder: str) -> None:
+    named = _named_files((root / "DESIGN.md").read_text(encoding="utf-8"))
+    files = {f"{folder}/{path.name}" for path in (root / "src/adaattn" / folder).glob("*.py")}
+    assert len(files) > 3
+    assert sorted(files - {f"{folder}/__init__.py"} - named) == []
+
+
 @pytest.mark.parametrize("name", [n for n in adaattn.__all__ if not n.startswith("__")])
 def test_every_public_name_is_documented(name: str) -> None:
     thing = getattr(adaattn, name)

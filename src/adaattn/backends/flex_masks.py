@@ -24,6 +24,7 @@ from adaattn.backends.flex_tiles import (
     written_tiles,
 )
 from adaattn.backends.interface import Tensors
+from adaattn.backends.masks import stream_of
 from adaattn.spec import AttentionProblem
 
 __all__ = ["block_mask", "compiled_once", "score_mod"]
@@ -116,7 +117,7 @@ def _packing(tensors: Tensors, problem: AttentionProblem) -> Packing | None:
         return packed_positions(starts_q, starts_k, problem)
 
     facts = ("packing", problem.len_q, problem.len_k, problem.align)
-    return Packing(starts_q, starts_k, *_kept(facts, (starts_q, starts_k), made))
+    return Packing(starts_q, starts_k, *_kept(facts, tensors.query, (starts_q, starts_k), made))
 
 
 _KEPT: OrderedDict[object, tuple[tuple[weakref.ref[torch.Tensor], ...], Any]] = OrderedDict()
@@ -124,20 +125,27 @@ _LOCK: Final = threading.Lock()
 
 
 def _kept(
-    facts: tuple[object, ...], sources: tuple[torch.Tensor, ...], make: Callable[[], _Value]
+    facts: tuple[object, ...],
+    like: torch.Tensor,
+    sources: tuple[torch.Tensor, ...],
+    make: Callable[[], _Value],
 ) -> _Value:
     """Return what ``make`` returns, made once while its sources live unchanged.
 
-    A write to a source that PyTorch does not see is not noticed.
+    A write to a source that PyTorch does not see is not noticed. Where a CUDA graph records the
+    call it is made at each replay, of the numbers that are there then; each stream has its own.
 
     Args:
         facts: what it depends on beside the sources' numbers.
+        like: a tensor of the call, on its device.
         sources: the tensors that are read.
         make: makes the value, which must not hold the sources.
     """
     if torch.compiler.is_compiling() or any(source.is_inference() for source in sources):
         return make()
-    key = (facts, tuple((id(source), source._version) for source in sources))
+    if _is_recorded(like):
+        return make()
+    key = (facts, stream_of(like), tuple((id(source), source._version) for source in sources))
     with _LOCK:
         refs, value = _KEPT.get(key, ((), None))
         if value is not None and all(map(_is_of, refs, sources)):
@@ -173,7 +181,8 @@ def _is_of(ref: weakref.ref[torch.Tensor], source: torch.Tensor) -> bool:
 
 def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
     """Return the block mask, None if all is seen; without a boolean mask it is kept."""
-    boolean, device = _boolean(tensors), tensors.query.device
+    boolean, like = _boolean(tensors), tensors.query
+    device = like.device
     packed = tensors.cu_seqlens_q is not None
     if boolean is None and not (problem.is_positional or packed or problem.has_blocks):
         return None
@@ -207,21 +216,22 @@ def block_mask(tensors: Tensors, problem: AttentionProblem) -> Any:
 
     if tensors.blocks is not None:
         blocks = tensors.blocks
-        # Recorded by a CUDA graph it is made at each replay, of the numbers that are there then.
-        own = boolean is not None or _is_recorded(blocks.counts)
+        own = boolean is not None
 
         def of_list() -> Any:
-            partial, full = tiles() if own else _kept(("tiles", *facts), (), tiles)
+            partial, full = tiles() if own else _kept(("tiles", *facts), like, (), tiles)
             listed = listed_tiles(blocks, problem)
             return _block_mask(_lists(partial & listed, full & listed), mask_mod, shape[2:])
 
         if own:
             return of_list()
-        return _kept((problem.block_size, *facts), (blocks.counts, blocks.indices), of_list)
+        listing = blocks.counts, blocks.indices
+        return _kept((problem.block_size, *facts), like, listing, of_list)
     if boolean is not None:
         return made()
     starts = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    return _kept(("blocks", *facts), tuple(item for item in starts if item is not None), made)
+    given = tuple(item for item in starts if item is not None)
+    return _kept(("blocks", *facts), like, given, made)
 
 
 def _lists_by_position(

@@ -380,6 +380,35 @@ def test_the_block_mask_of_a_list_is_made_once_and_again_when_it_is_written_over
     assert len(made) == 3 and dict(flex_masks._KEPT) == kept
 
 
+@pytest.mark.parametrize("values", [{"is_causal": True}, PACKED], ids=["causal", "packed"])
+def test_a_graph_of_a_card_makes_its_own(
+    made: list[object], values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay with other bounds once saw the documents of the capture; and what a capture makes
+    lies in its graph's memory, where it is computed at the first replay."""
+    tensors, problem = draw(values)
+    run(tensors, problem)
+    kept = dict(flex_masks._KEPT)
+    monkeypatch.setattr(flex_masks, "_is_recorded", lambda tensor: True)
+    check(tensors, problem)
+    assert len(made) == 2 and dict(flex_masks._KEPT) == kept
+    flex_masks._KEPT.clear()
+    check(tensors, problem)
+    assert not flex_masks._KEPT
+
+
+@pytest.mark.parametrize("values", [{"is_causal": True}, PACKED], ids=["causal", "packed"])
+def test_each_stream_makes_its_own(
+    made: list[object], values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another stream would read what is still being made."""
+    tensors, problem = draw(values)
+    for stream in (1, 2, 1):
+        monkeypatch.setattr(flex_masks, "stream_of", lambda tensor, stream=stream: stream)
+        check(tensors, problem)
+    assert len(made) == 2
+
+
 def test_a_packing_written_over_is_another_packing(made: list[object]) -> None:
     tensors, problem = draw(PACKED, is_causal=True)
     others, _ = draw({**OTHER, "lengths_q": (20, 30, 78), "lengths_k": (50, 60, 50)})

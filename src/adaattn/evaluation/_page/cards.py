@@ -112,7 +112,7 @@ def _time(policies: list[RunResult], result: EvaluationResult) -> Card:
         detail += " It ran what exact attention runs: the difference is noise."
     elif tone == "good" and not is_clear(best, result):
         value, tone = "no clear gain", ""
-        detail += " The times of the windows spread too much to tell."
+        detail += " The difference is within the noise of these times."
     return Card(title="Time", value=value, detail=detail, tone=tone)
 
 

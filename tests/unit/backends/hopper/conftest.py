@@ -487,6 +487,7 @@ def device_code() -> dict[str, Any]:
 
 def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
     """Run one block of threads after the other, or all at the same time."""
+
     def run(launch: Launch, block: int) -> None:
         _LOCAL.world = World(launch, block, num_blocks)
         with torch.no_grad():
