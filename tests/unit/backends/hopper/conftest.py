@@ -1,4 +1,4 @@
-"""The Hopper kernel's own device code, run on a CPU: each warpgroup a thread, TMA a copy.
+"""The Hopper kernel's own device code, run on a CPU: each warpgroup a greenlet, TMA a copy.
 
 The files of device code are executed with Gluon's words replaced: tiles are tensors, asynchronous
 products are done at once, barriers block. What it shows is that positions, masks and barriers are
@@ -9,11 +9,12 @@ or writes where somebody still reads, is wrong there.
 """
 
 import ast
+import heapq
 import inspect
+import itertools
 import math
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 
 from adaattn import _constants
 from adaattn.backends import hopper
@@ -30,11 +32,25 @@ from adaattn.backends.hopper import gradients, prepared
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
-from adaattn.testing.simulated_time import SimulatedTime, Waiters
 
 FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
          "gradient_order", "gradient_rows")  # fmt: skip
-_LOCAL = threading.local()
+
+
+class _Own:
+    """What belongs to the warpgroup that runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getcurrent(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getcurrent(), name, value)
+
+
+_LOCAL = _Own()
+
+Waiters = list[greenlet]
+"""Those who wait for something to happen."""
 
 
 class Tile(torch.Tensor):
@@ -170,24 +186,79 @@ def dawdle() -> None:
         _LOCAL.world.launch.sleep(random.random() * _LOCAL.pace)
 
 
-class Launch(SimulatedTime):
-    """The clock of blocks that run together, and the memory that they share."""
+class Launch:
+    """Blocks that run together in simulated time, and the memory that they share.
+
+    One warpgroup or copy runs at a time, until it sleeps or waits; then whoever's time comes first.
+    So the order is the same on every machine, and those whom nobody wakes are seen at once.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.writes = 0
+        self.now, self.numbers, self.writes = 0.0, itertools.count(), 0
+        self.queue: list[tuple[float, int, greenlet]] = []
+        self.waiting: set[greenlet] = set()
         self.waiters: Waiters = []
 
+    def run(self, functions: Sequence[Callable[[], None]]) -> None:
+        """Run functions at the same time, to the end of all."""
+        self.loop = getcurrent()
+        for function in functions:
+            self.start(function)
+        try:
+            while self.queue:
+                self.now, _, task = heapq.heappop(self.queue)
+                task.switch()
+            if self.waiting:
+                raise TimeoutError("all who are left wait for one another")
+        finally:
+            for task in (*self.waiting, *(task for *_, task in self.queue)):
+                task.throw()
+
+    def start(self, function: Callable[[], None]) -> Any:
+        """Run a function from now on; return what can be joined."""
+
+        def run() -> None:
+            function()
+            self.wake(task.waiters)
+
+        task: Any = greenlet(run, self.loop)
+        task.waiters = []
+        heapq.heappush(self.queue, (self.now, next(self.numbers), task))
+        return task
+
+    def sleep(self, seconds: float) -> None:
+        """Let others run for some time."""
+        heapq.heappush(self.queue, (self.now + seconds, next(self.numbers), getcurrent()))
+        self.loop.switch()
+
+    def wait(self, waiters: Waiters) -> None:
+        """Let others run until one of them calls `wake`."""
+        waiters.append(getcurrent())
+        self.waiting.add(getcurrent())
+        self.loop.switch()
+
+    def wake(self, waiters: Waiters) -> None:
+        """Let all who wait go on."""
+        for task in waiters:
+            self.waiting.discard(task)
+            heapq.heappush(self.queue, (self.now, next(self.numbers), task))
+        waiters.clear()
+
+    def join(self, task: Any) -> None:
+        """Wait until what was started has ended."""
+        if not task.dead:
+            self.wait(task.waiters)
+
     def changed(self) -> None:
-        """Note that something was written."""
+        """Note that something was written to memory."""
         self.writes += 1
         self.wake(self.waiters)
 
     def look(self) -> None:
-        """Wait until something was written, unless that was since this thread looked last."""
-        while getattr(_LOCAL, "seen", None) == (self, self.writes):
+        """Wait until something was written, unless that was since this warpgroup looked last."""
+        while getattr(getcurrent(), "seen", -1) == self.writes:
             self.wait(self.waiters)
-        _LOCAL.seen = self, self.writes
+        _LOCAL.seen = self.writes
 
 
 class World:
@@ -207,8 +278,7 @@ class World:
         def copy() -> None:
             _LOCAL.world = self
             self.launch.sleep(random.random() * 0.02)
-            with torch.no_grad():
-                work()
+            work()
 
         self.copies.append(self.launch.start(copy))
         return self.copies[-1]
@@ -224,8 +294,7 @@ class World:
         def partition(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
             _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
-            with torch.no_grad():  # of each thread its own; a device knows no gradients
-                function(*arguments)
+            function(*arguments)
 
         started = [
             self.launch.start(partial(partition, place, *part)) for place, part in enumerate(parts)
@@ -490,13 +559,13 @@ def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> N
 
     def run(launch: Launch, block: int) -> None:
         _LOCAL.world = World(launch, block, num_blocks)
-        with torch.no_grad():
-            code(*given)
+        code(*given)
 
     blocks = random.sample(range(num_blocks), num_blocks)
     for together in [blocks] if World.are_together else [[block] for block in sorted(blocks)]:
         launch = Launch()
-        launch.run([partial(run, launch, block) for block in together])
+        with torch.no_grad():  # a device knows no gradients
+            launch.run([partial(run, launch, block) for block in together])
 
 
 class Machine:

@@ -11,9 +11,12 @@ import torch
 
 from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
-)
+pytestmark = [
+    pytest.mark.no_cover,  # a third of the time; others run the same lines
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
+    ),
+]
 
 FILES = {"backward", "key_gradients", "row_gradients", "mask_gradients"}
 
