@@ -16,7 +16,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
+from torch.utils._python_dispatch import _disable_current_modes
 
 from adaattn import _constants
 from adaattn.backends import hopper
@@ -545,13 +546,16 @@ def device_code() -> dict[str, Any]:
     """Return the functions of the kernel's files, in one namespace."""
     space = names()
     for name in FILES:
-        path = Path(hopper.__file__).with_name(f"{name}.py")
-        tree = ast.parse(path.read_text())
-        tree.body = [
-            node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)
-        ]
-        exec(compile(tree, str(path), "exec"), space)
+        exec(_compiled(Path(hopper.__file__).with_name(f"{name}.py")), space)
     return space
+
+
+@cache
+def _compiled(path: Path) -> Any:
+    """Return the code of a kernel's file, without what it imports."""
+    tree = ast.parse(path.read_text())
+    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    return compile(tree, str(path), "exec")
 
 
 def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
@@ -564,7 +568,7 @@ def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> N
     blocks = random.sample(range(num_blocks), num_blocks)
     for together in [blocks] if World.are_together else [[block] for block in sorted(blocks)]:
         launch = Launch()
-        with torch.no_grad():  # a device knows no gradients
+        with torch.no_grad(), _disable_current_modes():  # a device knows nothing of either
             launch.run([partial(run, launch, block) for block in together])
 
 
