@@ -25,7 +25,9 @@ __all__ = [
     "hopper_code",
     "hopper_finish_code",
     "hopper_gradients_code",
+    "hopper_keys_code",
     "hopper_prepare_code",
+    "hopper_queries_code",
     "key_gradients_code",
     "mask_gradients_code",
     "row_gradients_code",
@@ -102,6 +104,16 @@ def hopper_gradients_code(problem: AttentionProblem) -> MachineCode:
     return _hopper_backward(problem, "main")
 
 
+def hopper_keys_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel of keys and values, of more than 128 columns."""
+    return _hopper_backward(problem, "keys")
+
+
+def hopper_queries_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel of queries, of more than 128 columns."""
+    return _hopper_backward(problem, "queries")
+
+
 def hopper_prepare_code(problem: AttentionProblem) -> MachineCode:
     """Return that of the kernel before it."""
     return _hopper_backward(problem, "prepare")
@@ -117,8 +129,12 @@ def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
     from adaattn.backends.hopper.gradient_compiled import compile_gradients
 
     variant = choose_gradients(problem)
-    products = 2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS
-    return _examined(lambda: compile_gradients(variant, kind), products // _DEPTH)
+    depth = 2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS
+    if kind == "keys":  # each warpgroup has a loop of its own: scores and values, or the other two
+        depth = variant.block_d + variant.block_m
+    if kind == "queries":
+        depth = variant.block_d + variant.block_v + variant.block_n
+    return _examined(lambda: compile_gradients(variant, kind), depth // _DEPTH)
 
 
 def triton_code(problem: AttentionProblem) -> MachineCode:

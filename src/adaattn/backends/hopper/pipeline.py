@@ -344,6 +344,22 @@ def copy(source, full, buffer, place):
 
 
 @gluon.jit
+def two_barriers(count: gl.constexpr):
+    """Barriers of a ring of two stages, or of two warpgroups."""
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(made.index(0), count=count)
+    mbarrier.init(made.index(1), count=count)
+    return made
+
+
+@gluon.jit
+def product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Begins a product whose sum starts at 0."""
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def score_product(c, q, stage):
     """Begins q k^T of one block of keys: [64, BLOCK_N]."""
     zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)

@@ -28,13 +28,13 @@ import torch
 from adaattn import _constants
 from adaattn.backends import hopper
 from adaattn.backends.hopper import forward as host
-from adaattn.backends.hopper import gradients, prepared
-from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
+from adaattn.backends.hopper import gradient_passes, gradients, prepared
+from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
-         "gradient_order", "gradient_rows")  # fmt: skip
+FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "gradient_scores",
+         "backward", "gradient_order", "gradient_rows", "wide_keys", "wide_queries")  # fmt: skip
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 
@@ -567,17 +567,21 @@ class Machine:
         compiled = pytest.importorskip("adaattn.backends.hopper.gradient_compiled")
         space = device_code()
         space.update(self.others)
-        rows, keys = (variant.block_m, variant.block_d), (BLOCK_KEYS, variant.block_d)
-        boxes = (rows, keys, keys, rows, (2 * variant.block_m,), keys, keys, (16, 256))
-        names = {"prepare": "prepare_rows", "main": "backward", "finish": "finish_queries"}
-
+        query, upstream = (variant.block_m, variant.block_d), (variant.block_m, variant.block_v)
+        key, value = (variant.block_n, variant.block_d), (variant.block_n, variant.block_v)
+        read, written = (query, key, value, upstream), (key, value)
+        boxes: dict[str, Any] = {
+            "main": (*read, (2 * variant.block_m,), *written, (16, 256)),
+            "keys": (*read, (variant.block_m,), *written),
+            "queries": (*read, query),
+        }
         return tuple(
             self._bound(
-                space[name],
+                space[compiled._FUNCTIONS[kind].__name__],
                 compiled.constants_of(variant, kind),
-                boxes if kind == "main" else (),
+                boxes.get(kind, ()),
             )
-            for kind, name in names.items()
+            for kind in compiled.kinds_of(variant)
         )
 
     @staticmethod
@@ -618,7 +622,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
     monkeypatch.setattr(prepared, "note", lambda kernel: None)
     monkeypatch.setattr(gradients, "_compiled", machine.backward)
-    monkeypatch.setattr(gradients, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(gradient_passes, "_address", lambda tensor: tensor)
     monkeypatch.setattr(gradients, "note", lambda kernel: None)
     gradients._backward.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
