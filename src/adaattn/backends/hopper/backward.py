@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_add, tma_store
+from adaattn.backends.hopper.barriers import two_barriers
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
@@ -39,7 +40,7 @@ from adaattn.backends.hopper.gradient_scores import (
     slope_of,
     weighed,
 )
-from adaattn.backends.hopper.pipeline import copy, mma_layout, product, two_barriers
+from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import Sizes
 

@@ -26,11 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
+from adaattn.backends.hopper.barriers import FREED_BY, meet, two_barriers
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import capped, hide_at_edges, slope_of, weighed
-from adaattn.backends.hopper.pipeline import copy, mma_layout, product, two_barriers
+from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
-from adaattn.backends.hopper.scores import Sizes
+from adaattn.backends.hopper.scores import Sizes, numbers
 
 
 @aggregate
@@ -74,9 +75,6 @@ class WideKeys:
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     o_full: gl.shared_memory_descriptor
-    p_full: gl.shared_memory_descriptor
-    q_empty: gl.shared_memory_descriptor
-    o_empty: gl.shared_memory_descriptor
     end: gl.shared_memory_descriptor
     ROWS: gl.constexpr
     KEYS: gl.constexpr
@@ -100,8 +98,8 @@ class WideKeys:
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes, scale,
         natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k, first_key,
         first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full,
-        q_full, o_full, p_full, q_empty, o_empty, end, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT,
-        HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        q_full, o_full, end, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
+        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -137,9 +135,6 @@ class WideKeys:
         self.kv_full = kv_full
         self.q_full = q_full
         self.o_full = o_full
-        self.p_full = p_full
-        self.q_empty = q_empty
-        self.o_empty = o_empty
         self.end = end
         self.ROWS = gl.constexpr(64)
         self.KEYS = gl.constexpr(64)
@@ -159,41 +154,71 @@ class WideKeys:
         self.score_layout = gl.constexpr(mma_layout(64))
 
 
+# Named barriers: of the two stages of queries, of those of upstream gradients, and of weights.
+QUERY_STAGES = gl.constexpr(0)
+UPSTREAM_STAGES = gl.constexpr(2)
+PASSED_WEIGHTS = gl.constexpr(4)
+
+
 @gluon.jit
-def keys_producer(c):
-    """Copies keys and values once, then tiles of rows: queries, then their upstream gradients.
+def block_corner(c):
+    """Where the block of keys stands."""
+    return corner(c, c.batch, c.key_head, c.start_k, c.first_key, c.sizes.len_k, 0)
+
+
+@gluon.jit
+def query_producer(c):
+    """Copies keys once, then queries of tiles of rows, with their log-sum-exps.
 
     Terms of rows have four places, two more than tiles: no barrier tells when they have been read,
     but what frees the second tile behind theirs does.
     """
-    block = corner(c, c.batch, c.key_head, c.start_k, c.first_key, c.sizes.len_k, 0)
-    copy(c.key, c.kv_full.index(0), c.k, block)
+    copy(c.key, c.kv_full.index(0), c.k, block_corner(c))
     tile, slot, head = begun(c)
     for visit in range(c.visits):
         stage = visit & 1
-        free = ((visit >> 1) & 1) ^ 1
         place = corner(c, c.batch, head, c.start_q, tile * c.ROWS, c.sizes.len_q, 0)
-        terms = slot * (2 * c.ROWS)
-        mbarrier.wait(c.q_empty.index(stage), free)
+        if visit > 1:
+            meet(QUERY_STAGES + stage, "sync", FREED_BY)
         copy(c.query, c.q_full.index(stage), c.q.index(stage), place)
+        terms = slot * (2 * c.ROWS)
         copy(c.row_terms, c.q_full.index(stage), c.lse.index(visit & 3), (terms,))
-        if visit == 0:
-            copy(c.value, c.kv_full.index(1), c.v, block)
-        mbarrier.wait(c.o_empty.index(stage), free)
-        copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
-        copy(c.row_terms, c.o_full.index(stage), c.delta.index(visit & 3), (terms + c.ROWS,))
         tile, slot, head = next_tile(c, tile, slot, head)
 
 
 @gluon.jit
-def pass_weights(c, s, visit, head, first_row, IS_FIRST: gl.constexpr):
+def upstream_producer(c):
+    """The same of values, upstream gradients and deltas.
+
+    A warp of its own: they are freed before queries of the same tile, and one warp would wait.
+    """
+    copy(c.value, c.kv_full.index(1), c.v, block_corner(c))
+    tile, slot, head = begun(c)
+    for visit in range(c.visits):
+        stage = visit & 1
+        place = corner(c, c.batch, head, c.start_q, tile * c.ROWS, c.sizes.len_q, 0)
+        if visit > 1:
+            meet(UPSTREAM_STAGES + stage, "sync", FREED_BY)
+        copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
+        terms = slot * (2 * c.ROWS) + c.ROWS
+        copy(c.row_terms, c.o_full.index(stage), c.delta.index(visit & 3), (terms,))
+        tile, slot, head = next_tile(c, tile, slot, head)
+
+
+@gluon.jit
+def row_numbers(c, places, visit):
+    """A number of each row of a tile."""
+    return places.index(visit & 3).load(gl.SliceLayout(0, c.score_layout))
+
+
+@gluon.jit
+def pass_weights(c, s, lse, visit, head, first_row, IS_FIRST: gl.constexpr):
     """The weights of a tile as a left operand; the other warpgroup gets them, times the softcap's
     derivative.
 
     No barrier tells that it has read those of two tiles before: it has, since the tile's queries
     are there, in the place of theirs, which it frees behind the product made of them.
     """
-    lse = c.lse.index(visit & 3).load(gl.SliceLayout(0, c.score_layout))
     s, tangent = capped(c, s)
     p = weighed(c, s, lse, slope_of(c, head), c.first_key, first_row)
     if IS_FIRST or c.IS_GROUPED or not c.IS_ALIGNED:
@@ -202,7 +227,7 @@ def pass_weights(c, s, visit, head, first_row, IS_FIRST: gl.constexpr):
     if c.HAS_SOFTCAP:
         passed = p * (1.0 - tangent * tangent)
     c.p.index(visit & 1).store(passed.to(c.p.dtype))
-    mbarrier.arrive(c.p_full.index(visit & 1))
+    meet(PASSED_WEIGHTS + (visit & 1), "arrive", 256)
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(c.BLOCK_V), 2)
     return gl.convert_layout(p.to(c.p.dtype), left)
 
@@ -215,9 +240,10 @@ def value_gradients(c):
     mbarrier.wait(c.kv_full.index(0), 0)
     mbarrier.wait(c.q_full.index(0), 0)
     s_async = product(c.k, c.q.index(0).permute([1, 0]), c.KEYS, c.ROWS, c.score_layout)
+    lse = row_numbers(c, c.lse, 0)
     s = warpgroup_mma_wait(0, deps=[s_async])
-    mbarrier.arrive(c.q_empty.index(0))
-    p = pass_weights(c, s, 0, head, tile * c.ROWS, True)
+    meet(QUERY_STAGES, "arrive", FREED_BY)
+    p = pass_weights(c, s, lse, gl.to_tensor(0), head, tile * c.ROWS, True)
     for visit in range(c.visits - 1):
         stage = visit & 1
         mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
@@ -226,11 +252,12 @@ def value_gradients(c):
         mbarrier.wait(c.q_full.index(stage ^ 1), ((visit + 1) >> 1) & 1)
         q = c.q.index(stage ^ 1).permute([1, 0])
         s_async = product(c.k, q, c.KEYS, c.ROWS, c.score_layout)
+        lse = row_numbers(c, c.lse, visit + 1)
         dv = warpgroup_mma_wait(1, deps=[dv_async])
-        mbarrier.arrive(c.o_empty.index(stage))
+        meet(UPSTREAM_STAGES + stage, "arrive", FREED_BY)
         s = warpgroup_mma_wait(0, deps=[s_async])
-        mbarrier.arrive(c.q_empty.index(stage ^ 1))
-        p = pass_weights(c, s, visit + 1, head, tile * c.ROWS, False)
+        meet(QUERY_STAGES + (stage ^ 1), "arrive", FREED_BY)
+        p = pass_weights(c, s, lse, visit + 1, head, tile * c.ROWS, False)
     mbarrier.arrive(c.end.index(0))  # keys have been read
     last = c.visits - 1
     mbarrier.wait(c.o_full.index(last & 1), (last >> 1) & 1)
@@ -241,11 +268,10 @@ def value_gradients(c):
 
 
 @gluon.jit
-def score_gradients(c, dp, visit):
+def score_gradients(c, dp, delta, visit):
     """The gradients of a tile's scores as a left operand, from weights that are passed on."""
-    delta = c.delta.index(visit & 3).load(gl.SliceLayout(0, c.score_layout))
-    mbarrier.wait(c.p_full.index(visit & 1), (visit >> 1) & 1)
-    p = c.p.index(visit & 1).load(c.score_layout).to(gl.float32)
+    meet(PASSED_WEIGHTS + (visit & 1), "sync", 256)
+    p = numbers(c.p.index(visit & 1).load(c.score_layout))
     ds = p * (dp - gl.expand_dims(delta, 0))
     left: gl.constexpr = gl.DotOperandLayout(0, mma_layout(c.BLOCK_D), 2)
     return gl.convert_layout(ds.to(c.p.dtype), left)
@@ -258,9 +284,10 @@ def key_gradients(c):
     mbarrier.wait(c.kv_full.index(1), 0)
     mbarrier.wait(c.o_full.index(0), 0)
     dp_async = product(c.v, c.o.index(0).permute([1, 0]), c.KEYS, c.ROWS, c.score_layout)
+    delta = row_numbers(c, c.delta, 0)
     dp = warpgroup_mma_wait(0, deps=[dp_async])
-    mbarrier.arrive(c.o_empty.index(0))
-    ds = score_gradients(c, dp, 0)
+    meet(UPSTREAM_STAGES, "arrive", FREED_BY)
+    ds = score_gradients(c, dp, delta, gl.to_tensor(0))
     for visit in range(c.visits - 1):
         stage = visit & 1
         mbarrier.wait(c.q_full.index(stage), (visit >> 1) & 1)
@@ -268,11 +295,12 @@ def key_gradients(c):
         mbarrier.wait(c.o_full.index(stage ^ 1), ((visit + 1) >> 1) & 1)
         o = c.o.index(stage ^ 1).permute([1, 0])
         dp_async = product(c.v, o, c.KEYS, c.ROWS, c.score_layout)
+        delta = row_numbers(c, c.delta, visit + 1)
         dk = warpgroup_mma_wait(1, deps=[dk_async])
-        mbarrier.arrive(c.q_empty.index(stage))
+        meet(QUERY_STAGES + stage, "arrive", FREED_BY)
         dp = warpgroup_mma_wait(0, deps=[dp_async])
-        mbarrier.arrive(c.o_empty.index(stage ^ 1))
-        ds = score_gradients(c, dp, visit + 1)
+        meet(UPSTREAM_STAGES + (stage ^ 1), "arrive", FREED_BY)
+        ds = score_gradients(c, dp, delta, visit + 1)
     mbarrier.arrive(c.end.index(1))  # values have been read
     last = c.visits - 1
     mbarrier.wait(c.q_full.index(last & 1), (last >> 1) & 1)
@@ -291,8 +319,7 @@ def store_gradient(c, descriptor, buffer, gradient):
     buffer.store(gradient.to(buffer.dtype))
     fence_async_shared()
     barrier()
-    place = corner(c, c.batch, c.key_head, c.start_k, c.first_key, c.sizes.len_k, 0)
-    tma_store(descriptor, place, shaped_as(buffer, descriptor))
+    tma_store(descriptor, block_corner(c), shaped_as(buffer, descriptor))
     tma.store_wait(0)
 
 
@@ -306,7 +333,7 @@ def wide_keys(
     HAS_SOFTCAP: gl.constexpr, FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
 ):  # fmt: skip
-    """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
+    """Stages and barriers made ready, then two producer warps beside two consumer warpgroups.
 
     Arguments are those of `backward.backward`; tiles have 64 rows, and blocks 64 keys. Blocks of a
     head follow one another, so that those that run at a time read the same rows in the L2 cache.
@@ -327,9 +354,6 @@ def wide_keys(
     kv_full = two_barriers(1)
     q_full = two_barriers(2)
     o_full = two_barriers(2)
-    p_full = two_barriers(1)
-    q_empty = two_barriers(2)
-    o_empty = two_barriers(2)
     end = two_barriers(1)
     fence_async_shared()
     head = gl.program_id(0) // key_blocks
@@ -363,12 +387,16 @@ def wide_keys(
         query, key, value, upstream, row_terms, key_gradient, value_gradient,
         slopes + batch * slopes_stride, scale, natural, cap, sizes, batch, key_head, first_head,
         first_head + group_size - 1, start_q, start_k, first_key, first, behind, first_slot,
-        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, p_full, q_empty,
-        o_empty, end, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP,
-        FAST_TANH, HAS_ALIBI, IS_PACKED,
+        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, end, BLOCK_D, BLOCK_V,
+        IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
-        [(value_gradients, (c,)), (key_gradients, (c,)), (keys_producer, (c,))],
-        [4, 1],
-        [240, 24],
+        [
+            (value_gradients, (c,)),
+            (key_gradients, (c,)),
+            (query_producer, (c,)),
+            (upstream_producer, (c,)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
     )

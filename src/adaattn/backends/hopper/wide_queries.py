@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
+from adaattn.backends.hopper.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
 from adaattn.backends.hopper.gradient_scores import capped, hide_at_edges, slope_of, weighed
-from adaattn.backends.hopper.pipeline import copy, mma_layout, product, two_barriers
+from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import bounds, corner, seen_blocks, sequence_of
 from adaattn.backends.hopper.scores import Sizes
 
@@ -65,8 +66,6 @@ class WideQueries:
     o_full: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
     ROWS: gl.constexpr
     KEYS: gl.constexpr
     ROW_AXIS: gl.constexpr
@@ -85,8 +84,8 @@ class WideQueries:
     def __init__(
         self, query, key, value, upstream, query_gradient, row_terms, slopes, scale, natural, cap,
         zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end, q, o, k,
-        v, q_full, o_full, k_full, v_full, k_empty, v_empty, BLOCK_D, HAS_RIGHT, HAS_LEFT,
-        IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
+        IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
         self.key = key
@@ -117,8 +116,6 @@ class WideQueries:
         self.o_full = o_full
         self.k_full = k_full
         self.v_full = v_full
-        self.k_empty = k_empty
-        self.v_empty = v_empty
         self.ROWS = gl.constexpr(64)
         self.KEYS = gl.constexpr(64)
         self.ROW_AXIS = gl.constexpr(0)
@@ -134,6 +131,11 @@ class WideQueries:
         self.score_layout = gl.constexpr(mma_layout(64))
 
 
+# Named barriers: of the two stages of keys, and of values.
+KEY_STAGES = gl.constexpr(0)
+VALUE_STAGE = gl.constexpr(2)
+
+
 @gluon.jit
 def queries_producer(c):
     """Copies queries and upstream gradients once, then blocks of keys and of values."""
@@ -141,7 +143,8 @@ def queries_producer(c):
         stage = visit & 1
         block = (c.end - 1 - visit) * c.KEYS
         place = corner(c, c.batch, c.key_head, c.start_k, block, c.sizes.len_k, 0)
-        mbarrier.wait(c.k_empty.index(stage), ((visit >> 1) & 1) ^ 1)
+        if visit > 1:
+            meet(KEY_STAGES + stage, "sync", FREED_BY)
         copy(c.key, c.k_full.index(stage), c.k.index(stage), place)
         if visit == 0:
             for w in gl.static_range(2):
@@ -149,7 +152,8 @@ def queries_producer(c):
                 rows = corner(c, c.batch, c.head, c.start_q, row, c.sizes.len_q, 0)
                 copy(c.query, c.q_full.index(w), c.q.index(w), rows)
                 copy(c.upstream, c.o_full.index(w), c.o.index(w), rows)
-        mbarrier.wait(c.v_empty, (visit & 1) ^ 1)
+        else:
+            meet(VALUE_STAGE, "sync", FREED_BY)
         copy(c.value, c.v_full, c.v.index(0), place)
 
 
@@ -158,14 +162,14 @@ def pass_blocks(c, first, last):
     """Frees blocks that the other warpgroup's rows see and this one's do not."""
     for visit in range(first, last):
         mbarrier.wait(c.k_full.index(visit & 1), (visit >> 1) & 1)
-        mbarrier.arrive(c.k_empty.index(visit & 1))
+        meet(KEY_STAGES + (visit & 1), "arrive", FREED_BY)
         mbarrier.wait(c.v_full, visit & 1)
-        mbarrier.arrive(c.v_empty)
+        meet(VALUE_STAGE, "arrive", FREED_BY)
 
 
 @gluon.jit
 def row_weights(c, s, lse, slope, first_key, first_row, IS_FIRST: gl.constexpr):
-    """The weights of a block of keys, times the softcap's derivative.
+    """The weights of a block of keys; those times the softcap's derivative.
 
     Where rows see all keys but those to the right of an edge between blocks, only the first block
     that they visit has hidden keys, or keys that are not there.
@@ -174,9 +178,10 @@ def row_weights(c, s, lse, slope, first_key, first_row, IS_FIRST: gl.constexpr):
     p = weighed(c, s, lse, slope, first_key, first_row)
     if IS_FIRST or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, first_key, first_row)
+    slanted = p
     if c.HAS_SOFTCAP:
-        p = p * (1.0 - tangent * tangent)
-    return p
+        slanted = p * (1.0 - tangent * tangent)
+    return p, slanted
 
 
 @gluon.jit
@@ -200,6 +205,8 @@ def query_gradients(c, w: gl.constexpr):
     dq = gl.zeros([c.ROWS, c.BLOCK_D], gl.float32, mma_layout(c.BLOCK_D))
     q = c.q.index(w)
     o = c.o.index(w)
+    # The same behind an index that the compiler does not know: else what describes them to the
+    # first products stays in registers throughout the loop, and that of values likewise.
     first_q = c.q.index(w + c.zero)
     first_o = c.o.index(w + c.zero)
     begin = c.end - end
@@ -211,11 +218,12 @@ def query_gradients(c, w: gl.constexpr):
     s_async = product(first_q, k, c.ROWS, c.KEYS, c.score_layout)
     mbarrier.wait(c.o_full.index(w), 0)
     mbarrier.wait(c.v_full, begin & 1)
-    dp_async = product(first_o, c.v.index(0).permute([1, 0]), c.ROWS, c.KEYS, c.score_layout)
+    v = c.v.index(0).permute([1, 0])
+    dp_async = product(first_o, v, c.ROWS, c.KEYS, c.score_layout)
     s = warpgroup_mma_wait(1, deps=[s_async])
-    p = row_weights(c, s, lse, slope, (end - 1) * c.KEYS, first_row, True)
-    dp, p = warpgroup_mma_wait(0, deps=[dp_async, p])
-    mbarrier.arrive(c.v_empty)
+    _, p = row_weights(c, s, lse, slope, (end - 1) * c.KEYS, first_row, True)
+    dp = warpgroup_mma_wait(0, deps=[dp_async])
+    meet(VALUE_STAGE, "arrive", FREED_BY)
     ds = gl.convert_layout((p * (dp - delta)).to(dtype), of_left)
     for visit in range(begin, stop - 1):
         stage = visit & 1
@@ -227,18 +235,18 @@ def query_gradients(c, w: gl.constexpr):
         mbarrier.wait(c.v_full, ahead & 1)
         v = c.v.index(visit & c.zero).permute([1, 0])
         dp_async = product(o, v, c.ROWS, c.KEYS, c.score_layout)
-        dq = warpgroup_mma_wait(2, deps=[dq_async])
-        mbarrier.arrive(c.k_empty.index(stage))
-        s = warpgroup_mma_wait(1, deps=[s_async])
+        dq, s = warpgroup_mma_wait(1, deps=[dq_async, s_async])
         key = (c.end - 1 - ahead) * c.KEYS
-        p = row_weights(c, s, lse, slope, key, first_row, False)
-        # With weights among what is waited for, exponentials stay before the wait.
-        dp, p = warpgroup_mma_wait(0, deps=[dp_async, p])
-        mbarrier.arrive(c.v_empty)
+        weights, p = row_weights(c, s, lse, slope, key, first_row, False)
+        # Once weights are there: else the assembler puts them behind the wait for the product.
+        meet_late(KEY_STAGES + stage, sum_in_thread(weights), FREED_BY)
+        dp = warpgroup_mma_wait(0, deps=[dp_async])
+        meet(VALUE_STAGE, "arrive", FREED_BY)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), of_left)
-    dq_async = warpgroup_mma(ds, c.k.index((stop - 1) & 1), dq, is_async=True)
+    last = stop - 1
+    dq_async = warpgroup_mma(ds, c.k.index(last & 1), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_async])
-    mbarrier.arrive(c.k_empty.index((stop - 1) & 1))
+    meet(KEY_STAGES + (last & 1), "arrive", FREED_BY)
     q.store((dq * c.natural).to(dtype))  # queries make room for their gradients
     fence_async_shared()
     barrier()
@@ -281,11 +289,8 @@ def wide_queries(
     q_full = two_barriers(1)
     o_full = two_barriers(1)
     k_full = two_barriers(1)
-    k_empty = two_barriers(2)
     v_full = gl.allocate_shared_memory(gl.int64, [1], single)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], single)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
     fence_async_shared()
     head = gl.program_id(0) // row_blocks
     block = (head + 1) * row_blocks - 1 - gl.program_id(0)
@@ -314,7 +319,7 @@ def wide_queries(
         query, key, value, upstream, query_gradient, row_terms + slot.to(gl.int64) * (2 * ROWS),
         slopes + batch * slopes_stride, scale, natural, cap, zero, sizes, batch, head, num_heads - 1,
         head // group_size, start_q, start_k, first_row, start, end, q, o, k, v, q_full, o_full,
-        k_full, v_full, k_empty, v_empty, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
+        k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(

@@ -33,8 +33,9 @@ from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "gradient_scores",
-         "backward", "gradient_order", "gradient_rows", "wide_keys", "wide_queries")  # fmt: skip
+FILES = ("scores", "places", "barriers", "pipeline", "results", "dropped", "kernel",
+         "gradient_scores", "backward", "gradient_order", "gradient_rows", "wide_keys",
+         "wide_queries")  # fmt: skip
 PATIENCE_S = 30.0
 """After which a barrier that nobody reaches is a deadlock."""
 
@@ -226,11 +227,12 @@ class World:
         paces = (0.0001, 0.005)
         return 10 * paces[self.block // 2 % 2] if place > 2 else paces[(place + self.block) % 2]
 
-    def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Run the partitions at the same time."""
+    def run(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
+        """Run the partitions at the same time, the first of four warps."""
 
         def guarded(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
+            _LOCAL.num_threads = 32 * (4, *warps)[place]
             _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
             try:
                 with torch.no_grad():  # of each thread its own; a device knows no gradients
@@ -427,7 +429,7 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         with world.changed:
             named = world.named.setdefault(number, Barrier(world, threads))
             before = named.phase
-        named.change(arrivals=128)
+        named.change(arrivals=_LOCAL.num_threads)
         if "bar.sync" in text:
             named.wait(lambda: named.phase > before)
     return None
@@ -468,7 +470,7 @@ def names() -> dict[str, Any]:
         inline_asm_elementwise=assembly, atomic_xchg=atomic_xchg,
         atomic_max=atomic_max,
         int32=torch.int64, int64=torch.int64, float32=torch.float32,
-        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
+        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts, warps),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,
