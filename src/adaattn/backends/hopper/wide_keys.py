@@ -75,7 +75,6 @@ class WideKeys:
     kv_full: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     o_full: gl.shared_memory_descriptor
-    end: gl.shared_memory_descriptor
     ROWS: gl.constexpr
     KEYS: gl.constexpr
     ROW_AXIS: gl.constexpr
@@ -98,7 +97,7 @@ class WideKeys:
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes, scale,
         natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k, first_key,
         first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full,
-        q_full, o_full, end, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
+        q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -135,7 +134,6 @@ class WideKeys:
         self.kv_full = kv_full
         self.q_full = q_full
         self.o_full = o_full
-        self.end = end
         self.ROWS = gl.constexpr(64)
         self.KEYS = gl.constexpr(64)
         self.ROW_AXIS = gl.constexpr(1)
@@ -154,10 +152,12 @@ class WideKeys:
         self.score_layout = gl.constexpr(mma_layout(64))
 
 
-# Named barriers: of the two stages of queries, of those of upstream gradients, and of weights.
+# Named barriers: of the two stages of queries, of those of upstream gradients, and of weights; and
+# where values are no longer read.
 QUERY_STAGES = gl.constexpr(0)
 UPSTREAM_STAGES = gl.constexpr(2)
 PASSED_WEIGHTS = gl.constexpr(4)
+VALUES_READ = gl.constexpr(6)
 
 
 @gluon.jit
@@ -258,12 +258,11 @@ def value_gradients(c):
         s = warpgroup_mma_wait(0, deps=[s_async])
         meet(QUERY_STAGES + (stage ^ 1), "arrive", FREED_BY)
         p = pass_weights(c, s, lse, visit + 1, head, tile * c.ROWS, False)
-    mbarrier.arrive(c.end.index(0))  # keys have been read
     last = c.visits - 1
     mbarrier.wait(c.o_full.index(last & 1), (last >> 1) & 1)
     dv_async = warpgroup_mma(p, c.o.index(last & 1), dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=[dv_async])
-    mbarrier.wait(c.end.index(1), 0)
+    meet(VALUES_READ, "sync", 256)
     store_gradient(c, c.value_gradient, c.v, dv)
 
 
@@ -301,12 +300,12 @@ def key_gradients(c):
         dp = warpgroup_mma_wait(0, deps=[dp_async])
         meet(UPSTREAM_STAGES + (stage ^ 1), "arrive", FREED_BY)
         ds = score_gradients(c, dp, delta, visit + 1)
-    mbarrier.arrive(c.end.index(1))  # values have been read
+    meet(VALUES_READ, "arrive", 256)
     last = c.visits - 1
     mbarrier.wait(c.q_full.index(last & 1), (last >> 1) & 1)
     dk_async = warpgroup_mma(ds, c.q.index(last & 1), dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=[dk_async])
-    mbarrier.wait(c.end.index(0), 0)
+    # Keys have been read by the first warpgroup: it passed the weights of the last tile on.
     store_gradient(c, c.key_gradient, c.k, dk * c.natural)
 
 
@@ -354,7 +353,6 @@ def wide_keys(
     kv_full = two_barriers(1)
     q_full = two_barriers(2)
     o_full = two_barriers(2)
-    end = two_barriers(1)
     fence_async_shared()
     head = gl.program_id(0) // key_blocks
     block = gl.program_id(0) - head * key_blocks
@@ -387,7 +385,7 @@ def wide_keys(
         query, key, value, upstream, row_terms, key_gradient, value_gradient,
         slopes + batch * slopes_stride, scale, natural, cap, sizes, batch, key_head, first_head,
         first_head + group_size - 1, start_q, start_k, first_key, first, behind, first_slot,
-        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, end, BLOCK_D, BLOCK_V,
+        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, BLOCK_D, BLOCK_V,
         IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(

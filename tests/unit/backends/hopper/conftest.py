@@ -193,6 +193,8 @@ class World:
 
     is_late = False
     are_together = False
+    copy_s = 0.02
+    """How long a copy takes at most, where the world is late."""
     lost: BaseException | None = None
     """Why a block of the launch failed, the first that did."""
 
@@ -209,7 +211,7 @@ class World:
 
         def guarded() -> None:
             try:
-                time.sleep(random.random() * 0.02)
+                time.sleep(random.random() * self.copy_s)
                 with torch.no_grad():
                     work()
             except BaseException as error:  # noqa: BLE001 raised again by `run`
