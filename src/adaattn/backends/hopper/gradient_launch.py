@@ -131,11 +131,11 @@ def choose_gradients(
     is_square = problem.packed_square and not problem.batch_invariant
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
     edge = right if is_packed else problem.offset + right
+    is_aligned = right >= 0 and left < 0 and not problem.has_alibi and edge % block_n == 0
     if is_wide:
-        is_aligned = left < 0 and (right < 0 or (edge % block_n == 0 and not to_end))
+        is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
     else:
-        alone = right >= 0 and left < 0 and not (is_grouped or is_ragged or is_ordered)
-        is_aligned = alone and not problem.has_alibi and edge % block_n == 0
+        is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered)
     return GradientVariant(
         block_d=block_d,
         block_v=block_v,

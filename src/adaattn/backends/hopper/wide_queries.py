@@ -169,19 +169,18 @@ def pass_blocks(c, first, last):
 
 @gluon.jit
 def row_weights(c, s, lse, slope, first_key, first_row, IS_FIRST: gl.constexpr):
-    """The weights of a block of keys; those times the softcap's derivative.
+    """The weights of a block of keys, times the softcap's derivative.
 
     Where rows see all keys but those to the right of an edge between blocks, only the first block
     that they visit has hidden keys, or keys that are not there.
     """
     s, tangent = capped(c, s)
     p = weighed(c, s, lse, slope, first_key, first_row)
+    if c.HAS_SOFTCAP:
+        p = p * (1.0 - tangent * tangent)
     if IS_FIRST or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, first_key, first_row)
-    slanted = p
-    if c.HAS_SOFTCAP:
-        slanted = p * (1.0 - tangent * tangent)
-    return p, slanted
+    return p
 
 
 @gluon.jit
@@ -221,7 +220,7 @@ def query_gradients(c, w: gl.constexpr):
     v = c.v.index(0).permute([1, 0])
     dp_async = product(first_o, v, c.ROWS, c.KEYS, c.score_layout)
     s = warpgroup_mma_wait(1, deps=[s_async])
-    _, p = row_weights(c, s, lse, slope, (end - 1) * c.KEYS, first_row, True)
+    p = row_weights(c, s, lse, slope, (end - 1) * c.KEYS, first_row, True)
     dp = warpgroup_mma_wait(0, deps=[dp_async])
     meet(VALUE_STAGE, "arrive", FREED_BY)
     ds = gl.convert_layout((p * (dp - delta)).to(dtype), of_left)
@@ -237,9 +236,12 @@ def query_gradients(c, w: gl.constexpr):
         dp_async = product(o, v, c.ROWS, c.KEYS, c.score_layout)
         dq, s = warpgroup_mma_wait(1, deps=[dq_async, s_async])
         key = (c.end - 1 - ahead) * c.KEYS
-        weights, p = row_weights(c, s, lse, slope, key, first_row, False)
+        p = row_weights(c, s, lse, slope, key, first_row, False)
         # Once weights are there: else the assembler puts them behind the wait for the product.
-        meet_late(KEY_STAGES + stage, sum_in_thread(weights), FREED_BY)
+        sums = sum_in_thread(p)
+        if c.HAS_SOFTCAP:
+            sums = gl.abs(sums)  # a derivative may be rounded to less than 0
+        meet_late(KEY_STAGES + stage, sums, FREED_BY)
         dp = warpgroup_mma_wait(0, deps=[dp_async])
         meet(VALUE_STAGE, "arrive", FREED_BY)
         ds = gl.convert_layout((p * (dp - delta)).to(dtype), of_left)

@@ -318,6 +318,8 @@ def test_starts_that_nobody_has_checked_do_no_harm(starts: tuple[int, ...]) -> N
     [
         ({"len_q": 250}, True),
         ({"is_causal": True, "len_q": 250}, True),
+        ({"is_causal": True, "len_q": 250, "has_alibi": True}, False),
+        ({"len_q": 250, "has_alibi": True}, True),
         (TO_END | {"len_q": 128, "len_k": 192}, True),
         (TO_END | {"len_q": 120, "len_k": 192}, False),
         ({"window": (-1, 64), "len_q": 250}, True),
