@@ -24,7 +24,7 @@ def wait_for_writes():
 
 @gluon.jit
 def two_barriers(count: gl.constexpr):
-    """mbarriers of a ring of two stages, or of two warpgroups."""
+    """Mbarriers of a ring of two stages, or of two warpgroups."""
     made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(made.index(0), count=count)
     mbarrier.init(made.index(1), count=count)

@@ -32,6 +32,7 @@ from adaattn.backends.hopper.places import (
 )
 from adaattn.backends.hopper.scores import BOOLEAN, Sizes, Terms
 
+
 @gluon.constexpr_function
 def mma_layout(num_columns):
     """Accumulators of one warpgroup: 64 rows."""

@@ -217,9 +217,7 @@ def is_wanted(c, tile, slot, REPAIR: gl.constexpr):
 @gluon.jit
 def key_blocks(c, sizes, first_row, num_rows: gl.constexpr):
     """The blocks of keys that some rows see: the first, and behind the last. One at least."""
-    return seen_blocks(
-        sizes, first_row, num_rows, c.BLOCK_N, c.terms.HAS_RIGHT, c.terms.HAS_LEFT
-    )
+    return seen_blocks(sizes, first_row, num_rows, c.BLOCK_N, c.terms.HAS_RIGHT, c.terms.HAS_LEFT)
 
 
 @gluon.jit

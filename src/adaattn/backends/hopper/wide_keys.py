@@ -28,7 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, two_barriers
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
-from adaattn.backends.hopper.gradient_scores import capped, hide_at_edges, slope_of, weighed
+from adaattn.backends.hopper.gradient_scores import (
+    WIDE_TILE,
+    capped,
+    hide_at_edges,
+    slope_of,
+    weighed,
+)
 from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import Sizes, numbers
@@ -134,8 +140,8 @@ class WideKeys:
         self.kv_full = kv_full
         self.q_full = q_full
         self.o_full = o_full
-        self.ROWS = gl.constexpr(64)
-        self.KEYS = gl.constexpr(64)
+        self.ROWS = gl.constexpr(WIDE_TILE)
+        self.KEYS = gl.constexpr(WIDE_TILE)
         self.ROW_AXIS = gl.constexpr(1)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
         self.BLOCK_V = gl.constexpr(BLOCK_V)
@@ -213,11 +219,11 @@ def row_numbers(c, places, visit):
 
 @gluon.jit
 def pass_weights(c, s, lse, visit, head, first_row, IS_FIRST: gl.constexpr):
-    """The weights of a tile as a left operand; the other warpgroup gets them, times the softcap's
-    derivative.
+    """The weights of a tile as a left operand.
 
-    No barrier tells that it has read those of two tiles before: it has, since the tile's queries
-    are there, in the place of theirs, which it frees behind the product made of them.
+    The other warpgroup gets them, times the softcap's derivative. No barrier tells that it has read
+    those of two tiles before: it has, since the tile's queries are there, in the place of theirs,
+    which it frees behind the product made of them.
     """
     s, tangent = capped(c, s)
     p = weighed(c, s, lse, slope_of(c, head), c.first_key, first_row)
@@ -338,18 +344,16 @@ def wide_keys(
     head follow one another, so that those that run at a time read the same rows in the L2 cache.
     """
     dtype: gl.constexpr = query.dtype
-    ROWS: gl.constexpr = 64
-    KEYS: gl.constexpr = 64
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_V], dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
-    q = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], d_layout)
-    o = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_V], v_layout)
-    k = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_D], d_layout)
-    v = gl.allocate_shared_memory(dtype, [KEYS, BLOCK_V], v_layout)
-    p = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], p_layout)
-    lse = gl.allocate_shared_memory(gl.float32, [4, ROWS], row_terms.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [4, ROWS], row_terms.layout)
+    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_V], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, WIDE_TILE], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
+    o = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_V], v_layout)
+    k = gl.allocate_shared_memory(dtype, [WIDE_TILE, BLOCK_D], d_layout)
+    v = gl.allocate_shared_memory(dtype, [WIDE_TILE, BLOCK_V], v_layout)
+    p = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, WIDE_TILE], p_layout)
+    lse = gl.allocate_shared_memory(gl.float32, [4, WIDE_TILE], row_terms.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [4, WIDE_TILE], row_terms.layout)
     kv_full = two_barriers(1)
     q_full = two_barriers(2)
     o_full = two_barriers(2)
@@ -361,18 +365,18 @@ def wide_keys(
     key_head = head - batch * kv_heads
     first_head = key_head * group_size
     sizes = Sizes(len_q, len_k, offset, left, right)
-    first_key = block * KEYS
+    first_key = block * WIDE_TILE
     start_q = gl.to_tensor(0)
     start_k = gl.to_tensor(0)
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
         start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
-            block, starts_q, starts_k, num_sequences, sizes, ROWS, KEYS, False
+            block, starts_q, starts_k, num_sequences, sizes, WIDE_TILE, WIDE_TILE, False
         )
         if TO_END:
             offset = own_k - own_q
         sizes = Sizes(own_q, own_k, offset, left, right)
-    first, behind = row_tiles(sizes, first_key, ROWS, KEYS, HAS_RIGHT, HAS_LEFT)
+    first, behind = row_tiles(sizes, first_key, WIDE_TILE, WIDE_TILE, HAS_RIGHT, HAS_LEFT)
     if IS_PACKED:
         # A block without keys visits one tile, and stores nothing.
         behind = gl.where(first_key < sizes.len_k, behind, first + 1)

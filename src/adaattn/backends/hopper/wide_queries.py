@@ -23,7 +23,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
-from adaattn.backends.hopper.gradient_scores import capped, hide_at_edges, slope_of, weighed
+from adaattn.backends.hopper.gradient_scores import (
+    WIDE_TILE,
+    capped,
+    hide_at_edges,
+    slope_of,
+    weighed,
+)
 from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import bounds, corner, seen_blocks, sequence_of
 from adaattn.backends.hopper.scores import Sizes
@@ -83,8 +89,8 @@ class WideQueries:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, query_gradient, row_terms, slopes, scale, natural, cap,
-        zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end, q, o, k,
-        v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
+        zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end, q,
+        o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
         IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -116,8 +122,8 @@ class WideQueries:
         self.o_full = o_full
         self.k_full = k_full
         self.v_full = v_full
-        self.ROWS = gl.constexpr(64)
-        self.KEYS = gl.constexpr(64)
+        self.ROWS = gl.constexpr(WIDE_TILE)
+        self.KEYS = gl.constexpr(WIDE_TILE)
         self.ROW_AXIS = gl.constexpr(0)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -279,15 +285,13 @@ def wide_queries(
         tiles_per_head: tiles of 64 rows of it.
     """
     dtype: gl.constexpr = query.dtype
-    ROWS: gl.constexpr = 64
-    KEYS: gl.constexpr = 64
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_V], dtype)
+    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_V], dtype)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_D], d_layout)
-    o = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_V], v_layout)
-    k = gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], d_layout)
-    v = gl.allocate_shared_memory(dtype, [1, KEYS, BLOCK_V], v_layout)
+    q = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
+    o = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_V], v_layout)
+    k = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
+    v = gl.allocate_shared_memory(dtype, [1, WIDE_TILE, BLOCK_V], v_layout)
     q_full = two_barriers(1)
     o_full = two_barriers(1)
     k_full = two_barriers(1)
@@ -299,30 +303,30 @@ def wide_queries(
     batch = head // num_heads
     head = head - batch * num_heads
     sizes = Sizes(len_q, len_k, offset, left, right)
-    first_row = block * (2 * ROWS)
+    first_row = block * (2 * WIDE_TILE)
     start_q = gl.to_tensor(0)
     start_k = gl.to_tensor(0)
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
-        sequence, first_row = sequence_of(block, starts_q, num_sequences, 2 * ROWS)
+        sequence, first_row = sequence_of(block, starts_q, num_sequences, 2 * WIDE_TILE)
         start_q, own_q = bounds(starts_q + sequence, len_q)
         start_k, own_k = bounds(starts_k + sequence, len_k)
         if TO_END:
             offset = own_k - own_q
         sizes = Sizes(own_q, own_k, offset, left, right)
         first_row = gl.where(first_row < 0, own_q, gl.minimum(first_row, own_q))
-        first_tile = start_q // ROWS + sequence
-    start, end = seen_blocks(sizes, first_row, 2 * ROWS, KEYS, HAS_RIGHT, HAS_LEFT)
+        first_tile = start_q // WIDE_TILE + sequence
+    start, end = seen_blocks(sizes, first_row, 2 * WIDE_TILE, WIDE_TILE, HAS_RIGHT, HAS_LEFT)
     if IS_PACKED:
         # A block without rows visits one block of keys, and stores nothing.
         end = gl.where(first_row < sizes.len_q, end, start + 1)
-    slot = (batch * num_heads + head) * tiles_per_head + first_tile + first_row // ROWS
+    slot = (batch * num_heads + head) * tiles_per_head + first_tile + first_row // WIDE_TILE
+    row_terms += slot.to(gl.int64) * (2 * WIDE_TILE)
     c = WideQueries(
-        query, key, value, upstream, query_gradient, row_terms + slot.to(gl.int64) * (2 * ROWS),
-        slopes + batch * slopes_stride, scale, natural, cap, zero, sizes, batch, head, num_heads - 1,
-        head // group_size, start_q, start_k, first_row, start, end, q, o, k, v, q_full, o_full,
-        k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
-        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        query, key, value, upstream, query_gradient, row_terms, slopes + batch * slopes_stride,
+        scale, natural, cap, zero, sizes, batch, head, num_heads - 1, head // group_size, start_q,
+        start_k, first_row, start, end, q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D,
+        HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
         [(query_gradients, (c, 0)), (query_gradients, (c, 1)), (queries_producer, (c,))],

@@ -330,7 +330,9 @@ def test_starts_that_nobody_has_checked_do_no_harm(starts: tuple[int, ...]) -> N
     ],
     ids=str,
 )
-def test_where_only_the_first_tile_has_hidden_keys(values: dict[str, Any], is_aligned: bool) -> None:
+def test_where_only_the_first_tile_has_hidden_keys(
+    values: dict[str, Any], is_aligned: bool
+) -> None:
     problem, _ = made(values)
     variant = choose_gradients(problem)
     assert variant.is_wide and variant.is_aligned == is_aligned
