@@ -1,9 +1,12 @@
 """What gradients that are the same each time cost: our backward pass, and PyTorch's.
 
     python -m benchmarks.deterministic --device cuda
+    python -m benchmarks.deterministic --device cuda --beside --dims 256 --lengths 512 4096 32768
 
 Backward passes alone, in turns: of the `hopper` executor on a GPU, of the reference on a CPU, to
 see that all runs. Deterministic gradients are compared with those of a second run, bit by bit.
+``--beside`` times `F.scaled_dot_product_attention` as a user must call it, too, and both passes
+together.
 """
 
 import argparse
@@ -22,22 +25,28 @@ from adaattn.tuning_inputs import algorithms
 from benchmarks.timing import arguments, interleaved, ratio_row, save
 
 FAST, ORDERED, FLASH = "adaattn", "adaattn, deterministic", "F.sdpa/flash, deterministic"
+SDPA: Final = "F.sdpa"
 _TOKENS: Final = 16384
 _COLUMNS: Final = 2048
+_LONGEST_MASK: Final = 8192
+"""Tokens up to which a window is a mask for PyTorch's function; beyond, it has gigabytes."""
 
 Row = dict[str, Any]
 Step = Callable[[], tuple[torch.Tensor, ...]]
 
 
-def cells(device: str) -> Iterator[tuple[str, int, int, int, dict[str, Any]]]:
+def cells(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, int, int, int, dict[str, Any]]]:
     """Yield name, D, tokens, query heads of a key head and keywords of what is timed."""
-    lengths = (512, 1024, 2048, 4096, 8192, 16384) if device == "cuda" else (64, 128)
-    for dim in (64, 128):
+    usual = (512, 1024, 2048, 4096, 8192, 16384) if options.device == "cuda" else (64, 128)
+    lengths = options.lengths or usual
+    for dim in options.dims:
         for length in lengths:
             for words in ({}, {"is_causal": True}):
                 name = "causal" if words else "full"
                 yield f"D{dim} S{length} {name}", dim, length, 1, words
-        for length in lengths[-3::2]:
+        for length in options.lengths or usual[-3::2]:
             causal: dict[str, Any] = {"is_causal": True}
             yield f"D{dim} S{length} causal, groups of 4", dim, length, 4, causal
             window = {"window": (length // 8, 0)}
@@ -61,8 +70,31 @@ def backward(
     return step
 
 
-def row(cell: tuple[str, int, int, int, dict[str, Any]], options: argparse.Namespace) -> Row:
-    """Return the times of one cell; gradients are compared before."""
+def both(
+    function: Callable[..., torch.Tensor],
+    inputs: tuple[torch.Tensor, ...],
+    upstream: torch.Tensor,
+) -> Step:
+    """Return a function that runs forward and backward pass."""
+    return lambda: torch.autograd.grad(function(*inputs), inputs, upstream)
+
+
+def peer(length: int, group: int, words: dict[str, Any], device: str) -> Callable[..., Any]:
+    """Return PyTorch's function as its user must call it."""
+    given: dict[str, Any] = {"enable_gqa": group > 1}
+    if "window" in words:
+        place = torch.arange(length, device=device)
+        distance = place[:, None] - place
+        given["attn_mask"] = (distance >= 0) & (distance <= words["window"][0])
+    else:
+        given |= words
+    return partial(F.scaled_dot_product_attention, **given)
+
+
+def rows(
+    cell: tuple[str, int, int, int, dict[str, Any]], options: argparse.Namespace
+) -> Iterator[Row]:
+    """Yield the times of one cell; gradients are compared before."""
     name, dim, length, group, words = cell
     on_gpu = options.device == "cuda"
     tokens, heads = (_TOKENS, _COLUMNS // dim) if on_gpu else (length, group)
@@ -77,14 +109,8 @@ def row(cell: tuple[str, int, int, int, dict[str, Any]], options: argparse.Names
     steps[ORDERED] = backward(ours, inputs, upstream, True)
     found, again = steps[ORDERED](), steps[ORDERED]()
     assert all(map(torch.equal, found, again)), f"{name}: not the same each time"
-    wide = [item.detach().double().requires_grad_() for item in inputs]
     if length * length * heads * batch <= 1 << 28:
-        exact = attend(*wide, backend="reference", enable_gqa=True, **words)
-        eager = attend(*inputs, backend="reference", enable_gqa=True, **words)
-        sums = torch.autograd.grad(exact, wide, upstream.double())
-        rounded = torch.autograd.grad(eager, inputs, upstream)
-        for which in zip(found, sums, rounded, strict=True):
-            assert_matches(*which, summands=length * group + dim)
+        _hold(inputs, upstream, found, {"enable_gqa": True, **words}, length * group + dim)
     if "window" not in words and on_gpu:
 
         def flash(*given: torch.Tensor) -> torch.Tensor:
@@ -92,17 +118,54 @@ def row(cell: tuple[str, int, int, int, dict[str, Any]], options: argparse.Names
                 return F.scaled_dot_product_attention(*given, enable_gqa=group > 1, **words)
 
         steps[FLASH] = backward(flash, inputs, upstream, True)
-    times = interleaved(steps, device=options.device, rounds=options.rounds)
-    made = ratio_row(name, times, FAST)
-    print(f"{name:<36} {made['speedup']}", flush=True)
-    return made
+    functions = {FAST: ours}
+    if options.beside and ("window" not in words or length <= _LONGEST_MASK):
+        functions[SDPA] = peer(length, group, words, options.device)
+        steps[SDPA] = backward(functions[SDPA], inputs, upstream, False)
+    timed = {name: steps}
+    if options.beside:
+        together = {way: both(function, inputs, upstream) for way, function in functions.items()}
+        timed[f"{name}, both passes"] = together
+    for part, these in timed.items():
+        times = interleaved(these, device=options.device, rounds=options.rounds)
+        made = ratio_row(part, times, FAST)
+        print(f"{part:<50} {made['speedup']}", flush=True)
+        yield made
+
+
+def _hold(
+    inputs: tuple[torch.Tensor, ...],
+    upstream: torch.Tensor,
+    found: tuple[torch.Tensor, ...],
+    words: dict[str, Any],
+    summands: int,
+) -> None:
+    """Raise AssertionError unless gradients are right."""
+    wide = [item.detach().double().requires_grad_() for item in inputs]
+    exact = attend(*wide, backend="reference", **words)
+    eager = attend(*inputs, backend="reference", **words)
+    sums = torch.autograd.grad(exact, wide, upstream.double())
+    rounded = torch.autograd.grad(eager, inputs, upstream)
+    for which in zip(found, sums, rounded, strict=True):
+        assert_matches(*which, summands=summands)
 
 
 def main(given: list[str] | None = None) -> int:
     """Time all cells; return 0."""
-    options = arguments((__doc__ or "").splitlines()[0]).parse_args(given)
-    rows = [row(cell, options) for cell in cells(options.device) if options.only in cell[0]]
-    print(save(f"deterministic_{options.device}", options, rows))
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="columns")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens; else the usual ones")
+    parser.add_argument(
+        "--beside", action="store_true", help="time F.sdpa too, and both passes together"
+    )
+    options = parser.parse_args(given)
+    wanted = (cell for cell in cells(options) if options.only in cell[0])
+    found = [made for cell in wanted for made in rows(cell, options)]
+    name = "backward" if options.beside else "deterministic"
+    columns = "_".join(str(dim) for dim in options.dims)
+    usual = options.dims == [64, 128]
+    name = f"{name}_{options.device}" if usual else f"{name}_d{columns}_{options.device}"
+    print(save(name, options, found))
     return 0
 
 

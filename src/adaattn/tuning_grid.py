@@ -250,7 +250,7 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
                 problem = replace(_problem(name, *values), requires_grad=True)
                 yield place + _class_place(name) + 0.5, problem, False
                 half = problem.precision is Precision.BF16
-                if name in grid.deterministic and half and problem.head_dim <= 128:
+                if name in grid.deterministic and half and problem.head_dim <= 256:
                     again = replace(problem, deterministic=True)
                     yield place + _class_place(name) + 1.0, again, False
 

@@ -22,3 +22,21 @@ def test_it_compares_both_modes(tmp_path: Path) -> None:
     for row in rows:
         assert row["peer"] == "adaattn"
         assert set(row["timings"]) == {"adaattn", "adaattn, deterministic"}
+
+
+def test_it_times_what_a_user_of_pytorch_has_beside_it(tmp_path: Path) -> None:
+    program = importlib.import_module("benchmarks.deterministic")
+    how = ["--device", "cpu", "--rounds", "1", "--beside", "--dims", "136", "--lengths", "48"]
+    assert program.main([*how, "--only", "window", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "backward_d136_cpu.json").read_text())["rows"]
+    assert [row["cell"] for row in rows] == ["D136 S48 window 6", "D136 S48 window 6, both passes"]
+    assert set(rows[0]["timings"]) == {"adaattn", "adaattn, deterministic", "F.sdpa"}
+    assert set(rows[1]["timings"]) == {"adaattn", "F.sdpa"}
+
+
+def test_the_window_of_pytorch_is_ours() -> None:
+    program = importlib.import_module("benchmarks.deterministic")
+    given = [torch.randn(1, 1, 40, 8) for _ in range(3)]
+    words = {"window": (5, 0)}
+    found = program.peer(40, 1, words, "cpu")(*given)
+    torch.testing.assert_close(found, program.attend(*given, backend="reference", **words))

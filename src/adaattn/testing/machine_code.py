@@ -6,7 +6,7 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,9 @@ __all__ = [
     "hopper_code",
     "hopper_finish_code",
     "hopper_gradients_code",
+    "hopper_keys_code",
     "hopper_prepare_code",
+    "hopper_queries_code",
     "key_gradients_code",
     "mask_gradients_code",
     "row_gradients_code",
@@ -102,6 +104,16 @@ def hopper_gradients_code(problem: AttentionProblem) -> MachineCode:
     return _hopper_backward(problem, "main")
 
 
+def hopper_keys_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel of keys and values, of more than 128 columns."""
+    return _hopper_backward(problem, "keys")
+
+
+def hopper_queries_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel of queries, of more than 128 columns."""
+    return _hopper_backward(problem, "queries")
+
+
 def hopper_prepare_code(problem: AttentionProblem) -> MachineCode:
     """Return that of the kernel before it."""
     return _hopper_backward(problem, "prepare")
@@ -117,8 +129,14 @@ def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
     from adaattn.backends.hopper.gradient_compiled import compile_gradients
 
     variant = choose_gradients(problem)
-    products = 2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS
-    return _examined(lambda: compile_gradients(variant, kind), products // _DEPTH)
+    depths = {2 * variant.block_d + 2 * variant.block_m + BLOCK_KEYS}
+    if kind == "keys":  # a loop of scores and values, and one of the other two products
+        depths = {variant.block_d + variant.block_m, variant.block_v + variant.block_m}
+    if kind == "queries":
+        depths = {variant.block_d + variant.block_v + variant.block_n}
+    return _examined(
+        lambda: compile_gradients(variant, kind), *(depth // _DEPTH for depth in depths)
+    )
 
 
 def triton_code(problem: AttentionProblem) -> MachineCode:
@@ -268,12 +286,12 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed)
 
 
-def _examined(build: Callable[[], Any], products_of_block: int = 0) -> MachineCode:
+def _examined(build: Callable[[], Any], *products_of_block: int) -> MachineCode:
     """Return what a kernel is made of.
 
     Args:
         build: compiles it, with nothing of it in a cache; returns Triton's compiled kernel.
-        products_of_block: wgmma instructions of a loop that is looked at; 0 looks at none.
+        products_of_block: wgmma instructions of the loops that are looked at.
 
     Raises:
         RuntimeError: the assembler reported nothing, or a program of the toolchain failed.
@@ -316,7 +334,7 @@ def _output(program: Path, *arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def _loops(instructions: list[tuple[int, str]], products: int) -> tuple[Loop, ...]:
+def _loops(instructions: list[tuple[int, str]], products: Collection[int]) -> tuple[Loop, ...]:
     """Return the loops over blocks of keys: those that hold the products of one block.
 
     Other backward branches lead out of waits that stand behind the code that waits. A loop that
@@ -330,7 +348,7 @@ def _loops(instructions: list[tuple[int, str]], products: int) -> tuple[Loop, ..
         first = int(target[1], 16)
         body = [text for at, text in instructions if first <= at <= place]
         stores = any("UTMASTG" in text for text in body)
-        if not stores and sum("HGMMA" in text for text in body) == products:
+        if not stores and sum("HGMMA" in text for text in body) in products:
             spills = sum(bool(_LOCAL.search(text)) for text in body)
             loop = Loop(instructions=len(body), spills=spills)
             found[first] = min(found.get(first, loop), loop, key=lambda it: it.instructions)

@@ -27,7 +27,7 @@ import json, os, sys, traceback
 from dataclasses import asdict
 import triton
 from adaattn.backends.hopper.launch import choose
-from adaattn.spec import Aux, HeadTerm, MaskKind, Precision
+from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
 from adaattn.testing import machine_code, make_problem
 
 layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
@@ -160,6 +160,24 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
     "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
 }
+# The same of more than 128 columns, in the two kernels of keys and values and of queries.
+WIDE_GRADIENTS = {
+    "dict(head_dim=256)": 0,
+    "dict(head_dim=256, is_causal=True)": 0,
+    "dict(head_dim=256, is_causal=True, precision=Precision.FP16)": 0,
+    "dict(head_dim=160, len_k=1000)": 0,
+    "dict(head_dim=192, value_dim=128, is_causal=True)": 0,
+    "dict(head_dim=64, value_dim=256)": 0,
+    "dict(head_dim=256, is_causal=True, len_q=1000, len_k=1030, align=Align.BOTTOM_RIGHT)": 0,
+    "dict(head_dim=256, window=(1000, 10), len_q=1000)": 0,
+    "dict(head_dim=256, is_causal=True, num_heads=8, num_kv_heads=2)": 0,
+    "dict(head_dim=256, softcap=30.0, is_causal=True)": 0,
+    "dict(head_dim=256, has_alibi=True, is_causal=True)": 0,
+    "dict(head_dim=256, lengths_q=(1000, 1048), is_causal=True)": 0,
+    "dict(head_dim=256, lengths_q=(1000, 1048), is_causal=True, softcap=30.0, window=(500, 0))": 0,
+    "dict(head_dim=256, is_causal=True, num_heads=8, num_kv_heads=2, softcap=3.0, has_alibi=True, "
+    "window=(100, 0))": 8,
+}
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")
 
@@ -252,8 +270,24 @@ def test_gradients_for_hopper_are_products_that_overlap(
     check_hopper_gradients(compiled("hopper_gradients", values, tmp_path), most_spills)
 
 
-@pytest.mark.parametrize(("kind", "wide"), [("prepare", 32), ("finish", 24)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["hopper_keys", "hopper_queries"])
+@pytest.mark.parametrize(("values", "most_spills"), WIDE_GRADIENTS.items())
+def test_gradients_of_many_columns_are_products_that_overlap(
+    values: str, most_spills: int, kernel: str, tmp_path: Path
+) -> None:
+    check_hopper_gradients(compiled(kernel, values, tmp_path), most_spills)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wide", "head_dim"),
+    [
+        ("prepare", 32, 64),
+        ("prepare", 32, 128),
+        ("prepare", 32, 256),
+        ("finish", 24, 64),
+        ("finish", 24, 128),
+    ],
+)
 def test_what_stands_around_them_reads_and_writes_16_bytes_at_once(
     kind: str, wide: int, head_dim: int, tmp_path: Path
 ) -> None:
@@ -311,6 +345,8 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
         ("triton", PORTABLE[6]),
         ("triton", PORTABLE[8]),
         *(("hopper_gradients", values) for values in list(HOPPER_GRADIENTS)[1::5]),
+        *(("hopper_keys", values) for values in list(WIDE_GRADIENTS)[1::4]),
+        *(("hopper_queries", values) for values in list(WIDE_GRADIENTS)[1::3]),
     ],
 )
 def test_the_oldest_triton_makes_the_same_of_them(
@@ -319,8 +355,8 @@ def test_the_oldest_triton_makes_the_same_of_them(
     found = compiled(executor, values, tmp_path, OLDEST)
     if executor == "hopper":
         check_hopper(found, MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0)
-    if executor == "hopper_gradients":
-        check_hopper_gradients(found, HOPPER_GRADIENTS[values] + 4)
+    if executor.startswith("hopper_"):
+        check_hopper_gradients(found, (HOPPER_GRADIENTS | WIDE_GRADIENTS)[values] + 4)
         return
     assert found["products"] > 0
     assert found["spills"] == 0 or values in HOPPER_WITH_FEW_SPILLS

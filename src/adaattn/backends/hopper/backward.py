@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_add, tma_store
+from adaattn.backends.hopper.barriers import two_barriers
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
@@ -33,9 +34,15 @@ from adaattn.backends.hopper.gradient_order import (
     place_in_order,
     row_tiles,
 )
-from adaattn.backends.hopper.pipeline import copy, mma_layout
+from adaattn.backends.hopper.gradient_scores import (
+    capped,
+    hide_at_edges,
+    slope_of,
+    weighed,
+)
+from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
-from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, Sizes
+from adaattn.backends.hopper.scores import Sizes
 
 
 @aggregate
@@ -92,9 +99,10 @@ class Backward:
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     end: gl.shared_memory_descriptor
-    BLOCK_M: gl.constexpr
+    ROWS: gl.constexpr
+    ROW_AXIS: gl.constexpr
     BLOCK_D: gl.constexpr
-    HALF: gl.constexpr
+    KEYS: gl.constexpr
     IS_GROUPED: gl.constexpr
     HAS_RIGHT: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -165,9 +173,10 @@ class Backward:
         self.dq_full = dq_full
         self.dq_empty = dq_empty
         self.end = end
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.ROWS = gl.constexpr(BLOCK_M)
+        self.ROW_AXIS = gl.constexpr(1)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
-        self.HALF = gl.constexpr(BLOCK_N // 2)
+        self.KEYS = gl.constexpr(BLOCK_N // 2)
         self.IS_GROUPED = gl.constexpr(IS_GROUPED)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
@@ -200,42 +209,16 @@ def gradient_producer(c):
     tile, slot, head = begun(c)
     for visit in range(c.visits + 1):
         stage = visit & 1
-        row = tile * c.BLOCK_M
+        row = tile * c.ROWS
         if c.IS_PACKED and c.IS_ORDERED:  # the tile before the first is another sequence's
             row = gl.maximum(row, 0)
         place = corner(c, c.batch, head, c.start_q, row, c.sizes.len_q, 0)
         mbarrier.wait(c.q_empty.index(stage), ((visit >> 1) & 1) ^ 1)
         copy(c.query, c.q_full.index(stage), c.q.index(stage), place)
-        copy(c.row_terms, c.q_full.index(stage), c.r.index(stage), (slot * (2 * c.BLOCK_M),))
+        copy(c.row_terms, c.q_full.index(stage), c.r.index(stage), (slot * (2 * c.ROWS),))
         if visit < c.visits:
             copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
         tile, slot, head = next_tile(c, tile, slot, head)
-
-
-@gluon.jit
-def two_barriers(count: gl.constexpr):
-    """Barriers of a ring of two stages, or of two warpgroups."""
-    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(made.index(0), count=count)
-    mbarrier.init(made.index(1), count=count)
-    return made
-
-
-@gluon.jit
-def product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Begins a product whose sum starts at 0."""
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def slope_of(c, head):
-    """ALiBi's slope of a query head, in units of log 2."""
-    slope = c.scale
-    if c.HAS_ALIBI:
-        # Behind the last tile there is no head, but scores are computed.
-        slope = gl.load(c.slopes + gl.minimum(head, c.last_head)).to(gl.float32) * LOG2_E
-    return slope
 
 
 @gluon.jit
@@ -247,68 +230,10 @@ def keep_slope(c, w: gl.constexpr, tangent):
 @gluon.jit
 def weights_of(c, w: gl.constexpr, s, lse, slope, first_key, first_row):
     """The weights of a tile, of hidden keys too."""
-    base = gl.expand_dims(lse, 0)
+    s, tangent = capped(c, s)
     if c.HAS_SOFTCAP:
-        s = s * c.scale
-        if c.FAST_TANH:
-            tangent = gl.inline_asm_elementwise(
-                TANH, "=f,f", [s], dtype=gl.float32, is_pure=True, pack=1
-            )
-        else:
-            # tanh(y) = 1 - 2 / (1 + exp(2 y)); the scale is 2 log2(e) scale / cap here.
-            growth = gl.exp2(s) + 1.0
-            inverse = gl.inline_asm_elementwise(
-                RECIPROCAL, "=f,f", [growth], dtype=gl.float32, is_pure=True, pack=1
-            )
-            tangent = 1.0 - 2.0 * inverse
         keep_slope(c, w, tangent)
-        s = c.cap * tangent
-    else:
-        s = s * c.scale
-    if c.HAS_ALIBI:
-        rows = first_row + c.sizes.offset
-        rows += gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.score_layout))
-        keys = first_key + gl.arange(0, c.HALF, layout=gl.SliceLayout(1, c.score_layout))
-        distance = (gl.expand_dims(keys, 1) - gl.expand_dims(rows, 0)).to(gl.float32)
-        s = s - slope * gl.abs(distance)
-    return gl.exp2(s - base)
-
-
-@gluon.jit
-def is_edge(c, first_key, first_row):
-    """Whether a row of a tile may not see a key of it."""
-    edge = first_key + c.HALF > c.sizes.len_k
-    position = first_row + c.sizes.offset
-    if c.HAS_RIGHT:
-        edge = edge | (first_key + c.HALF - 1 > position + c.sizes.right)
-    if c.HAS_LEFT:
-        edge = edge | (first_key < position + c.BLOCK_M - 1 - c.sizes.left)
-    return edge
-
-
-@gluon.jit
-def seen_part(c, p, first_key, first_row):
-    """0 for keys that a row's position does not see, or beyond the last."""
-    keys = first_key + gl.arange(0, c.HALF, layout=gl.SliceLayout(1, c.score_layout))
-    rows = first_row + c.sizes.offset
-    rows += gl.arange(0, c.BLOCK_M, layout=gl.SliceLayout(0, c.score_layout))
-    keys = gl.expand_dims(keys, 1)
-    if c.IS_RAGGED:
-        p = gl.where(keys < c.sizes.len_k, p, 0.0)
-    if c.HAS_RIGHT:
-        p = gl.where(keys <= gl.expand_dims(rows + c.sizes.right, 0), p, 0.0)
-    if c.HAS_LEFT:
-        p = gl.where(keys >= gl.expand_dims(rows - c.sizes.left, 0), p, 0.0)
-    return p
-
-
-@gluon.jit
-def hide_at_edges(c, p, first_key, first_row):
-    """The same, where a tile has such keys."""
-    if c.HAS_RIGHT or c.HAS_LEFT or c.IS_RAGGED:
-        if is_edge(c, first_key, first_row):
-            p = seen_part(c, p, first_key, first_row)
-    return p
+    return weighed(c, s, lse, slope, first_key, first_row)
 
 
 @gluon.jit
@@ -318,7 +243,7 @@ def hide_ahead(c, w: gl.constexpr, p, first_key, first_row):
     Where the edge begins with a tile, what is hidden is in the first tile, and in the second one of
     the other warpgroup: what hides takes registers from all of a loop.
     """
-    if not c.IS_ALIGNED or (c.BLOCK_M == 64 and w == 1):
+    if not c.IS_ALIGNED or (c.ROWS == 64 and w == 1):
         p = hide_at_edges(c, p, first_key, first_row)
     return p
 
@@ -354,8 +279,8 @@ def store_block(c, w: gl.constexpr, dk, dv):
     mbarrier.arrive(c.end.index(0))
     mbarrier.wait(c.end.index(0), 0)  # both have read what is overwritten
     dtype: gl.constexpr = c.k.dtype
-    c.k.index(0).slice(w * c.HALF, c.HALF, dim=0).store((dk * c.natural).to(dtype))
-    c.v.slice(w * c.HALF, c.HALF, dim=0).store(dv.to(dtype))
+    c.k.index(0).slice(w * c.KEYS, c.KEYS, dim=0).store((dk * c.natural).to(dtype))
+    c.v.slice(w * c.KEYS, c.KEYS, dim=0).store(dv.to(dtype))
     fence_async_shared()
     mbarrier.arrive(c.end.index(1))
     mbarrier.wait(c.end.index(1), 0)  # both have written
@@ -370,8 +295,8 @@ def store_block(c, w: gl.constexpr, dk, dv):
 @gluon.jit
 def gradient_consumer(c, w: gl.constexpr):
     """One warpgroup: 64 keys of the block, and half of each dq."""
-    rows: gl.constexpr = c.BLOCK_M
-    half: gl.constexpr = c.HALF
+    rows: gl.constexpr = c.ROWS
+    half: gl.constexpr = c.KEYS
     of_scores: gl.constexpr = c.score_layout
     of_left: gl.constexpr = c.left_layout
     of_rows: gl.constexpr = gl.SliceLayout(0, of_scores)

@@ -6,18 +6,26 @@ from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper import backward, gradient_rows
+from adaattn.backends.hopper import backward, gradient_rows, wide_keys, wide_queries
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.compiled import Launcher, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 
-__all__ = ["compile_gradients", "constants_of", "gradient_kernels"]
+__all__ = ["compile_gradients", "constants_of", "gradient_kernels", "kinds_of"]
 
 _ADDRESS_BYTES = 16
 _STEP = 8
 """Numbers that strides and columns are multiples of."""
 
-_KINDS = {"prepare": "prepare_rows", "main": "backward", "finish": "finish_queries"}
+_FUNCTIONS = {
+    "prepare": gradient_rows.prepare_rows,
+    "main": backward.backward,
+    "finish": gradient_rows.finish_queries,
+    "keys": wide_keys.wide_keys,
+    "queries": wide_queries.wide_queries,
+}
+_SMALL = ("prepare", "finish")
+"""Kernels without products."""
 
 
 def compile_gradients(variant: GradientVariant, kind: str) -> Any:
@@ -25,9 +33,9 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
 
     Args:
         variant: what it depends on.
-        kind: "prepare", "main" or "finish".
+        kind: one of `kinds_of`.
     """
-    function = getattr(backward if kind == "main" else gradient_rows, _KINDS[kind])
+    function = _FUNCTIONS[kind]
     constants = constants_of(variant, kind)
     types = dict.fromkeys(function.arg_names, "i32") | _types(variant, kind)
     signature = {name: types[name] for name in function.arg_names}
@@ -36,66 +44,90 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
         function,
         signature=signature,
         constexprs={(function.arg_names.index(name),): it for name, it in constants.items()},
-        attrs={} if kind == "main" else _alignments(function.arg_names, signature),
+        attrs=_alignments(function.arg_names, signature) if kind in _SMALL else {},
     )
     options: dict[str, Any] = {"num_warps": 4}
-    if kind == "main":
+    if kind not in _SMALL:
         # At entry: two warpgroups and the producer's, which gives most of its own up.
         options["maxnreg"] = 168
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def gradient_kernels(variant: GradientVariant) -> tuple[Launcher, ...]:
-    """Return what makes terms of rows, the main kernel, and what finishes queries."""
-    return tuple(Launcher(compile_gradients(variant, kind)) for kind in _KINDS)
+    """Return the kernels of a backward pass, in the order in which they are launched."""
+    return tuple(Launcher(compile_gradients(variant, kind)) for kind in kinds_of(variant))
+
+
+def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
+    """Return the names of those kernels.
+
+    The first makes terms of rows. Then there is one for all gradients, and what finishes those of
+    queries; above 128 columns one for keys and values, and one for queries.
+    """
+    return ("prepare", "keys", "queries") if variant.is_wide else ("prepare", "main", "finish")
 
 
 def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel by name."""
-    sizes = {"BLOCK_M": variant.block_m, "BLOCK_D": variant.block_d}
+    sizes = {"BLOCK_M": variant.block_m, "BLOCK_D": variant.block_v}
     if kind == "prepare":
         return sizes | {
             "HAS_LSE_GRADIENT": variant.has_lse_gradient,
+            "HAS_SUMS": not variant.is_wide,
             "IS_ORDERED": variant.is_ordered,
             "IS_PACKED": variant.is_packed,
         }
     if kind == "finish":
         return sizes | {"IS_PACKED": variant.is_packed}
-    return {
-        "BLOCK_M": variant.block_m,
-        "BLOCK_N": BLOCK_KEYS,
+    shared = {
         "BLOCK_D": variant.block_d,
-        "IS_GROUPED": variant.is_grouped,
         "HAS_RIGHT": variant.has_right,
         "HAS_LEFT": variant.has_left,
-        "IS_RAGGED": variant.is_ragged,
         "IS_ALIGNED": variant.is_aligned,
         "HAS_SOFTCAP": variant.has_softcap,
         "FAST_TANH": variant.has_fast_tanh,
         "HAS_ALIBI": variant.has_alibi,
-        "IS_ORDERED": variant.is_ordered,
         "IS_PACKED": variant.is_packed,
         "TO_END": variant.to_end,
     }
+    if kind == "main":
+        return shared | {
+            "BLOCK_M": variant.block_m,
+            "BLOCK_N": BLOCK_KEYS,
+            "IS_GROUPED": variant.is_grouped,
+            "IS_RAGGED": variant.is_ragged,
+            "IS_ORDERED": variant.is_ordered,
+        }
+    if kind == "keys":
+        return shared | {"BLOCK_V": variant.block_v, "IS_GROUPED": variant.is_grouped}
+    return shared | {"BLOCK_V": variant.block_v, "IS_RAGGED": variant.is_ragged}
 
 
 def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
     """Return Triton's names of the types of arguments that are not int32."""
     label = variant.precision.label
-    if kind != "main":
+    if kind in _SMALL:
         pointers = ("lse", "lse_upstream", "row_terms", "sums")
         numbers = dict.fromkeys(("output", "upstream", "gradient"), f"*{label}")
         others = {"scale": "fp32", "turns": "*i32", "starts": "*i32"}
         return numbers | dict.fromkeys(pointers, "*fp32") | others
-    rows, keys = (
-        descriptor_type(label, [*(1,) * (3 if variant.is_packed else 2), size, variant.block_d])
-        for size in (variant.block_m, BLOCK_KEYS)
+    rank = 3 if variant.is_packed else 2
+    boxes = (
+        (("query", "query_gradient"), variant.block_m, variant.block_d),
+        (("upstream",), variant.block_m, variant.block_v),
+        (("key", "key_gradient"), variant.block_n, variant.block_d),
+        (("value", "value_gradient"), variant.block_n, variant.block_v),
     )
-    return {
-        **dict.fromkeys(("query", "upstream"), rows),
-        **dict.fromkeys(("key", "value", "key_gradient", "value_gradient"), keys),
+    copied = {
+        name: descriptor_type(label, [*(1,) * rank, rows, columns])
+        for names, rows, columns in boxes
+        for name in names
+    }
+    # One kernel has terms of rows copied, log-sum-exps and the rest apart, another loads them.
+    terms = {"main": _plain([2 * variant.block_m]), "keys": _plain([variant.block_m])}
+    return copied | {
         **dict.fromkeys(("scale", "natural", "cap"), "fp32"),
-        "row_terms": _plain([2 * variant.block_m]),
+        "row_terms": terms.get(kind, "*fp32"),
         "sums": _plain([16, 256]),
         "slopes": f"*{variant.slopes_dtype}",
         **dict.fromkeys(("turns", "starts_q", "starts_k"), "*i32"),

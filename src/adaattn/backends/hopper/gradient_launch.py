@@ -7,13 +7,30 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.hopper.launch import edges, tiles_of
 from adaattn.spec import Align, AttentionProblem, Precision
 
-__all__ = ["BLOCK_KEYS", "TILE_NUMBERS", "GradientVariant", "choose_gradients", "numbers_of"]
+__all__ = [
+    "BLOCK_KEYS",
+    "ROW_BLOCK",
+    "TILE_NUMBERS",
+    "GradientVariant",
+    "choose_gradients",
+    "numbers_of",
+    "wide_numbers_of",
+]
 
 BLOCK_KEYS: Final = 128
-"""Keys of a block: 64 for each of two warpgroups."""
+"""Keys of a block of up to 128 columns: 64 for each of two warpgroups."""
+
+ROW_BLOCK: Final = 128
+"""Query rows of a block of the kernel of queries, where there are more columns."""
+
+_WIDE_TILE: Final = 64
+"""Rows of a tile and keys of a block there."""
 
 TILE_NUMBERS: Final = 8192
 """Rows times columns of a tile of queries; with more, sums and scores have no registers."""
+
+_MOST_COLUMNS: Final = 128
+"""Of one kernel for all gradients."""
 
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
@@ -26,7 +43,9 @@ class GradientVariant:
     """All that the compiled kernels of a backward pass depend on.
 
     Args:
-        block_d: columns of all tiles, 64 or 128; TMA fills those that are not there with zeros.
+        block_d: columns of q and k in tiles; TMA fills those that are not there with zeros. 64 or
+            128 as those of v, or else each 128 or 256.
+        block_v: columns of v.
         precision: bf16 or fp16.
         is_grouped: several query heads have one key head.
         has_right: rows do not see all later keys: causal order, a window.
@@ -36,17 +55,20 @@ class GradientVariant:
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
             tiles took more registers (Triton 3.7).
             Nor where sums are ordered, whose tiles come in the opposite order.
+            Above 128 columns also where nothing is hidden: in either case rows have hidden keys in
+            the first block that they visit alone.
         has_softcap: as in the problem.
         has_alibi: likewise.
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
         is_ordered: gradients of queries are summed in a fixed order: the same each time, in any
-            batch.
+            batch. Above 128 columns nothing is summed in memory.
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
     """
 
     block_d: int
+    block_v: int
     precision: Precision = Precision.BF16
     is_grouped: bool = False
     has_right: bool = False
@@ -64,7 +86,17 @@ class GradientVariant:
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
-        return TILE_NUMBERS // self.block_d
+        return _WIDE_TILE if self.is_wide else TILE_NUMBERS // self.block_d
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a block."""
+        return _WIDE_TILE if self.is_wide else BLOCK_KEYS
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether gradients of queries have a kernel of their own, and sums no registers beside."""
+        return max(self.block_d, self.block_v) > _MOST_COLUMNS
 
     @property
     def has_fast_tanh(self) -> bool:
@@ -88,27 +120,48 @@ def choose_gradients(
         64
     """
     right, left = edges(problem)
+    block_d, block_v = _columns(problem)
+    is_wide = max(block_d, block_v) > _MOST_COLUMNS
+    block_n = _WIDE_TILE if is_wide else BLOCK_KEYS
     is_grouped = problem.group_size > 1
     is_packed = problem.num_sequences > 0
-    is_ragged = is_packed or problem.len_k % BLOCK_KEYS != 0
-    is_ordered = problem.deterministic or problem.batch_invariant
-    alone = right >= 0 and left < 0 and not (is_grouped or is_ragged or is_ordered)
+    is_ragged = is_packed or problem.len_k % block_n != 0
+    is_ordered = not is_wide and (problem.deterministic or problem.batch_invariant)
+    # Of packed sequences that may not depend on one another, whether all are square is another's.
+    is_square = problem.packed_square and not problem.batch_invariant
+    to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
+    edge = right if is_packed else problem.offset + right
+    is_aligned = right >= 0 and left < 0 and not problem.has_alibi and edge % block_n == 0
+    if is_wide:
+        is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
+    else:
+        is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered)
     return GradientVariant(
-        block_d=64 if max(problem.head_dim, problem.value_dim) <= 64 else 128,
+        block_d=block_d,
+        block_v=block_v,
         precision=problem.precision,
         is_grouped=is_grouped,
         has_right=right >= 0,
         has_left=left >= 0,
         is_ragged=is_ragged,
-        is_aligned=alone and not problem.has_alibi and (problem.offset + right) % BLOCK_KEYS == 0,
+        is_aligned=is_aligned,
         has_softcap=problem.softcap > 0,
         has_alibi=problem.has_alibi,
         has_lse_gradient=has_lse_gradient,
         slopes_dtype=slopes_dtype,
         is_ordered=is_ordered,
         is_packed=is_packed,
-        to_end=is_packed and problem.align is Align.BOTTOM_RIGHT and not problem.packed_square,
+        to_end=to_end,
     )
+
+
+def _columns(problem: AttentionProblem) -> tuple[int, int]:
+    """Return the columns of tiles of q and k, and of v."""
+    sizes = problem.head_dim, problem.value_dim
+    if max(sizes) <= _MOST_COLUMNS:
+        return (64, 64) if max(sizes) <= 64 else (128, 128)
+    block_d, block_v = (256 if size > _MOST_COLUMNS else 128 for size in sizes)
+    return block_d, block_v
 
 
 def numbers_of(
@@ -121,6 +174,36 @@ def numbers_of(
         variant: its kernels.
         slopes_stride: from the slopes of one sequence to those of the next.
     """
+    return (
+        *_numbers(problem, variant),
+        tiles_of(problem, problem.len_k, BLOCK_KEYS),
+        tiles_of(problem, problem.len_q, variant.block_m),
+        slopes_stride,
+        problem.batch * problem.num_kv_heads,
+        _heads_together(problem, variant),
+        0,
+        problem.num_sequences,
+    )
+
+
+def wide_numbers_of(
+    problem: AttentionProblem, variant: GradientVariant, slopes_stride: int, num_blocks: int
+) -> tuple[int | float, ...]:
+    """Return the numbers of a kernel for more than 128 columns, in its order.
+
+    Args:
+        problem: of the call.
+        variant: its kernels.
+        slopes_stride: from the slopes of one sequence to those of the next.
+        num_blocks: of keys of a head, or of rows.
+    """
+    tiles = tiles_of(problem, problem.len_q, variant.block_m)
+    numbers = _numbers(problem, variant)
+    return (*numbers, num_blocks, tiles, slopes_stride, problem.num_sequences, 0)
+
+
+def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int | float, ...]:
+    """Return the numbers that all kernels begin with."""
     right, left = edges(problem)
     scale = problem.scale * LOG2_E
     if problem.softcap > 0:
@@ -139,13 +222,6 @@ def numbers_of(
         min(right, most),
         problem.num_heads,
         problem.group_size,
-        tiles_of(problem, problem.len_k, BLOCK_KEYS),
-        tiles_of(problem, problem.len_q, variant.block_m),
-        slopes_stride,
-        problem.batch * problem.num_kv_heads,
-        _heads_together(problem, variant),
-        0,
-        problem.num_sequences,
     )
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adaattn.backends.hopper._gluon import barrier, tma_add
-from adaattn.backends.hopper.pipeline import wait_for_writes
+from adaattn.backends.hopper.barriers import wait_for_writes
 from adaattn.backends.hopper.places import bounds, sequence_of
 
 

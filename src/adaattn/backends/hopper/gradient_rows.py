@@ -2,7 +2,8 @@
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
 and zeros where gradients of queries are summed. Behind it: those sums, scaled and rounded. One
-program for each tile of query rows of one head, whose columns times rows are 8192 throughout.
+program for each tile of query rows of one head, whose columns times rows are 8192, or 64 rows where
+there are more columns and no sums.
 """
 
 from triton.experimental import gluon
@@ -52,9 +53,9 @@ def prepare_rows(
     stride_ob, stride_oh, stride_om, stride_ub, stride_uh, stride_um,
     num_heads, len_q, tiles_per_head, columns,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
-    IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
+    HAS_SUMS: gl.constexpr, IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros.
+    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros for its sums.
 
     Args, beyond their names:
         output: [B, Hq, Sq, Dv], adjacent columns.
@@ -84,10 +85,11 @@ def prepare_rows(
     within = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
     gl.store(terms + within, gl.where(sees_nothing, -NOTHING, base * LOG2_E))
     gl.store(terms + BLOCK_M + within, gl.where(sees_nothing, 0.0, delta))
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
-    zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
-    gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
+    if HAS_SUMS:
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
+        zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
+        gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
     if IS_ORDERED:
         gl.store(turns + 2 * number, 0)
         gl.store(turns + 2 * number + 1, 0)

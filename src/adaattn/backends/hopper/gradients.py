@@ -1,28 +1,29 @@
 """The backward pass of the Hopper kernels: what is worked out once for a layout, and launched."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.allocation import output_like
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.hopper.gradient_launch import (
-    BLOCK_KEYS,
+    ROW_BLOCK,
     TILE_NUMBERS,
     GradientVariant,
     choose_gradients,
     numbers_of,
+    wide_numbers_of,
 )
+from adaattn.backends.hopper.gradient_passes import NarrowPass, Pass, WidePass
 from adaattn.backends.hopper.launch import tiles_of
 from adaattn.backends.hopper.prepared import DTYPES
-from adaattn.backends.hopper.views import Layouts, head_view, made_readable
+from adaattn.backends.hopper.views import Layouts, View, head_view, made_readable
 from adaattn.backends.interface import Tensors
-from adaattn.backends.masks import stream_of
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import on_clear
@@ -79,85 +80,12 @@ def noted_as(problem: AttentionProblem) -> tuple[object, ...]:
     return ("hopper gradients", choose_gradients(problem))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """The launches of one call, for tensors that lie as those of its first.
-
-    Args:
-        launches: what makes terms of rows, the main kernel, and what finishes queries.
-        written: shape and strides of the gradients of q, k and v.
-        num_blocks: of keys, of all key heads.
-        num_tiles: of query rows, of all heads.
-        block_m: rows of a tile.
-        is_ordered: sums of gradients of queries have a fixed order.
-        prepare: numbers of the first launch.
-        main: of the second.
-        finish: of the third.
-    """
-
-    launches: tuple[Callable[..., None], ...]
-    written: tuple[tuple[torch.Size, _Strides], ...]
-    num_blocks: int
-    num_tiles: int
-    block_m: int
-    is_ordered: bool
-    prepare: tuple[int, ...]
-    main: tuple[int | float, ...]
-    finish: tuple[int | float, ...]
-
-    def run(
-        self,
-        read: tuple[torch.Tensor, ...],
-        lse: torch.Tensor,
-        lse_upstream: _Optional,
-        slopes: _Optional,
-        starts: tuple[_Optional, _Optional],
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return the gradients of q, k and v; and log-sum-exp and delta of rows.
-
-        The latter are [tiles, 2, rows of a tile].
-
-        Args:
-            read: q, k, v, the gradient of the output, and the output.
-            lse: the log-sum-exp.
-            lse_upstream: its gradient, if there is one.
-            slopes: of ALiBi, if there are any.
-            starts: of packed queries and keys, if they are.
-        """
-        query, key, value, upstream, output = read
-        stream = stream_of(upstream)
-        written = tuple(unfilled(upstream, *both) for both in self.written)
-        if starts[0] is not None:
-            for item in written:  # tokens of no sequence
-                item.zero_()
-        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
-        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), dtype=torch.float32)
-        prepare, main, finish = self.launches
-        turns = None
-        if self.is_ordered:
-            turns = unfilled(upstream, (2 * self.num_tiles,), dtype=torch.int32)
-        starts_q = _address(starts[0])
-        of_rows = map(_address, (output, upstream, lse, lse_upstream, terms, sums, turns))
-        prepare(self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
-        copied = (query, key, value, upstream, terms, *written[1:], sums)
-        beside, bounds = map(_address, (slopes, turns)), map(_address, starts)
-        main(self.num_blocks, stream, copied, *beside, *self.main, *bounds)
-        of_queries = map(_address, (sums, written[0]))
-        finish(self.num_tiles, stream, (), *of_queries, starts_q, *self.finish)
-        return written, terms
-
-
-def _address(tensor: _Optional) -> int:
-    """Return where a tensor begins: a number is launched faster than the tensor."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 class _Backward:
     """Launches the backward pass of one problem; what a layout of tensors needs is kept."""
 
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem
-        self._layouts: Layouts[_Prepared] = Layouts(made_readable)
+        self._layouts: Layouts[Pass] = Layouts(made_readable)
 
     def __call__(
         self,
@@ -225,7 +153,7 @@ def _prepare(
     slopes: _Optional,
     starts: _Optional,
     has_lse_gradient: bool,
-) -> _Prepared:
+) -> Pass:
     """Return the launches for tensors of a layout.
 
     Args:
@@ -250,27 +178,49 @@ def _prepare(
     tiles = tiles_of(problem, problem.len_q, variant.block_m)
     num_tiles = problem.batch * problem.num_heads * tiles
     packed, of_rows = problem.num_sequences, (problem.num_heads, problem.len_q, tiles)
-    key_blocks = tiles_of(problem, problem.len_k, BLOCK_KEYS)
+    key_blocks = tiles_of(problem, problem.len_k, variant.block_n)
     view_of = partial(head_view, is_packed=variant.is_packed)
     written = tuple(output_like(item, item.shape[3]) for item in (query, key, value))
-    views = (
+    copied = (
         *map(view_of, (query, key, value, upstream)),
         ((num_tiles * 2 * variant.block_m,), (1,)),
         *map(view_of, written[1:]),
-        ((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)),
     )
-    prepare, main, finish = _compiled(variant, query.device)
-    return _Prepared(
-        launches=(prepare(()), main(views), finish(())),
-        written=tuple((item.shape, item.stride()) for item in written),
-        num_blocks=problem.batch * problem.num_kv_heads * key_blocks,
-        num_tiles=num_tiles,
-        block_m=variant.block_m,
+    kernels = _compiled(variant, query.device)
+    shared: dict[str, Any] = {
+        "written": tuple((item.shape, item.stride()) for item in written),
+        "num_tiles": num_tiles,
+        "block_m": variant.block_m,
+        "num_blocks": problem.batch * problem.num_kv_heads * key_blocks,
+        "prepare": (
+            *(packed, *_row_strides(output), *_row_strides(upstream), *of_rows),
+            value.shape[3],
+        ),
+    }
+    if variant.is_wide:
+        row_blocks = tiles_of(problem, problem.len_q, ROW_BLOCK)
+        of_queries = (*copied[:4], view_of(written[0]))
+        views: tuple[tuple[View, ...], ...] = ((), copied, of_queries)
+        return WidePass(
+            launches=_bound(kernels, views),
+            num_row_blocks=problem.batch * problem.num_heads * row_blocks,
+            keys=wide_numbers_of(problem, variant, stride, key_blocks),
+            queries=wide_numbers_of(problem, variant, stride, row_blocks),
+            **shared,
+        )
+    sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
+    return NarrowPass(
+        launches=_bound(kernels, ((), (*copied, sums), ())),
         is_ordered=variant.is_ordered,
-        prepare=(packed, *_row_strides(output), *_row_strides(upstream), *of_rows, value.shape[3]),
         main=numbers_of(problem, variant, stride),
         finish=(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
+        **shared,
     )
+
+
+def _bound(kernels: tuple[Callable[..., Any], ...], views: tuple[tuple[View, ...], ...]) -> Any:
+    """Return the launches of kernels for the views of the tensors that each copies."""
+    return tuple(bind(those) for bind, those in zip(kernels, views, strict=True))
 
 
 def _row_strides(tensor: torch.Tensor) -> _Strides:

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import barrier
+from adaattn.backends.hopper.barriers import sum_in_thread, wait_for_writes
 from adaattn.backends.hopper.dropped import bound_tiles
 from adaattn.backends.hopper.pipeline import (
     Call,
@@ -50,7 +51,6 @@ from adaattn.backends.hopper.pipeline import (
     read_mask,
     score_product,
     wait_for_mask,
-    wait_for_writes,
 )
 from adaattn.backends.hopper.places import (
     flag_place,
@@ -82,17 +82,11 @@ LEAST_REFERENCE = gl.constexpr(-60.0)
 
 
 @gluon.jit
-def sum_in_thread(c, x):
-    """8 partial sums a row, all of one thread's numbers: the shuffles wait for the tile's end."""
-    return gl.sum(gl.reshape(x, [64, c.BLOCK_N // 8, 8]), 1)
-
-
-@gluon.jit
 def moment_of(c, p, t, HIDES: gl.constexpr):
     """The sum of p t that the entropy needs; hidden scores are -inf, and their p is 0."""
     if HIDES or c.terms.MASK != 0:
         t = gl.maximum(t, -16384.0)
-    return sum_in_thread(c, p * t)
+    return sum_in_thread(p * t)
 
 
 @gluon.jit
@@ -125,7 +119,7 @@ def key_step(
         row_sum = row_sum * scale_sums
     t = t * factor - gl.expand_dims(base, 1)
     p = gl.exp2(t)
-    row_sum = row_sum + sum_in_thread(c, p)
+    row_sum = row_sum + sum_in_thread(p)
     if c.HAS_ENTROPY:
         moment = moment + moment_of(c, p, t, MASK)
     weights = gl.convert_layout(p.to(c.query.dtype), c.weight_layout)
@@ -268,7 +262,7 @@ def attend_tile(
         base = gl.maximum(base, LEAST_REFERENCE)
     t = t * factor - gl.expand_dims(base, 1)
     p = gl.exp2(t)
-    new_sum = sum_in_thread(c, p)
+    new_sum = sum_in_thread(p)
     new_moment = moment
     if c.HAS_ENTROPY:
         new_moment = moment_of(c, p, t, True)
@@ -355,8 +349,8 @@ def attend_tiles(
     """All tiles of this block's list, or those that the first pass noted."""
     zeros = gl.zeros([64, c.BLOCK_N], gl.float32, c.score_layout)
     weights = gl.convert_layout(zeros.to(c.query.dtype), c.weight_layout)
-    row_sum = sum_in_thread(c, zeros)
-    moment = sum_in_thread(c, zeros)
+    row_sum = sum_in_thread(zeros)
+    moment = sum_in_thread(zeros)
     reference = gl.zeros([64], gl.float32, gl.SliceLayout(1, c.score_layout))
     accumulator = gl.zeros([64, c.BLOCK_V], gl.float32, c.out_layout)
     held_v = 0

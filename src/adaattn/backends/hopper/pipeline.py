@@ -1,8 +1,7 @@
 """What all warps of the Hopper kernel share: its arguments and stages; and the producer.
 
 A stage of keys or values is filled by TMA, which tells of it through an mbarrier, and freed through
-one of the hardware's named barriers: a consumer arrives there without a wait and without electing
-a thread, the producer takes the stage by a sync.
+one of the hardware's named barriers: stages of keys, then of values.
 """
 
 from triton.experimental import gluon
@@ -15,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
+from adaattn.backends.hopper.barriers import meet, meet_late
 from adaattn.backends.hopper.places import (
     corner,
     is_listed,
@@ -31,42 +31,6 @@ from adaattn.backends.hopper.places import (
     starts_of,
 )
 from adaattn.backends.hopper.scores import BOOLEAN, Sizes, Terms
-
-# Triton's own named barriers are 0 to 1 + workers; stages of keys, then of values, count from here.
-FIRST_BARRIER = gl.constexpr(5)
-
-WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-
-
-@gluon.jit
-def wait_for_writes():
-    """Waits until TMA's stores and sums are in memory; `tma.store_wait` until they are read."""
-    gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def barrier_asm(operation, num_warpgroups):
-    """A consumer frees a stage by arriving, without a wait; the producer takes it by a sync."""
-    threads = 128 * (num_warpgroups + 1)
-    return f"bar.{operation} $1, {threads}; mov.u32 $0, 0;"
-
-
-@gluon.constexpr_function
-def late_arrive_asm(num_warpgroups):
-    """An arrive whose number depends on four row sums.
-
-    ptxas then cannot hoist it, nor the wait for the product behind it, over the softmax.
-    """
-    threads = 128 * (num_warpgroups + 1)
-    return (
-        "{.reg .pred p; .reg .u32 t; .reg .f32 x, y; add.f32 x, $8, $9; add.f32 y, $10, $11;"
-        " add.f32 x, x, y; setp.eq.f32 p, x, 0fFF800000; selp.u32 t, 1, 0, p; add.u32 t, t, $4;"
-        f" bar.arrive t, {threads};"
-        " mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;}"
-    )
-
-
-LATE_CONSTRAINTS = gl.constexpr("=r,=r,=r,=r,r,r,r,r,f,f,f,f")
 
 
 @gluon.constexpr_function
@@ -256,33 +220,19 @@ def advance(stage, phase, NUM_STAGES: gl.constexpr):
 @gluon.jit
 def arrive(c, stage):
     """Frees a stage, without a wait."""
-    asm: gl.constexpr = barrier_asm("arrive", c.NUM_WARPGROUPS)
-    gl.inline_asm_elementwise(
-        asm, "=r,r", [FIRST_BARRIER + stage], dtype=gl.int32, is_pure=False, pack=1
-    )
+    meet(stage, "arrive", 128 * (c.NUM_WARPGROUPS + 1))
 
 
 @gluon.jit
 def arrive_late(c, stage, row_sum):
     """Frees a stage once the row sums are there."""
-    asm: gl.constexpr = late_arrive_asm(c.NUM_WARPGROUPS)
-    gl.inline_asm_elementwise(
-        asm,
-        LATE_CONSTRAINTS,
-        [FIRST_BARRIER + stage, row_sum],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=4,
-    )
+    meet_late(stage, row_sum, 128 * (c.NUM_WARPGROUPS + 1))
 
 
 @gluon.jit
 def take(c, stage):
     """Waits until all consumers have freed a stage."""
-    asm: gl.constexpr = barrier_asm("sync", c.NUM_WARPGROUPS)
-    gl.inline_asm_elementwise(
-        asm, "=r,r", [FIRST_BARRIER + stage], dtype=gl.int32, is_pure=False, pack=1
-    )
+    meet(stage, "sync", 128 * (c.NUM_WARPGROUPS + 1))
 
 
 @gluon.jit
@@ -297,9 +247,7 @@ def mask_place(c, w: gl.constexpr, stage_k):
 @gluon.jit
 def pass_mask(c, place, OPERATION: gl.constexpr):
     """Frees a place of the mask ("arrive"), which one warpgroup reads, or waits for it ("sync")."""
-    asm: gl.constexpr = barrier_asm(OPERATION, 1)
-    number = FIRST_BARRIER + c.STAGES_K + c.STAGES_V + place
-    gl.inline_asm_elementwise(asm, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    meet(c.STAGES_K + c.STAGES_V + place, OPERATION, 256)
 
 
 @gluon.jit
@@ -341,6 +289,13 @@ def copy(source, full, buffer, place):
     """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
     mbarrier.expect(full, source.block_type.nbytes)
     tma_load(source, place, full, shaped_as(buffer, source))
+
+
+@gluon.jit
+def product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Begins a product whose sum starts at 0."""
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

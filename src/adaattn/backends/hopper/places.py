@@ -217,15 +217,23 @@ def is_wanted(c, tile, slot, REPAIR: gl.constexpr):
 @gluon.jit
 def key_blocks(c, sizes, first_row, num_rows: gl.constexpr):
     """The blocks of keys that some rows see: the first, and behind the last. One at least."""
-    x = c.terms
+    return seen_blocks(sizes, first_row, num_rows, c.BLOCK_N, c.terms.HAS_RIGHT, c.terms.HAS_LEFT)
+
+
+@gluon.jit
+def seen_blocks(
+    sizes, first_row, num_rows: gl.constexpr, BLOCK_N: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr,
+):  # fmt: skip
+    """The same, of a kernel whose blocks of keys have a size."""
     end = sizes.len_k
-    if x.HAS_RIGHT:
+    if HAS_RIGHT:
         last_row = gl.minimum(first_row + num_rows, sizes.len_q) - 1
         end = gl.minimum(end, gl.maximum(last_row + sizes.offset + sizes.right + 1, 0))
     start = gl.to_tensor(0)
-    if x.HAS_LEFT:
-        start = gl.maximum(first_row + sizes.offset - sizes.left, 0) // c.BLOCK_N
-    return start, gl.maximum(gl.cdiv(end, c.BLOCK_N), start + 1)
+    if HAS_LEFT:
+        start = gl.maximum(first_row + sizes.offset - sizes.left, 0) // BLOCK_N
+    return start, gl.maximum(gl.cdiv(end, BLOCK_N), start + 1)
 
 
 @gluon.jit

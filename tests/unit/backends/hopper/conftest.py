@@ -29,13 +29,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from adaattn import _constants
 from adaattn.backends import hopper
 from adaattn.backends.hopper import forward as host
-from adaattn.backends.hopper import gradients, prepared
-from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
+from adaattn.backends.hopper import gradient_passes, gradients, prepared
+from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "pipeline", "results", "dropped", "kernel", "backward",
-         "gradient_order", "gradient_rows")  # fmt: skip
+FILES = ("scores", "places", "barriers", "pipeline", "results", "dropped", "kernel",
+         "gradient_scores", "backward", "gradient_order", "gradient_rows", "wide_keys",
+         "wide_queries")  # fmt: skip
 
 
 class _Own:
@@ -267,6 +268,8 @@ class World:
 
     is_late = False
     are_together = False
+    copy_s = 0.02
+    """How long a copy takes at most, where the world is late."""
 
     def __init__(self, launch: Launch, block: int, num_blocks: int) -> None:
         self.launch, self.block, self.num_blocks = launch, block, num_blocks
@@ -278,7 +281,7 @@ class World:
 
         def copy() -> None:
             _LOCAL.world = self
-            self.launch.sleep(random.random() * 0.02)
+            self.launch.sleep(random.random() * self.copy_s)
             work()
 
         self.copies.append(self.launch.start(copy))
@@ -289,11 +292,12 @@ class World:
         paces = (0.0001, 0.005)
         return 10 * paces[self.block // 2 % 2] if place > 2 else paces[(place + self.block) % 2]
 
-    def run(self, parts: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Run the partitions at the same time."""
+    def run(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
+        """Run the partitions at the same time, the first of four warps."""
 
         def partition(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
+            _LOCAL.num_threads = 32 * (4, *warps)[place]
             _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
             function(*arguments)
 
@@ -474,7 +478,7 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         assert number < 16, "a named barrier that the device does not have"
         named = world.named.setdefault(number, Barrier(world, threads))
         before = named.phase
-        named.change(arrivals=128)
+        named.change(arrivals=_LOCAL.num_threads)
         if "bar.sync" in text:
             named.wait(lambda: named.phase > before)
     return None
@@ -515,7 +519,7 @@ def names() -> dict[str, Any]:
         inline_asm_elementwise=assembly, atomic_xchg=atomic_xchg,
         atomic_max=atomic_max,
         int32=torch.int64, int64=torch.int64, float32=torch.float32,
-        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts),
+        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts, warps),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=nothing,
@@ -608,17 +612,21 @@ class Machine:
         compiled = pytest.importorskip("adaattn.backends.hopper.gradient_compiled")
         space = device_code()
         space.update(self.others)
-        rows, keys = (variant.block_m, variant.block_d), (BLOCK_KEYS, variant.block_d)
-        boxes = (rows, keys, keys, rows, (2 * variant.block_m,), keys, keys, (16, 256))
-        names = {"prepare": "prepare_rows", "main": "backward", "finish": "finish_queries"}
-
+        query, upstream = (variant.block_m, variant.block_d), (variant.block_m, variant.block_v)
+        key, value = (variant.block_n, variant.block_d), (variant.block_n, variant.block_v)
+        read, written = (query, key, value, upstream), (key, value)
+        boxes: dict[str, Any] = {
+            "main": (*read, (2 * variant.block_m,), *written, (16, 256)),
+            "keys": (*read, (variant.block_m,), *written),
+            "queries": (*read, query),
+        }
         return tuple(
             self._bound(
-                space[name],
+                space[compiled._FUNCTIONS[kind].__name__],
                 compiled.constants_of(variant, kind),
-                boxes if kind == "main" else (),
+                boxes.get(kind, ()),
             )
-            for kind, name in names.items()
+            for kind in compiled.kinds_of(variant)
         )
 
     @staticmethod
@@ -659,7 +667,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(prepared, "probe", lambda device: SimpleNamespace(num_processors=3))
     monkeypatch.setattr(prepared, "note", lambda kernel: None)
     monkeypatch.setattr(gradients, "_compiled", machine.backward)
-    monkeypatch.setattr(gradients, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(gradient_passes, "_address", lambda tensor: tensor)
     monkeypatch.setattr(gradients, "note", lambda kernel: None)
     gradients._backward.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -76,13 +76,15 @@ def _taken_by_triton(types: list[str]) -> list[str]:
     return [floats.get(name, name) for name in declared[declared.index("CUtensorMap") :]]
 
 
-@pytest.mark.parametrize("kind", ["plain", "mask", "backward"])
+@pytest.mark.parametrize("kind", ["plain", "mask", "main", "keys", "queries"])
 def test_a_launch_hands_over_what_tritons_own_does(kind: str) -> None:
-    if kind == "backward":
-        variant = GradientVariant(block_d=128)
-        types = gradient_compiled._types(variant, "main")
-        names = gradient_compiled.backward.backward.arg_names
-        constants = gradient_compiled.constants_of(variant, "main")
+    if kind in gradient_compiled._FUNCTIONS:
+        columns = 128 if kind == "main" else 256
+        variant = GradientVariant(block_d=columns, block_v=columns)
+        assert kind in gradient_compiled.kinds_of(variant)
+        types = gradient_compiled._types(variant, kind)
+        names = gradient_compiled._FUNCTIONS[kind].arg_names
+        constants = gradient_compiled.constants_of(variant, kind)
         listed = [types.get(name, "constexpr" if name in constants else "i32") for name in names]
     else:
         mask = {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 256, 256)} if kind == "mask" else {}

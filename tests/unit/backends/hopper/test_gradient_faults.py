@@ -47,20 +47,16 @@ LSE: dict[str, Any] = HEADS | {"aux": Aux.LSE}
 Fault = tuple[str, str, str, dict[str, Any]]
 
 SCORES: dict[str, Fault] = {
-    "scale dropped": (
-        "weights_of", "s = s * c.scale\n    if c.HAS_ALIBI", "s = s\n    if c.HAS_ALIBI",
-                      PLAIN),
-    "base of the next row": ("weights_of", "gl.expand_dims(lse, 0)",
-                             "gl.expand_dims(lse.roll(1), 0)", PLAIN),
-    "softcap without its cap": ("weights_of", "s = c.cap * tangent", "s = tangent", SOFTCAP),
-    "softcap of another base": ("weights_of", "1.0 - 2.0 * inverse", "1.0 - inverse",
-                                SOFTCAP | FP16),
+    "scale dropped": ("capped", "s = s * c.scale", "s = s * 1.0", PLAIN),
+    "base of the next row": ("weighed", "beside(c, lse)", "beside(c, lse.roll(1))", PLAIN),
+    "softcap without its cap": ("capped", "s = c.cap * tangent", "s = tangent", SOFTCAP),
+    "softcap of another base": ("capped", "1.0 - 2.0 * inverse", "1.0 - inverse", SOFTCAP | FP16),
     "softcap's derivative dropped": ("keep_slope", "1.0 - tangent * tangent", "1.0 + 0.0 * tangent",
                                      SOFTCAP),
     "softcap's derivative of the other warpgroup": (
         "gradient_consumer", "c.caps.index(w)", "c.caps.index(1 - w)", SOFTCAP | {"len_k": 40}),
-    "sign of the slope": ("weights_of", "s - slope", "s + slope", ALIBI),
-    "positions of rows": ("weights_of", "rows = first_row + c.sizes.offset", "rows = first_row",
+    "sign of the slope": ("weighed", "s - slope", "s + slope", ALIBI),
+    "positions of rows": ("positions", "rows = first_row + c.sizes.offset", "rows = first_row",
                           TO_END | {"has_alibi": True}),
     "slope of the first head": ("slope_of", "gl.minimum(head, c.last_head)", "0 * head", ALIBI),
     "slope in another unit": ("slope_of", "* LOG2_E", "* 1.0", ALIBI),
@@ -77,12 +73,12 @@ EDGES: dict[str, Fault] = {
     "last key lost": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k - 1", PLAIN),
     "edge to the right not noticed": ("is_edge", "> position + c.sizes.right",
                                       "> position + c.sizes.right + 64", RAGGED),
-    "edge to the left not noticed": ("is_edge", "c.BLOCK_M - 1 - c.sizes.left",
+    "edge to the left not noticed": ("is_edge", "c.ROWS - 1 - c.sizes.left",
                                      "-1 - c.sizes.left", WINDOW),
-    "edge of the keys not noticed": ("is_edge", "edge = first_key + c.HALF > c.sizes.len_k",
+    "edge of the keys not noticed": ("is_edge", "edge = first_key + c.KEYS > c.sizes.len_k",
                                      "edge = first_key > c.sizes.len_k", LOW),
-    "edge of the second tile not noticed": ("hide_ahead", "c.BLOCK_M == 64 and w == 1",
-                                            "c.BLOCK_M == 64 and w == 2", WIDE_CAUSAL),
+    "edge of the second tile not noticed": ("hide_ahead", "c.ROWS == 64 and w == 1",
+                                            "c.ROWS == 64 and w == 2", WIDE_CAUSAL),
     "edges ahead not noticed": ("hide_ahead", "not c.IS_ALIGNED", "c.IS_ALIGNED", WINDOW),
     "first rows lost": ("row_tiles", "first_key - sizes.offset - sizes.right",
                         "first_key - sizes.offset - sizes.right + BLOCK_N", RAGGED),
@@ -96,7 +92,7 @@ SUMS: dict[str, Fault] = {
     "scale of keys dropped": ("store_block", "dk * c.natural", "dk", PLAIN),
     "keys' gradients for values'": ("store_block", "store(dv.to(dtype))",
                                     "store(dk.to(dtype))", PLAIN),
-    "half of a block unwritten": ("store_block", "c.v.slice(w * c.HALF", "c.v.slice(0 * c.HALF",
+    "half of a block unwritten": ("store_block", "c.v.slice(w * c.KEYS", "c.v.slice(0 * c.KEYS",
                                   PLAIN),
     "block of the first head": ("store_block", "c.key_head, c.start_k", "0, c.start_k", HEADS),
     "block stored one too far": ("store_block", "c.first_key, c.sizes", "c.first_key + 1, c.sizes",
@@ -129,7 +125,7 @@ HEADS_AND_TILES: dict[str, Fault] = {
     "sums of the first head": ("next_tile", "slot + c.skipped, slot", "slot, slot",
                                GROUPS | TO_END | {"len_q": 300}),
     "rows of the next tile": (
-        "gradient_producer", "tile * c.BLOCK_M", "(tile + 1) * c.BLOCK_M", ROWS),
+        "gradient_producer", "tile * c.ROWS", "(tile + 1) * c.ROWS", ROWS),
     "terms of the first head": ("gradient_producer", "(slot * (2", "(0 * slot * (2", HEADS),
     "queries of the first batch": (
         "gradient_producer", "c.batch, head, c.start_q", "0, head, c.start_q", BATCH),
@@ -363,7 +359,7 @@ def sums_are_the_same_each_time(tensors: Tensors, problem: AttentionProblem) -> 
 
 def test_each_file_of_the_backward_pass_has_faults() -> None:
     broken = {function for function, *_ in FAULTS.values()}
-    for stem in ("backward", "gradient_order", "gradient_rows"):
+    for stem in ("backward", "gradient_order", "gradient_rows", "gradient_scores"):
         text = Path(hopper.__file__).with_name(f"{stem}.py").read_text()
         assert any(f"\ndef {name}(" in text for name in broken), stem
 

@@ -383,7 +383,6 @@ def test_a_compiled_training_step_is_one_graph() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"head_dim": 256}, "D or Dv above 128"),
         ({"mask": MaskKind.BOOLEAN}, "a mask"),
         ({"block_size": (128, 128)}, "a list of blocks"),
         ({"head_terms": HeadTerm.SCALE}, "numbers of each head"),
@@ -428,6 +427,8 @@ def test_what_a_backward_pass_allocates_is_said() -> None:
     turns = 8 * 4 * 1024 // 64
     for mode in ("deterministic", "batch_invariant"):
         assert known(replace(trained, **{mode: True})).workspace_bytes == sums + terms + turns
+        wide = replace(trained, head_dim=192, **{mode: True})
+        assert known(wide).workspace_bytes == terms
 
 
 def test_kernels_that_were_compiled_for_training_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

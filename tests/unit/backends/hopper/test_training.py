@@ -49,7 +49,31 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "softcap in half": {"len_q": 300, "softcap": 1.5, "precision": Precision.FP16},
     "sinks": {"len_q": 700, "has_sinks": True, "sinks_require_grad": True},
     "ALiBi": GROUPS | {"len_q": 500, "has_alibi": True, "is_causal": True},
+    "256 columns": {"len_q": 2048, "head_dim": 256},
+    "256 columns, causal": {"len_q": 1024, "is_causal": True, "head_dim": 256, "num_heads": 16},
+    "256 columns, causal, ragged": {"len_q": 1000, "is_causal": True, "head_dim": 256},
+    "160 columns to the end": TO_END | {"len_q": 300, "len_k": 1037, "head_dim": 160},
+    "160 columns, rows without keys": TO_END | {"len_q": 700, "len_k": 129, "head_dim": 160},
+    "136 columns in half": {"len_q": 700, "head_dim": 136, "precision": Precision.FP16},
+    "192 columns beside 128": {"len_q": 1500, "head_dim": 192, "value_dim": 128, "is_causal": True},
+    "64 columns beside 256": {"len_q": 700, "head_dim": 64, "value_dim": 256, "is_causal": True},
+    "256 columns in a window": {"len_q": 1500, "window": (100, 33), "head_dim": 256},
+    "256 columns, groups": GROUPS | {"len_q": 777, "is_causal": True, "batch": 2, "head_dim": 256},
+    "256 columns, softcap": {"len_q": 700, "softcap": 5.0, "is_causal": True, "head_dim": 256},
+    "256 columns, softcap in half": {
+        **{"len_q": 300, "softcap": 1.5, "precision": Precision.FP16, "head_dim": 256},
+    },
+    "256 columns, sinks": {
+        **{"len_q": 700, "has_sinks": True, "sinks_require_grad": True, "head_dim": 256},
+    },
+    "256 columns, ALiBi": GROUPS
+    | {"len_q": 500, "has_alibi": True, "is_causal": True, "head_dim": 256},
     "packed": {"lengths_q": (700, 0, 128, 1037, 3), "is_causal": True},
+    "packed, 256 columns": {
+        **{"lengths_q": (700, 0, 128, 1037, 3), "is_causal": True, "head_dim": 256},
+    },
+    "packed, 160 columns, other keys": TO_END
+    | {"lengths_q": (90, 700, 5), "lengths_k": (300, 650, 0), "head_dim": 160},
     "packed, narrow": {"lengths_q": (700, 256, 128), "head_dim": 64, "num_heads": 32},
     "packed, other keys": TO_END | {"lengths_q": (90, 700, 5), "lengths_k": (300, 650, 0)},
     "packed, a group in a window": GROUPS
@@ -70,15 +94,16 @@ def test_gradients_are_those_of_the_definition(name: str, mode: str) -> None:
     assert_training_matches(run, make_tensors(problem, **lengths, **how), problem)
 
 
-def leaves(length: int = 512) -> list[torch.Tensor]:
+def leaves(length: int = 512, head_dim: int = 128) -> list[torch.Tensor]:
     """Return random q, k and v that want gradients."""
-    shape = (2, 4, length, 128)
+    shape = (2, 4, length, head_dim)
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     return [torch.randn(shape, **kind) for _ in range(3)]
 
 
-def test_a_cuda_graph_replays_a_training_step() -> None:
-    given = leaves()
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_cuda_graph_replays_a_training_step(head_dim: int) -> None:
+    given = leaves(head_dim=head_dim)
 
     def step() -> tuple[torch.Tensor, ...]:
         output = attend(*given, is_causal=True, backend="hopper")
@@ -100,13 +125,15 @@ def test_a_cuda_graph_replays_a_training_step() -> None:
         assert float((found - expected).float().norm() / expected.float().norm()) < 2**-8
 
 
-def test_keys_and_values_have_the_same_gradients_each_time() -> None:
-    """Those of queries are added up in no fixed order unless one is asked for."""
-    given = leaves(2048)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_keys_and_values_have_the_same_gradients_each_time(head_dim: int) -> None:
+    """Up to 128 columns those of queries are added up in no fixed order unless one is asked for."""
+    given = leaves(2048, head_dim)
     output = attend(*given, is_causal=True, backend="hopper")
     first, second = (torch.autograd.grad(output.sum(), given, retain_graph=True) for _ in range(2))
     assert torch.equal(first[1], second[1])
     assert torch.equal(first[2], second[2])
+    assert head_dim == 128 or torch.equal(first[0], second[0])
 
 
 @pytest.fixture
@@ -126,6 +153,8 @@ def deterministic() -> Iterator[None]:
         ((4, 16, 1024, 128), {"is_causal": True}),
         ((1, 8, 4096, 64), {"window": (500, 100)}),
         ((1, 1, 16384, 64), {}),
+        ((2, 4, 2048, 256), {"is_causal": True}),
+        ((1, 4, 4096, 160), {}),
     ],
     ids=str,
 )
@@ -142,10 +171,11 @@ def test_deterministic_gradients_are_the_same_in_100_repeats(
         assert all(map(torch.equal, first, again))
 
 
-def test_gradients_of_a_sequence_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_gradients_of_a_sequence_do_not_depend_on_the_batch(head_dim: int) -> None:
     kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-    given = [torch.randn(4, 8, 2000, 128, **kind) for _ in range(3)]
-    upstream = torch.randn(4, 8, 2000, 128, device="cuda", dtype=torch.bfloat16)
+    given = [torch.randn(4, 8, 2000, head_dim, **kind) for _ in range(3)]
+    upstream = torch.randn(4, 8, 2000, head_dim, device="cuda", dtype=torch.bfloat16)
     wanted: dict[str, Any] = {"backend": "hopper", "is_causal": True, "batch_invariant": True}
     found = torch.autograd.grad(attend(*given, **wanted), given, upstream)
     alone = [item.detach()[2:3].requires_grad_() for item in given]

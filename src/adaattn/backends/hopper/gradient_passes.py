@@ -1,0 +1,170 @@
+"""The launches of a backward pass, for tensors that lie as those of its first call."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adaattn.backends.allocation import unfilled
+from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
+from adaattn.backends.masks import stream_of
+
+__all__ = ["NarrowPass", "Pass", "WidePass"]
+
+_Optional = torch.Tensor | None
+_Strides = tuple[int, ...]
+_Numbers = tuple[int | float, ...]
+_Launch = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What every backward pass has.
+
+    Args:
+        launches: of the kernels, in order; the first makes terms of rows.
+        written: shape and strides of the gradients of q, k and v.
+        num_tiles: of query rows, of all heads.
+        block_m: rows of a tile.
+        prepare: numbers of the first launch.
+    """
+
+    launches: tuple[_Launch, _Launch, _Launch]
+    written: tuple[tuple[torch.Size, _Strides], ...]
+    num_tiles: int
+    block_m: int
+    prepare: tuple[int, ...]
+
+    def run(
+        self,
+        read: tuple[torch.Tensor, ...],
+        lse: torch.Tensor,
+        lse_upstream: _Optional,
+        slopes: _Optional,
+        starts: tuple[_Optional, _Optional],
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return the gradients of q, k and v; and log-sum-exp and delta of rows.
+
+        The latter are [tiles, 2, rows of a tile].
+
+        Args:
+            read: q, k, v, the gradient of the output, and the output.
+            lse: the log-sum-exp.
+            lse_upstream: its gradient, if there is one.
+            slopes: of ALiBi, if there are any.
+            starts: of packed queries and keys, if they are.
+        """
+        upstream = read[3]
+        written = tuple(unfilled(upstream, *both) for both in self.written)
+        if starts[0] is not None:
+            for item in written:  # tokens of no sequence
+                item.zero_()
+        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
+        sums, turns = self._summed(upstream)
+        stream, starts_q = stream_of(upstream), _address(starts[0])
+        of_rows = map(_address, (read[4], upstream, lse, lse_upstream, terms, sums, turns))
+        self.launches[0](self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
+        self._differentiate((*read[:4], terms, *written), stream, sums, turns, (slopes, *starts))
+        return written, terms
+
+    def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
+        """Return memory for gradients of queries that are summed, and for turns in doing so."""
+        del upstream
+        return None, None
+
+    @abstractmethod
+    def _differentiate(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        stream: int,
+        sums: _Optional,
+        turns: _Optional,
+        beside: tuple[_Optional, _Optional, _Optional],
+    ) -> None:
+        """Launch the kernels behind the first.
+
+        Args:
+            tensors: q, k, v, the gradient of the output, terms of rows, and those to be written.
+            stream: of the launches.
+            sums: of gradients of queries.
+            turns: in summing.
+            beside: slopes, and starts of queries and of keys.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NarrowPass(Pass):
+    """One kernel for all gradients, which sums those of queries; another finishes them.
+
+    Args:
+        num_blocks: of keys, of all key heads.
+        is_ordered: sums of gradients of queries have a fixed order.
+        main: numbers of the second launch.
+        finish: of the third.
+    """
+
+    num_blocks: int
+    is_ordered: bool
+    main: _Numbers
+    finish: _Numbers
+
+    def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
+        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), dtype=torch.float32)
+        turns = None
+        if self.is_ordered:
+            turns = unfilled(upstream, (2 * self.num_tiles,), dtype=torch.int32)
+        return sums, turns
+
+    def _differentiate(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        stream: int,
+        sums: _Optional,
+        turns: _Optional,
+        beside: tuple[_Optional, _Optional, _Optional],
+    ) -> None:
+        slopes, *bounds = map(_address, beside)
+        _, main, finish = self.launches
+        copied = (*tensors[:5], *tensors[6:], sums)
+        main(self.num_blocks, stream, copied, slopes, _address(turns), *self.main, *bounds)
+        of_queries = map(_address, (sums, tensors[5]))
+        finish(self.num_tiles, stream, (), *of_queries, bounds[0], *self.finish)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidePass(Pass):
+    """One kernel for the gradients of keys and values, one for those of queries: no sums.
+
+    Args:
+        num_blocks: of keys, of all key heads.
+        num_row_blocks: of query rows, of all heads.
+        keys: numbers of the second launch.
+        queries: of the third.
+    """
+
+    num_blocks: int
+    num_row_blocks: int
+    keys: _Numbers
+    queries: _Numbers
+
+    def _differentiate(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        stream: int,
+        sums: _Optional,
+        turns: _Optional,
+        beside: tuple[_Optional, _Optional, _Optional],
+    ) -> None:
+        del sums, turns
+        slopes, *bounds = map(_address, beside)
+        _, keys, queries = self.launches
+        copied = (*tensors[:5], *tensors[6:])
+        keys(self.num_blocks, stream, copied, slopes, *self.keys, *bounds)
+        copied, terms = (*tensors[:4], tensors[5]), _address(tensors[4])
+        queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *bounds)
+
+
+def _address(tensor: _Optional) -> int:
+    """Return where a tensor begins: a number is launched faster than the tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
