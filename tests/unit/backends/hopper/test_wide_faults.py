@@ -14,6 +14,8 @@ from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, HeadGroup, Precision
 from adaattn.testing import assert_training_matches, make_problem, make_tensors, with_tensors
 
+pytestmark = pytest.mark.no_cover  # a third of the time; others run the same lines
+
 PLAIN: dict[str, Any] = {"len_q": 70, "len_k": 140}
 ROWS: dict[str, Any] = {"len_q": 300, "len_k": 70}
 SQUARE: dict[str, Any] = {"len_q": 200}
@@ -233,14 +235,13 @@ def test_a_fault_in_the_order_of_things_is_seen(
 
 
 def test_blocks_that_one_warpgroup_does_not_see_are_freed_by_it(
-    simulated: Any, rewritten: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    simulated: Any, rewritten: Callable[..., Any]
 ) -> None:
     """Else the producer waits for ever."""
-    monkeypatch.setattr(sys.modules[type(simulated).__module__], "PATIENCE_S", 2.0)
     problem, tensors = made(CAUSAL)
     old = "range(first, last)"
     simulated.replace("pass_blocks", partial(rewritten, old=old, new="range(first, first)"))
-    with pytest.raises((AssertionError, TimeoutError)):
+    with pytest.raises(TimeoutError, match="wait for one another"):
         assert_training_matches(run, tensors, problem)
 
 
