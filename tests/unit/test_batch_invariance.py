@@ -219,6 +219,10 @@ def test_the_plan_does_not_depend_on_the_batch(machine: str, values: dict[str, A
         assert taken(many, machine).plan == plan
 
 
+TRAINED: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 128, "len_q": 4096,
+                           "requires_grad": True}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("machine", "values", "name"),
     [
@@ -229,6 +233,12 @@ def test_the_plan_does_not_depend_on_the_batch(machine: str, values: dict[str, A
         ("a100", {"precision": Precision.BF16, "head_dim": 128}, "triton"),
         ("h200", {"precision": Precision.FP32, "head_dim": 128}, "triton"),
         ("h200", {"precision": Precision.BF16, "requires_grad": True}, "chunked"),
+        ("h200", TRAINED, "hopper"),
+        ("h200", TRAINED | {"len_q": 2047}, "chunked"),
+        ("h200", TRAINED | {"head_dim": 136}, "chunked"),
+        ("h200", TRAINED | {"value_dim": 256}, "chunked"),
+        ("h200", TRAINED | {"lengths_q": (4096,)}, "chunked"),
+        ("a100", TRAINED, "chunked"),
         ("v100", {"precision": Precision.FP16}, "chunked"),
         ("cpu", {"precision": Precision.BF16}, "chunked"),
     ],

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from adaattn.planning.candidates import Candidate
 from adaattn.spec import AttentionProblem, Why
 
 __all__ = ["behind", "first_in_order", "incumbent_of"]
+
+_BY_TIMES: Final = 70
+"""What stands behind this place is for problems in which it was measured to be faster."""
 
 
 def incumbent_of(usable: Sequence[Candidate], problem: AttentionProblem) -> Candidate:
@@ -34,13 +38,15 @@ def first_in_order(
     """Return the exact candidate that stands first, fused ones before the others; () for none.
 
     No time has a say, and no size of a batch: an executor that declares `Feature.BATCH_INVARIANT`
-    has its place, too, from the sizes of one sequence. Where the first has too little memory
-    nothing stands in for it: the same sequence in a smaller batch would have been computed by it.
+    has its place, too, from the sizes of one sequence; one that is for measured times alone stands
+    among the last. Where the first has too little memory nothing stands in for it: the same
+    sequence in a smaller batch would have been computed by it.
     """
     able = [it for it in candidates if it.is_exact and (not it.refusal or it.why is Why.MEMORY)]
 
     def order(item: Candidate) -> tuple[bool, int]:
-        return not item.capability.is_fused, item.capability.order(problem)
+        place = item.capability.order(problem)
+        return not item.capability.is_fused or place > _BY_TIMES, place
 
     first = min(able, key=order, default=None)
     return () if first is None or first.refusal else (first,)

@@ -119,10 +119,13 @@ def _order(problem: AttentionProblem) -> int:
     before `triton` for long rows without a mask alone (H200, 128 / 512 / 4K
     rows, D 64 and 128: 0.8 / 1.0 / 1.0 to 1.5 times as fast; with a bias 0.7 to 0.9). Packed
     sequences that may not depend on one another have lengths that nobody may ask for. In training
-    all others are before it: times must say that its gradients are faster.
+    all others are before it: times must say that its gradients are faster. They were over long rows
+    of up to 128 columns (H200), so that it is first there where any batch is to be alike.
     """
     if problem.wants_gradients:
-        return 75
+        known = problem.num_sequences == 0 and max(problem.head_dim, problem.value_dim) <= 128
+        is_first = problem.batch_invariant and known and problem.len_q >= _LONG_ROWS
+        return 45 if is_first else 75
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
     least = _FEW_ROWS
     if problem.wants(Aux.DROPPED_MASS):

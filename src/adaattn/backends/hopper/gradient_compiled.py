@@ -143,11 +143,12 @@ def _plain(tile: list[int]) -> str:
 def _alignments(names: list[str], signature: dict[str, str]) -> dict[tuple[int], list[list[Any]]]:
     """Return what Triton may take for granted of addresses, strides and columns.
 
-    Not of the log-sum-exp and its gradient, which may begin anywhere.
+    Not of the caller's numbers, which may begin anywhere: the log-sum-exp and its gradient, and the
+    bounds of packed sequences.
     """
     found: dict[tuple[int], list[list[Any]]] = {}
     for place, name in enumerate(names):
-        if signature[name].startswith("*") and not name.startswith("lse"):
+        if signature[name].startswith("*") and not name.startswith(("lse", "starts")):
             found[place,] = [["tt.divisibility", _ADDRESS_BYTES]]
         elif name.startswith("stride_") or name == "columns":
             found[place,] = [["tt.divisibility", _STEP]]

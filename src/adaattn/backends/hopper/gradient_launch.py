@@ -226,7 +226,12 @@ def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int |
 
 
 def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
-    """Return how many key heads are worked on together where sums are ordered."""
-    pairs = problem.visible_pairs * problem.group_size
-    visits = 1 + pairs / (variant.block_m * max(problem.len_k, 1))
+    """Return how many key heads are worked on together where sums are ordered.
+
+    Packed sequences whose lengths nobody knows count as if they were of one length.
+    """
+    pairs = problem.visible_pairs
+    if problem.num_sequences:
+        pairs = min(pairs, problem.len_q * problem.len_k / problem.num_sequences)
+    visits = 1 + pairs * problem.group_size / (variant.block_m * max(problem.len_k, 1))
     return max(round(_BLOCKS_APART / visits), 1)

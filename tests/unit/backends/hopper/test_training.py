@@ -197,3 +197,61 @@ def test_blocks_that_do_not_all_run_at_once_wait_for_none_that_has_not_started()
                 busy @ busy
         found = torch.autograd.grad(output.sum(), given, retain_graph=True)
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_packed_gradients_in_a_fixed_order_are_the_same_each_time(head_dim: int) -> None:
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    given = [torch.randn(1, 8, 8192, head_dim, **kind) for _ in range(3)]
+    starts = torch.tensor([0, 1000, 1000, 3333, 8000], dtype=torch.int32, device="cuda")
+    how = {"backend": "hopper", "is_causal": True, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    output = attend(*given, **how)
+    upstream = torch.randn_like(output)
+    first = torch.autograd.grad(output, given, upstream, retain_graph=True)
+    for _ in range(100):
+        again = torch.autograd.grad(output, given, upstream, retain_graph=True)
+        assert all(map(torch.equal, first, again))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_graph_of_packed_training_follows_other_bounds(head_dim: int) -> None:
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    given = [torch.randn(1, 4, 2000, head_dim, **kind) for _ in range(3)]
+    starts = torch.tensor([0, 700, 2000], dtype=torch.int32, device="cuda")
+    upstream = torch.randn(1, 4, 2000, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        bounds = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        output = attend(*given, backend="hopper", is_causal=True, **bounds)
+        return output, *torch.autograd.grad(output, given, upstream)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    starts.copy_(torch.tensor([0, 1500, 2000]))
+    graph.replay()
+    assert all(map(torch.equal, recorded, step()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("deterministic")
+def test_gradients_of_more_than_2_to_the_31_elements() -> None:
+    """An offset of 32 bits would wrap around; the last sequence is held to itself alone."""
+    kind: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    given = [torch.randn(33, 32, 16384, 128, **kind) for _ in range(3)]
+    assert given[0].numel() > 2**31
+    output = attend(*given, backend="hopper", window=(127, 0), is_causal=True)
+    found = torch.autograd.grad(output, given, torch.ones_like(output))
+    alone = [item.detach()[-1:].clone().requires_grad_() for item in given]
+    single = attend(*alone, backend="hopper", window=(127, 0), is_causal=True)
+    wanted = torch.autograd.grad(single, alone, torch.ones_like(single))
+    assert torch.equal(output[-1:], single)
+    assert all(torch.equal(many[-1:], one) for many, one in zip(found, wanted, strict=True))
