@@ -9,7 +9,8 @@ Only what a key found is kept here, and only when the same was found twice in a 
 the same shapes: over a growing cache, whose shapes never come again, each comparison would fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from adaattn.call.arguments import Companions
 from adaattn.call.bound import Bound
 from adaattn.call.key import Choices
 from adaattn.policies import AMBIENT
+from adaattn.spec import Policy
 
 __all__ = ["again", "note"]
 
@@ -39,26 +41,27 @@ _cudnn = torch._C._get_cudnn_sdp_enabled
 _ambient = AMBIENT.get
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Guard:
+    """What a call is compared with."""
+
+    settings: tuple[Any, ...]
+    window: object
+    choice: Choices
+    ambient: Policy
+    kernels: tuple[bool, ...]
+    state: Callable[[], bool]
+    tensors: Callable[..., bool]
+
+
+@dataclass(slots=True, eq=False)
 class _Recent:
-    """What a call is compared with, and the bound call that it then is."""
+    """A bound call, for tensors of which shapes, and how often another was found in a row."""
 
-    __slots__ = (
-        "ambient",
-        "bound",
-        "choice",
-        "kernels",
-        "kind",
-        "missed",
-        "settings",
-        "shapes",
-        "state",
-        "tensors",
-        "window",
-    )
-
-    def __init__(self, bound: Bound, shapes: object, missed: int) -> None:
-        self.bound, self.shapes, self.missed = bound, shapes, missed
-        self.tensors: Any = None
+    bound: Bound
+    shapes: object
+    missed: int
+    guard: _Guard | None = None
 
 
 _RECENT: Final[dict[object, _Recent]] = {}
@@ -79,26 +82,28 @@ def again(
     Its arguments are those of `key_of`; no setting is a tensor.
     """
     mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
-    if not (sinks is slopes is starts_q is starts_k is blocks is terms is None):
+    if not (sinks is slopes is starts_q is starts_k is None and blocks is None and terms is None):
         return None
     try:
-        place = choice[4], query.shape, mask is None, settings[_CAUSAL], id(choice[2])
-        found = _RECENT.get(place)
+        found = _RECENT.get(
+            (choice[4], query.shape, mask is None, settings[_CAUSAL], id(choice[2]))
+        )
+        if found is None or found.guard is None:
+            return None
+        guard = found.guard
         if (
-            found is None
-            or found.tensors is None
-            or settings != found.settings
+            settings != guard.settings
             or type(settings[_DILATION]) is not int
-            or (window is not found.window and not _same(window, found.window))
-            or choice != found.choice
-            or type(choice[0]) is not found.kind
-            or (choice[0] is None and _ambient() is not found.ambient)
-            or not found.state()
-            or (_flash(), _efficient(), _math(), _cudnn()) != found.kernels
+            or (window is not guard.window and not _same(window, guard.window))
+            or choice != guard.choice
+            or type(choice[0]) is not type(guard.choice[0])
+            or (choice[0] is None and _ambient() is not guard.ambient)
+            or not guard.state()
+            or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
         ):
             return None
         given = (query, key, value) if mask is None else (query, key, value, mask)
-        return found.bound if found.tensors(*given) else None
+        return found.bound if guard.tensors(*given) else None
     except (AttributeError, TypeError, ValueError, RuntimeError):
         return None  # no tensors, no numbers: binding says which
 
@@ -119,28 +124,25 @@ def note(
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
     if last is not None and _MOST_MISSED < missed < _LOOKED_AGAIN:
-        last.missed, last.tensors = missed, None
+        last.missed, last.guard = missed, None
         return
     if any(other is not None for other in others):
         return
-    missed %= _LOOKED_AGAIN
     shapes = key.shape, None if mask is None else mask.shape
     if len(_RECENT) >= _KEPT:
         _RECENT.clear()
-    made = _RECENT[place] = _Recent(bound, shapes, missed)
+    made = _RECENT[place] = _Recent(bound, shapes, missed % _LOOKED_AGAIN)
     if last is None or last.bound is not bound or last.shapes != shapes:
         return
     if not (_same(window, window) and type(settings[_DILATION]) is int):
         return
-    # Tensors that are one tensor, and modes that no key knows, differ each time.
-    made.missed = missed if last.tensors else 0
-    made.settings, made.window, made.choice = settings, window, choice
-    made.kind, made.ambient = type(choice[0]), _ambient()
-    made.kernels = _flash(), _efficient(), _math(), _cudnn()
-    made.state = GlobalStateGuard().check
+    if last.guard is None:  # else one tensor is two of them, or modes differ that no key knows
+        made.missed = 0
     given = (query, key, value) if mask is None else (query, key, value, mask)
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    made.tensors = guards.check
+    kernels = _flash(), _efficient(), _math(), _cudnn()
+    state = GlobalStateGuard().check
+    made.guard = _Guard(settings, window, choice, _ambient(), kernels, state, guards.check)
 
 
 def _same(window: object, other: object) -> bool:
