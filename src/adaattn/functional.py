@@ -19,7 +19,7 @@ from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
-from adaattn.call.recent import again, note
+from adaattn.call.recent import Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
@@ -163,17 +163,16 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
-    by_head = isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor)
-    if by_head:
+    known = again(query, key, value, companions, settings, window, choice)
+    if not isinstance(known, Miss):
+        return known(query, key, value, *companions, tag)
+    if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
         given = Arguments.of(companions, settings, window)
         companions, settings, window = given.companions, given.settings, given.window
-    else:
-        known = again(query, key, value, companions, settings, window, choice)
-        if known is not None:
-            return known(query, key, value, *companions, tag)
+        known = Miss.SKIP
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
         bound = _bound(query, key, value, companions, settings, window, choice)
-        if not by_head:
+        if known is Miss.NOTE:
             note(bound, query, key, value, companions, settings, window, choice)
         return bound(query, key, value, *companions, tag)
     device_type = query.device.type

@@ -11,6 +11,7 @@ the same shapes: over a growing cache, whose shapes never come again, each compa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final
 
 import torch
@@ -23,15 +24,14 @@ from adaattn.call.key import Choices
 from adaattn.policies import AMBIENT
 from adaattn.spec import Policy
 
-__all__ = ["again", "note"]
+__all__ = ["Miss", "again", "note"]
 
 _KEPT: Final = 4096
 _MOST_MISSED: Final = 8
 """Times in a row that something else was found, after which nobody looks for a while."""
 _LOOKED_AGAIN: Final = 256
 """Calls of that while."""
-_CAUSAL: Final = 3
-_DILATION: Final = 6
+_SCALE, _SOFTCAP, _CAUSAL, _DILATION = 0, 1, 3, 6
 """Places among the settings; a dilation of 2.0 equals 2, and is none."""
 
 _flash = torch._C._get_flash_sdp_enabled
@@ -39,6 +39,15 @@ _efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
 _cudnn = torch._C._get_cudnn_sdp_enabled
 _ambient = AMBIENT.get
+
+
+class Miss(Enum):
+    """Why a call was not found."""
+
+    NOTE = auto()
+    """It is not the last one of its place: `note` is to be told which it is."""
+    SKIP = auto()
+    """None like it is kept here, or nobody looks at its place for a while."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,21 +85,24 @@ def again(
     settings: tuple[Any, ...],
     window: Sequence[int] | torch.Tensor,
     choice: Choices,
-) -> Bound | None:
-    """Return the bound call if it is the last one of its layer and shape, else None.
+) -> Bound | Miss:
+    """Return the bound call if it is the last one of its layer and shape.
 
-    Its arguments are those of `key_of`; no setting is a tensor.
+    Its arguments are those of `key_of`. Numbers that are tensors are compared with none.
     """
     mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
     if not (sinks is slopes is starts_q is starts_k is None and blocks is None and terms is None):
-        return None
+        return Miss.SKIP
     try:
-        found = _RECENT.get(
-            (choice[4], query.shape, mask is None, settings[_CAUSAL], id(choice[2]))
-        )
-        if found is None or found.guard is None:
-            return None
+        found = _RECENT.get(_place(query.shape, mask, settings, choice))
+        if found is None:
+            return Miss.NOTE
         guard = found.guard
+        if guard is None:
+            if found.missed < _MOST_MISSED:
+                return Miss.NOTE
+            found.missed = (found.missed + 1) % _LOOKED_AGAIN
+            return Miss.SKIP
         if (
             settings != guard.settings
             or type(settings[_DILATION]) is not int
@@ -101,11 +113,11 @@ def again(
             or not guard.state()
             or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
         ):
-            return None
+            return Miss.NOTE
         given = (query, key, value) if mask is None else (query, key, value, mask)
-        return found.bound if guard.tensors(*given) else None
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        return None  # no tensors, no numbers: binding says which
+        return found.bound if guard.tensors(*given) else Miss.NOTE
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return Miss.SKIP  # no tensors, no numbers: binding says which
 
 
 def note(
@@ -119,20 +131,15 @@ def note(
     choice: Choices,
 ) -> None:
     """Have `again` return a bound call that a key found, once it was found twice in a row."""
-    mask, *others = companions
-    place = choice[4], query.shape, mask is None, settings[_CAUSAL], id(choice[2])
+    mask = companions[0]
+    place = _place(query.shape, mask, settings, choice)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
-    if last is not None and _MOST_MISSED < missed < _LOOKED_AGAIN:
-        last.missed, last.guard = missed, None
-        return
-    if any(other is not None for other in others):
-        return
     shapes = key.shape, None if mask is None else mask.shape
     if len(_RECENT) >= _KEPT:
         _RECENT.clear()
-    made = _RECENT[place] = _Recent(bound, shapes, missed % _LOOKED_AGAIN)
-    if last is None or last.bound is not bound or last.shapes != shapes:
+    made = _RECENT[place] = _Recent(bound, shapes, missed)
+    if last is None or last.bound is not bound or last.shapes != shapes or missed >= _MOST_MISSED:
         return
     if not (_same(window, window) and type(settings[_DILATION]) is int):
         return
@@ -143,6 +150,14 @@ def note(
     kernels = _flash(), _efficient(), _math(), _cudnn()
     state = GlobalStateGuard().check
     made.guard = _Guard(settings, window, choice, _ambient(), kernels, state, guards.check)
+
+
+def _place(
+    shape: torch.Size, mask: torch.Tensor | None, settings: tuple[Any, ...], choice: Choices
+) -> tuple[object, ...]:
+    """Return what has one last call; a number that is a tensor is at no place of another."""
+    scale, softcap = type(settings[_SCALE]), type(settings[_SOFTCAP])
+    return choice[4], id(choice[2]), shape, mask is None, settings[_CAUSAL], scale, softcap
 
 
 def _same(window: object, other: object) -> bool:
