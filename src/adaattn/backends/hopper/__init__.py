@@ -78,7 +78,6 @@ def _lists(problem: AttentionProblem) -> str:
 def _training(problem: AttentionProblem) -> tuple[str, ...]:
     """Return what its gradients are not for."""
     refused = (
-        (problem.mask is not MaskKind.NONE, "a mask"),
         (problem.has_blocks, "a list of blocks"),
         (problem.head_terms.value > 0, "numbers of each head"),
     )
@@ -105,7 +104,7 @@ def _overhead(
     of_head = tiles_of(problem, problem.len_q, variant.block_m)
     tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
-    if variant.is_wide:
+    if variant.is_split:
         return Overhead(bytes_moved=3 * terms, workspace_bytes=terms, launches=2)
     turns = 8.0 * tiles if variant.is_ordered else 0.0
     return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)

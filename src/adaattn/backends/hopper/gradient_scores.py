@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH
 
 # Rows of a tile, and keys of a block, where there are more than 128 columns.
-WIDE_TILE = gl.constexpr(64)
+SPLIT_TILE = gl.constexpr(64)
 
 
 @gluon.jit
