@@ -2,9 +2,9 @@
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
-own. It needs Triton and strides of 16 bytes. Gradients are without masks and lists; those of
-queries are added up in no fixed order up to 128 columns unless PyTorch was asked for deterministic
-algorithms, or `batch_invariant`, and always the same way above.
+own. It needs Triton and strides of 16 bytes. Gradients are without lists; those of queries are
+added up in no fixed order up to 128 columns and without a mask, unless PyTorch was asked for
+deterministic algorithms, or `batch_invariant`; above, and with a mask, always the same way.
 """
 
 from typing import Final
@@ -95,7 +95,7 @@ def _overhead(
 ) -> Overhead:
     """Return what a backward pass takes: terms of rows, and sums in fp32 that are read again.
 
-    Above 128 columns there are no sums.
+    Above 128 columns and with a mask there are no sums.
     """
     del group, hardware, density
     if not problem.wants_gradients:

@@ -1,18 +1,20 @@
-"""The gradients of keys and values on the device, of more than 128 columns: one block of keys.
+"""The gradients of keys and values alone on the device: one block of keys of one head.
 
     p = exp(s - lse);  dv = p^T do;  dp = do v^T;  ds = p (dp - delta);  dk = ds^T q
 
-A block of 64 keys loops over the tiles of 64 query rows that see it, of all query heads of its key
-head. The sums of dk and dv are 128 registers a thread each, so that each has a warpgroup of its
+Where one kernel for all has no registers left: above 128 columns, and beside a mask. A block of 64
+keys loops over the tiles of 64 query rows that see it, of all query heads of its key head. With 256
+columns the sums of dk and dv are 128 registers a thread each, so that each has a warpgroup of its
 own, and the product that it is made of: the first computes scores, weights and dv, the second dp,
 ds and dk. Scores are transposed, so that p^T and ds^T are left operands from registers; weights go
 from the first to the second through shared memory, in 16 bits.
 
 Each warpgroup issues the product that it sums and behind it the next tile's, then waits for both:
 nothing is in flight over the back edge of its loop, and a stage is in use for little more than the
-time of one tile. Gradients of queries are another kernel's, `adaattn.backends.hopper.backward_queries`:
-nothing is added in memory, so that equal calls have equal bits. Rows of a tile of scores are keys
-here, so that keys behind the last need no mask: what is computed for them is not stored.
+time of one tile. Gradients of queries are another kernel's
+(`adaattn.backends.hopper.backward_queries`): nothing is added in memory, so that equal calls have
+equal bits. Rows of a tile of scores are keys here, so that keys behind the last need no mask: what
+is computed for them is not stored.
 """
 
 from triton.experimental import gluon
@@ -27,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, two_barriers
-from adaattn.backends.hopper.gradient_masks import Mask, biased, kept, load_tile, mask_of
+from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import (
     SPLIT_TILE,
@@ -103,9 +105,9 @@ class BackwardKeys:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes, mask,
-        scale, natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k, first_key,
-        first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full,
-        q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
+        scale, natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k,
+        first_key, first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta,
+        kv_full, q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -229,8 +231,7 @@ def pass_weights(c, s, lse, mask, visit, head, first_row, IS_FIRST: gl.constexpr
     which it frees behind the product made of them.
     """
     s, tangent = capped(c, s)
-    s = biased(c, s, mask)
-    p = weighed(c, s, lse, slope_of(c, head), c.first_key, first_row)
+    p = weighed(c, s, base_of(c, lse, mask), slope_of(c, head), c.first_key, first_row)
     if IS_FIRST or c.IS_GROUPED or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, c.first_key, first_row)
     p = kept(c, p, mask)
@@ -400,10 +401,11 @@ def backward_keys(
     )  # fmt: skip
     c = BackwardKeys(
         query, key, value, upstream, row_terms, key_gradient, value_gradient,
-        slopes + batch * slopes_stride, masked, scale, natural, cap, sizes, batch, key_head, first_head,
-        first_head + group_size - 1, start_q, start_k, first_key, first, behind, first_slot,
-        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, BLOCK_D, BLOCK_V,
-        IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        slopes + batch * slopes_stride, masked, scale, natural, cap, sizes, batch, key_head,
+        first_head, first_head + group_size - 1, start_q, start_k, first_key, first, behind,
+        first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, BLOCK_D,
+        BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -1,4 +1,4 @@
-"""The gradients of queries on the device, of more than 128 columns: 128 query rows of one head.
+"""The gradients of queries alone on the device: 128 query rows of one head.
 
     p = exp(s - lse);  dp = do v^T;  ds = p (dp - delta);  dq = ds k
 
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
-from adaattn.backends.hopper.gradient_masks import Mask, biased, kept, load_tile, mask_of
+from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_scores import (
     SPLIT_TILE,
     capped,
@@ -91,8 +91,8 @@ class BackwardQueries:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, query_gradient, row_terms, slopes, mask, scale, natural,
-        cap, zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end, q,
-        o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
+        cap, zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end,
+        q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
         IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -184,8 +184,7 @@ def row_weights(c, s, lse, slope, mask, first_key, first_row, IS_FIRST: gl.const
     that they visit has hidden keys, or keys that are not there.
     """
     s, tangent = capped(c, s)
-    s = biased(c, s, mask)
-    p = weighed(c, s, lse, slope, first_key, first_row)
+    p = weighed(c, s, base_of(c, lse, mask), slope, first_key, first_row)
     if c.HAS_SOFTCAP:
         p = p * (1.0 - tangent * tangent)
     if IS_FIRST or not c.IS_ALIGNED:
@@ -338,9 +337,10 @@ def backward_queries(
     )  # fmt: skip
     c = BackwardQueries(
         query, key, value, upstream, query_gradient, row_terms, slopes + batch * slopes_stride,
-        masked, scale, natural, cap, zero, sizes, batch, head, num_heads - 1, head // group_size, start_q,
-        start_k, first_row, start, end, q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D,
-        HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        masked, scale, natural, cap, zero, sizes, batch, head, num_heads - 1, head // group_size,
+        start_q, start_k, first_row, start, end, q, o, k, v, q_full, o_full, k_full, v_full,
+        BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
         [(query_gradients, (c, 0)), (query_gradients, (c, 1)), (queries_producer, (c,))],

@@ -6,7 +6,7 @@ from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper import backward, gradient_rows, backward_keys, backward_queries
+from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.compiled import Launcher, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
@@ -64,7 +64,7 @@ def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
     """Return the names of those kernels.
 
     The first makes terms of rows. Then there is one for all gradients, and what finishes those of
-    queries; above 128 columns one for keys and values, and one for queries.
+    queries; above 128 columns and with a mask one for keys and values, and one for queries.
     """
     return ("prepare", "keys", "queries") if variant.is_split else ("prepare", "main", "finish")
 

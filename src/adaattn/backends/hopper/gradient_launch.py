@@ -18,13 +18,13 @@ __all__ = [
 ]
 
 BLOCK_KEYS: Final = 128
-"""Keys of a block of up to 128 columns: 64 for each of two warpgroups."""
+"""Keys of a block of the kernel for all gradients: 64 for each of two warpgroups."""
 
 ROW_BLOCK: Final = 128
-"""Query rows of a block of the kernel of queries, where there are more columns."""
+"""Query rows of a block of the kernel of queries alone."""
 
 _SPLIT_TILE: Final = 64
-"""Rows of a tile and keys of a block there."""
+"""Rows of a tile and keys of a block of split kernels."""
 
 TILE_NUMBERS: Final = 8192
 """Rows times columns of a tile of queries; with more, sums and scores have no registers."""
@@ -206,7 +206,7 @@ def numbers_of(
 def split_numbers_of(
     problem: AttentionProblem, variant: GradientVariant, slopes_stride: int, num_blocks: int
 ) -> tuple[int | float, ...]:
-    """Return the numbers of a kernel for more than 128 columns, in its order.
+    """Return the numbers of one of the split kernels, in its order.
 
     Args:
         problem: of the call.

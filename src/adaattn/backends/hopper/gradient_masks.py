@@ -1,14 +1,16 @@
 """The mask of a tile of scores in the backward kernels, loaded by each thread.
 
-Tiles are those of `adaattn.backends.hopper.gradient_scores`, in either orientation. A mask is loaded
-before the product is waited for to whose scores it belongs. Additive ones join the scores, booleans
-hide weights. Gradients of masks are not computed.
+Tiles are those of `adaattn.backends.hopper.gradient_scores`, in either orientation. A mask is
+loaded before the product is waited for to whose scores it belongs. Additive ones join the
+log-sum-exp, so that scores take no operation more; booleans hide weights. Gradients of masks are
+not computed.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from adaattn.backends.hopper._gluon import aggregate
+from adaattn.backends.hopper.gradient_scores import beside
 from adaattn.backends.hopper.scores import ADDITIVE, BOOLEAN, LOG2_E, NO_MASK, numbers
 
 
@@ -91,11 +93,12 @@ def along_tile(c, mask):
 
 
 @gluon.jit
-def biased(c, s, mask):
-    """Scores in units of log 2 with an additive mask."""
+def base_of(c, lse, mask):
+    """What scores are held to: a row's log-sum-exp, less what an additive mask adds to them."""
+    base = beside(c, lse)
     if c.mask.KIND == ADDITIVE:
-        s = s + numbers(along_tile(c, mask)) * LOG2_E
-    return s
+        base = base - numbers(along_tile(c, mask)) * LOG2_E
+    return base
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from adaattn.backends.allocation import unfilled
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
 from adaattn.backends.masks import stream_of
 
-__all__ = ["SinglePass", "Pass", "SplitPass"]
+__all__ = ["Pass", "SinglePass", "SplitPass"]
 
 _Optional = torch.Tensor | None
 _Strides = tuple[int, ...]
@@ -162,9 +162,9 @@ class SplitPass(Pass):
         beside: tuple[_Optional, ...],
     ) -> None:
         del sums, turns
-        slopes, *others = map(_address, beside)
+        slopes, *bounds_and_mask = map(_address, beside)
         _, keys, queries = self.launches
-        others = (*others, *self.mask)
+        others = (*bounds_and_mask, *self.mask)
         copied = (*tensors[:5], *tensors[6:])
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
         copied, terms = (*tensors[:4], tensors[5]), _address(tensors[4])

@@ -19,7 +19,7 @@ from adaattn.backends.hopper.gradient_launch import (
     numbers_of,
     split_numbers_of,
 )
-from adaattn.backends.hopper.gradient_passes import SinglePass, Pass, SplitPass
+from adaattn.backends.hopper.gradient_passes import Pass, SinglePass, SplitPass
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
 from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
 from adaattn.backends.hopper.views import Layouts, View, head_view, made_readable
