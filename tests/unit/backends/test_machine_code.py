@@ -160,8 +160,9 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
     "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
 }
-# The same of more than 128 columns, in the two kernels of keys and values and of queries.
-WIDE_GRADIENTS = {
+# The same of more than 128 columns and of masks, in the two kernels of keys and values and of
+# queries.
+SPLIT_GRADIENTS = {
     "dict(head_dim=256)": 0,
     "dict(head_dim=256, is_causal=True)": 0,
     "dict(head_dim=256, is_causal=True, precision=Precision.FP16)": 0,
@@ -177,6 +178,13 @@ WIDE_GRADIENTS = {
     "dict(head_dim=256, lengths_q=(1000, 1048), is_causal=True, softcap=30.0, window=(500, 0))": 0,
     "dict(head_dim=256, is_causal=True, num_heads=8, num_kv_heads=2, softcap=3.0, has_alibi=True, "
     "window=(100, 0))": 8,
+    "dict(head_dim=64, mask=MaskKind.BOOLEAN)": 0,
+    "dict(head_dim=128, mask=MaskKind.ADDITIVE, is_causal=True)": 0,
+    "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True, num_heads=8, num_kv_heads=2)": 4,
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, lengths_q=(1000, 1048), window=(500, 0))": 4,
+    "dict(head_dim=256, mask=MaskKind.ADDITIVE)": 4,
+    "dict(head_dim=256, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 1, 4096))": 0,
+    "dict(head_dim=256, mask=MaskKind.ADDITIVE, mask_is_wide=True, softcap=3.0)": 16,
 }
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")
@@ -271,8 +279,8 @@ def test_gradients_for_hopper_are_products_that_overlap(
 
 
 @pytest.mark.parametrize("kernel", ["hopper_keys", "hopper_queries"])
-@pytest.mark.parametrize(("values", "most_spills"), WIDE_GRADIENTS.items())
-def test_gradients_of_many_columns_are_products_that_overlap(
+@pytest.mark.parametrize(("values", "most_spills"), SPLIT_GRADIENTS.items())
+def test_gradients_of_split_kernels_are_products_that_overlap(
     values: str, most_spills: int, kernel: str, tmp_path: Path
 ) -> None:
     check_hopper_gradients(compiled(kernel, values, tmp_path), most_spills)
@@ -345,8 +353,8 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
         ("triton", PORTABLE[6]),
         ("triton", PORTABLE[8]),
         *(("hopper_gradients", values) for values in list(HOPPER_GRADIENTS)[1::5]),
-        *(("hopper_keys", values) for values in list(WIDE_GRADIENTS)[1::4]),
-        *(("hopper_queries", values) for values in list(WIDE_GRADIENTS)[1::3]),
+        *(("hopper_keys", values) for values in list(SPLIT_GRADIENTS)[1::4]),
+        *(("hopper_queries", values) for values in list(SPLIT_GRADIENTS)[1::3]),
     ],
 )
 def test_the_oldest_triton_makes_the_same_of_them(
@@ -356,7 +364,7 @@ def test_the_oldest_triton_makes_the_same_of_them(
     if executor == "hopper":
         check_hopper(found, MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0)
     if executor.startswith("hopper_"):
-        check_hopper_gradients(found, (HOPPER_GRADIENTS | WIDE_GRADIENTS)[values] + 4)
+        check_hopper_gradients(found, (HOPPER_GRADIENTS | SPLIT_GRADIENTS)[values] + 4)
         return
     assert found["products"] > 0
     assert found["spills"] == 0 or values in HOPPER_WITH_FEW_SPILLS

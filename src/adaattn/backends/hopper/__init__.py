@@ -2,9 +2,9 @@
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
-own. It needs Triton and strides of 16 bytes. Gradients are without masks and lists; those of
-queries are added up in no fixed order up to 128 columns unless PyTorch was asked for deterministic
-algorithms, or `batch_invariant`, and always the same way above.
+own. It needs Triton and strides of 16 bytes. Gradients are without lists; those of queries are
+added up in no fixed order up to 128 columns and without a mask, unless PyTorch was asked for
+deterministic algorithms, or `batch_invariant`; above, and with a mask, always the same way.
 """
 
 from typing import Final
@@ -78,7 +78,6 @@ def _lists(problem: AttentionProblem) -> str:
 def _training(problem: AttentionProblem) -> tuple[str, ...]:
     """Return what its gradients are not for."""
     refused = (
-        (problem.mask is not MaskKind.NONE, "a mask"),
         (problem.has_blocks, "a list of blocks"),
         (problem.head_terms.value > 0, "numbers of each head"),
     )
@@ -96,7 +95,7 @@ def _overhead(
 ) -> Overhead:
     """Return what a backward pass takes: terms of rows, and sums in fp32 that are read again.
 
-    Above 128 columns there are no sums.
+    Above 128 columns and with a mask there are no sums.
     """
     del group, hardware, density
     if not problem.wants_gradients:
@@ -105,7 +104,7 @@ def _overhead(
     of_head = tiles_of(problem, problem.len_q, variant.block_m)
     tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
-    if variant.is_wide:
+    if variant.is_split:
         return Overhead(bytes_moved=3 * terms, workspace_bytes=terms, launches=2)
     turns = 8.0 * tiles if variant.is_ordered else 0.0
     return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)

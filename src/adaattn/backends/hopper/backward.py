@@ -35,6 +35,7 @@ from adaattn.backends.hopper.gradient_order import (
     row_tiles,
 )
 from adaattn.backends.hopper.gradient_scores import (
+    beside,
     capped,
     hide_at_edges,
     slope_of,
@@ -233,7 +234,7 @@ def weights_of(c, w: gl.constexpr, s, lse, slope, first_key, first_row):
     s, tangent = capped(c, s)
     if c.HAS_SOFTCAP:
         keep_slope(c, w, tangent)
-    return weighed(c, s, lse, slope, first_key, first_row)
+    return weighed(c, s, beside(c, lse), slope, first_key, first_row)
 
 
 @gluon.jit

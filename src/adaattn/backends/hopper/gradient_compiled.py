@@ -6,10 +6,11 @@ from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper import backward, gradient_rows, wide_keys, wide_queries
+from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
 from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.compiled import Launcher, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT
 
 __all__ = ["compile_gradients", "constants_of", "gradient_kernels", "kinds_of"]
 
@@ -21,11 +22,12 @@ _FUNCTIONS = {
     "prepare": gradient_rows.prepare_rows,
     "main": backward.backward,
     "finish": gradient_rows.finish_queries,
-    "keys": wide_keys.wide_keys,
-    "queries": wide_queries.wide_queries,
+    "keys": backward_keys.backward_keys,
+    "queries": backward_queries.backward_queries,
 }
 _SMALL = ("prepare", "finish")
 """Kernels without products."""
+_STRIDES_OF_MASK = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
 
 
 def compile_gradients(variant: GradientVariant, kind: str) -> Any:
@@ -44,7 +46,7 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
         function,
         signature=signature,
         constexprs={(function.arg_names.index(name),): it for name, it in constants.items()},
-        attrs=_alignments(function.arg_names, signature) if kind in _SMALL else {},
+        attrs=_alignments(variant, kind, function.arg_names, signature),
     )
     options: dict[str, Any] = {"num_warps": 4}
     if kind not in _SMALL:
@@ -62,9 +64,9 @@ def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
     """Return the names of those kernels.
 
     The first makes terms of rows. Then there is one for all gradients, and what finishes those of
-    queries; above 128 columns one for keys and values, and one for queries.
+    queries; above 128 columns and with a mask one for keys and values, and one for queries.
     """
-    return ("prepare", "keys", "queries") if variant.is_wide else ("prepare", "main", "finish")
+    return ("prepare", "keys", "queries") if variant.is_split else ("prepare", "main", "finish")
 
 
 def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     if kind == "prepare":
         return sizes | {
             "HAS_LSE_GRADIENT": variant.has_lse_gradient,
-            "HAS_SUMS": not variant.is_wide,
+            "HAS_SUMS": not variant.is_split,
             "IS_ORDERED": variant.is_ordered,
             "IS_PACKED": variant.is_packed,
         }
@@ -98,9 +100,15 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
             "IS_RAGGED": variant.is_ragged,
             "IS_ORDERED": variant.is_ordered,
         }
+    shared |= {
+        "BLOCK_V": variant.block_v,
+        "MASK": int(variant.mask),
+        "MASK_HAS_ROWS": variant.mask_has_rows,
+        "MASK_IS_DENSE": variant.mask_is_dense,
+    }
     if kind == "keys":
-        return shared | {"BLOCK_V": variant.block_v, "IS_GROUPED": variant.is_grouped}
-    return shared | {"BLOCK_V": variant.block_v, "IS_RAGGED": variant.is_ragged}
+        return shared | {"IS_GROUPED": variant.is_grouped}
+    return shared | {"IS_RAGGED": variant.is_ragged}
 
 
 def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
@@ -131,6 +139,8 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         "sums": _plain([16, 256]),
         "slopes": f"*{variant.slopes_dtype}",
         **dict.fromkeys(("turns", "starts_q", "starts_k"), "*i32"),
+        "mask": f"*{variant.mask_dtype}",
+        **dict.fromkeys(_STRIDES_OF_MASK, "i64"),
     }
 
 
@@ -140,15 +150,20 @@ def _plain(tile: list[int]) -> str:
     return f"tensordesc<fp32[{','.join(map(str, tile))}],{layout!r}>"
 
 
-def _alignments(names: list[str], signature: dict[str, str]) -> dict[tuple[int], list[list[Any]]]:
+def _alignments(
+    variant: GradientVariant, kind: str, names: list[str], signature: dict[str, str]
+) -> dict[tuple[int], list[list[Any]]]:
     """Return what Triton may take for granted of addresses, strides and columns.
 
-    Not of the caller's numbers, which may begin anywhere: the log-sum-exp and its gradient, and the
-    bounds of packed sequences.
+    Not of the log-sum-exp, its gradient and the bounds of packed sequences, which may begin
+    anywhere; of kernels with products, of the mask alone.
     """
     found: dict[tuple[int], list[list[Any]]] = {}
     for place, name in enumerate(names):
-        if signature[name].startswith("*") and not name.startswith(("lse", "starts")):
+        if kind not in _SMALL:
+            if variant.mask_is_aligned and name in ("mask", *_STRIDES_OF_MASK[:3]):
+                found[place,] = [["tt.divisibility", MASK_ALIGNMENT]]
+        elif signature[name].startswith("*") and not name.startswith(("lse", "starts")):
             found[place,] = [["tt.divisibility", _ADDRESS_BYTES]]
         elif name.startswith("stride_") or name == "columns":
             found[place,] = [["tt.divisibility", _STEP]]

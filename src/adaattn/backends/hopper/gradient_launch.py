@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.hopper.launch import edges, tiles_of
-from adaattn.spec import Align, AttentionProblem, Precision
+from adaattn.backends.hopper.launch import edges, mask_dtype, tiles_of
+from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
 
 __all__ = [
     "BLOCK_KEYS",
@@ -14,17 +14,17 @@ __all__ = [
     "GradientVariant",
     "choose_gradients",
     "numbers_of",
-    "wide_numbers_of",
+    "split_numbers_of",
 ]
 
 BLOCK_KEYS: Final = 128
-"""Keys of a block of up to 128 columns: 64 for each of two warpgroups."""
+"""Keys of a block of the kernel for all gradients: 64 for each of two warpgroups."""
 
 ROW_BLOCK: Final = 128
-"""Query rows of a block of the kernel of queries, where there are more columns."""
+"""Query rows of a block of the kernel of queries alone."""
 
-_WIDE_TILE: Final = 64
-"""Rows of a tile and keys of a block there."""
+_SPLIT_TILE: Final = 64
+"""Rows of a tile and keys of a block of split kernels."""
 
 TILE_NUMBERS: Final = 8192
 """Rows times columns of a tile of queries; with more, sums and scores have no registers."""
@@ -55,16 +55,21 @@ class GradientVariant:
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
             tiles took more registers (Triton 3.7).
             Nor where sums are ordered, whose tiles come in the opposite order.
-            Above 128 columns also where nothing is hidden: in either case rows have hidden keys in
+            Of split kernels also where nothing is hidden: in either case rows have hidden keys in
             the first block that they visit alone.
         has_softcap: as in the problem.
         has_alibi: likewise.
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
         is_ordered: gradients of queries are summed in a fixed order: the same each time, in any
-            batch. Above 128 columns nothing is summed in memory.
+            batch. Split kernels sum nothing in memory.
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
+        mask: kind of the mask.
+        mask_dtype: Triton's name of its numbers' type.
+        mask_has_rows: it differs from row to row.
+        mask_is_dense: its columns are adjacent.
+        mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
     """
 
     block_d: int
@@ -82,21 +87,29 @@ class GradientVariant:
     is_ordered: bool = False
     is_packed: bool = False
     to_end: bool = False
+    mask: MaskKind = MaskKind.NONE
+    mask_dtype: str = "i8"
+    mask_has_rows: bool = False
+    mask_is_dense: bool = True
+    mask_is_aligned: bool = True
 
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
-        return _WIDE_TILE if self.is_wide else TILE_NUMBERS // self.block_d
+        return _SPLIT_TILE if self.is_split else TILE_NUMBERS // self.block_d
 
     @property
     def block_n(self) -> int:
         """Keys of a block."""
-        return _WIDE_TILE if self.is_wide else BLOCK_KEYS
+        return _SPLIT_TILE if self.is_split else BLOCK_KEYS
 
     @property
-    def is_wide(self) -> bool:
-        """Whether gradients of queries have a kernel of their own, and sums no registers beside."""
-        return max(self.block_d, self.block_v) > _MOST_COLUMNS
+    def is_split(self) -> bool:
+        """Whether gradients of queries have a kernel of their own.
+
+        There are no registers for a mask, or more columns, beside the sums of one kernel for all.
+        """
+        return self.mask is not MaskKind.NONE or max(self.block_d, self.block_v) > _MOST_COLUMNS
 
     @property
     def has_fast_tanh(self) -> bool:
@@ -121,18 +134,19 @@ def choose_gradients(
     """
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
-    is_wide = max(block_d, block_v) > _MOST_COLUMNS
-    block_n = _WIDE_TILE if is_wide else BLOCK_KEYS
+    masked = problem.mask is not MaskKind.NONE
+    is_split = masked or max(block_d, block_v) > _MOST_COLUMNS
+    block_n = _SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or problem.len_k % block_n != 0
-    is_ordered = not is_wide and (problem.deterministic or problem.batch_invariant)
+    is_ordered = not is_split and (problem.deterministic or problem.batch_invariant)
     # Of packed sequences that may not depend on one another, whether all are square is another's.
     is_square = problem.packed_square and not problem.batch_invariant
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
     edge = right if is_packed else problem.offset + right
     is_aligned = right >= 0 and left < 0 and not problem.has_alibi and edge % block_n == 0
-    if is_wide:
+    if is_split:
         is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
     else:
         is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered)
@@ -152,6 +166,9 @@ def choose_gradients(
         is_ordered=is_ordered,
         is_packed=is_packed,
         to_end=to_end,
+        mask=problem.mask,
+        mask_dtype=mask_dtype(problem),
+        mask_has_rows=problem.mask_shape[-2:-1] not in ((), (1,)),
     )
 
 
@@ -186,10 +203,10 @@ def numbers_of(
     )
 
 
-def wide_numbers_of(
+def split_numbers_of(
     problem: AttentionProblem, variant: GradientVariant, slopes_stride: int, num_blocks: int
 ) -> tuple[int | float, ...]:
-    """Return the numbers of a kernel for more than 128 columns, in its order.
+    """Return the numbers of one of the split kernels, in its order.
 
     Args:
         problem: of the call.

@@ -10,7 +10,7 @@ from adaattn.backends.allocation import unfilled
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
 from adaattn.backends.masks import stream_of
 
-__all__ = ["NarrowPass", "Pass", "WidePass"]
+__all__ = ["Pass", "SinglePass", "SplitPass"]
 
 _Optional = torch.Tensor | None
 _Strides = tuple[int, ...]
@@ -41,6 +41,7 @@ class Pass:
         read: tuple[torch.Tensor, ...],
         lse: torch.Tensor,
         lse_upstream: _Optional,
+        mask: _Optional,
         slopes: _Optional,
         starts: tuple[_Optional, _Optional],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -52,6 +53,7 @@ class Pass:
             read: q, k, v, the gradient of the output, and the output.
             lse: the log-sum-exp.
             lse_upstream: its gradient, if there is one.
+            mask: if there is one.
             slopes: of ALiBi, if there are any.
             starts: of packed queries and keys, if they are.
         """
@@ -65,7 +67,8 @@ class Pass:
         stream, starts_q = stream_of(upstream), _address(starts[0])
         of_rows = map(_address, (read[4], upstream, lse, lse_upstream, terms, sums, turns))
         self.launches[0](self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
-        self._differentiate((*read[:4], terms, *written), stream, sums, turns, (slopes, *starts))
+        beside = slopes, *starts, mask
+        self._differentiate((*read[:4], terms, *written), stream, sums, turns, beside)
         return written, terms
 
     def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
@@ -80,7 +83,7 @@ class Pass:
         stream: int,
         sums: _Optional,
         turns: _Optional,
-        beside: tuple[_Optional, _Optional, _Optional],
+        beside: tuple[_Optional, ...],
     ) -> None:
         """Launch the kernels behind the first.
 
@@ -89,12 +92,12 @@ class Pass:
             stream: of the launches.
             sums: of gradients of queries.
             turns: in summing.
-            beside: slopes, and starts of queries and of keys.
+            beside: slopes, starts of queries and of keys, and the mask.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NarrowPass(Pass):
+class SinglePass(Pass):
     """One kernel for all gradients, which sums those of queries; another finishes them.
 
     Args:
@@ -122,9 +125,9 @@ class NarrowPass(Pass):
         stream: int,
         sums: _Optional,
         turns: _Optional,
-        beside: tuple[_Optional, _Optional, _Optional],
+        beside: tuple[_Optional, ...],
     ) -> None:
-        slopes, *bounds = map(_address, beside)
+        slopes, *bounds = map(_address, beside[:3])
         _, main, finish = self.launches
         copied = (*tensors[:5], *tensors[6:], sums)
         main(self.num_blocks, stream, copied, slopes, _address(turns), *self.main, *bounds)
@@ -133,7 +136,7 @@ class NarrowPass(Pass):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WidePass(Pass):
+class SplitPass(Pass):
     """One kernel for the gradients of keys and values, one for those of queries: no sums.
 
     Args:
@@ -141,12 +144,14 @@ class WidePass(Pass):
         num_row_blocks: of query rows, of all heads.
         keys: numbers of the second launch.
         queries: of the third.
+        mask: strides of the mask.
     """
 
     num_blocks: int
     num_row_blocks: int
     keys: _Numbers
     queries: _Numbers
+    mask: tuple[int, ...]
 
     def _differentiate(
         self,
@@ -154,15 +159,16 @@ class WidePass(Pass):
         stream: int,
         sums: _Optional,
         turns: _Optional,
-        beside: tuple[_Optional, _Optional, _Optional],
+        beside: tuple[_Optional, ...],
     ) -> None:
         del sums, turns
-        slopes, *bounds = map(_address, beside)
+        slopes, *bounds_and_mask = map(_address, beside)
         _, keys, queries = self.launches
+        others = (*bounds_and_mask, *self.mask)
         copied = (*tensors[:5], *tensors[6:])
-        keys(self.num_blocks, stream, copied, slopes, *self.keys, *bounds)
+        keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
         copied, terms = (*tensors[:4], tensors[5]), _address(tensors[4])
-        queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *bounds)
+        queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
 
 
 def _address(tensor: _Optional) -> int:

@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH
 
-# Rows of a tile, and keys of a block, where there are more than 128 columns.
-WIDE_TILE = gl.constexpr(64)
+# Rows of a tile, and keys of a block, where keys and queries have kernels of their own.
+SPLIT_TILE = gl.constexpr(64)
 
 
 @gluon.jit
@@ -62,9 +62,8 @@ def positions(c, first_key, first_row):
 
 
 @gluon.jit
-def weighed(c, s, lse, slope, first_key, first_row):
+def weighed(c, s, base, slope, first_key, first_row):
     """The weights of scores that are scaled and capped, of hidden keys too."""
-    base = beside(c, lse)
     if c.HAS_ALIBI:
         keys, rows = positions(c, first_key, first_row)
         s = s - slope * gl.abs((keys - beside(c, rows)).to(gl.float32))

@@ -17,13 +17,14 @@ from adaattn.backends.hopper.gradient_launch import (
     GradientVariant,
     choose_gradients,
     numbers_of,
-    wide_numbers_of,
+    split_numbers_of,
 )
-from adaattn.backends.hopper.gradient_passes import NarrowPass, Pass, WidePass
-from adaattn.backends.hopper.launch import tiles_of
-from adaattn.backends.hopper.prepared import DTYPES
+from adaattn.backends.hopper.gradient_passes import Pass, SinglePass, SplitPass
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
+from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
 from adaattn.backends.hopper.views import Layouts, View, head_view, made_readable
 from adaattn.backends.interface import Tensors
+from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import on_clear
@@ -106,13 +107,17 @@ class _Backward:
         starts: tuple[_Optional, _Optional] = (None, None)
         if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
             starts = (tensors.cu_seqlens_q.contiguous(), tensors.cu_seqlens_k.contiguous())
-        layout_of = partial(_layout, slopes, lse_upstream, starts[0])
+        mask = tensors.mask
+        if mask is not None and mask.dtype not in DTYPES:
+            mask = mask.float()
+        layout_of = partial(_layout, mask, slopes, lse_upstream, starts[0])
         read, layout, prepared = self._layouts.find(read, layout_of)
         if prepared is None:
-            prepared = _prepare(self._problem, read, slopes, starts[0], lse_upstream is not None)
+            has_lse_gradient = lse_upstream is not None
+            prepared = _prepare(self._problem, read, mask, slopes, starts[0], has_lse_gradient)
             self._layouts.keep(layout, prepared)
             note(noted_as(self._problem))
-        written, terms = prepared.run(read, lse, lse_upstream, slopes, starts)
+        written, terms = prepared.run(read, lse, lse_upstream, mask, slopes, starts)
         found = dict(zip(("query", "key", "value"), written, strict=True))
         if "sinks" in wanted:
             assert tensors.sinks is not None
@@ -121,6 +126,7 @@ class _Backward:
 
 
 def _layout(
+    mask: _Optional,
     slopes: _Optional,
     lse_upstream: _Optional,
     starts: _Optional,
@@ -140,6 +146,7 @@ def _layout(
         value.stride(),
         upstream.stride(),
         output.stride(),
+        None if mask is None else _lying(mask),
         None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
         lse_upstream is None,
         None if starts is None else starts.shape,
@@ -147,9 +154,15 @@ def _layout(
     )
 
 
+def _lying(mask: torch.Tensor) -> tuple[Any, ...]:
+    """Return what kernels take for granted of a mask."""
+    return mask.shape, mask.stride(), mask.dtype, mask.data_ptr() % MASK_ALIGNMENT
+
+
 def _prepare(
     problem: AttentionProblem,
     read: tuple[torch.Tensor, ...],
+    mask: _Optional,
     slopes: _Optional,
     starts: _Optional,
     has_lse_gradient: bool,
@@ -159,6 +172,7 @@ def _prepare(
     Args:
         problem: of the call; sizes are taken from the tensors.
         read: q, k, v, the gradient of the output, and the output.
+        mask: of up to four dimensions.
         slopes: of ALiBi.
         starts: of packed sequences.
         has_lse_gradient: one arrives at the log-sum-exp.
@@ -170,11 +184,18 @@ def _prepare(
         len_q=query.shape[2],
         len_k=key.shape[2],
         num_sequences=0 if starts is None else len(starts) - 1,
+        mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
     dtype = "fp32" if slopes is None else DTYPES[slopes.dtype]
     variant = choose_gradients(problem, has_lse_gradient=has_lse_gradient, slopes_dtype=dtype)
-    by_batch = slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1
-    stride = slopes.stride(0) if slopes is not None and by_batch else 0
+    if mask is not None:
+        variant = replace(
+            variant,
+            mask_dtype=DTYPES[mask.dtype],
+            mask_is_dense=mask.stride(-1) == 1 < mask.shape[-1],
+            mask_is_aligned=is_aligned(mask),
+        )
+    stride, *of_mask = strides_of(mask, slopes)
     tiles = tiles_of(problem, problem.len_q, variant.block_m)
     num_tiles = problem.batch * problem.num_heads * tiles
     packed, of_rows = problem.num_sequences, (problem.num_heads, problem.len_q, tiles)
@@ -197,19 +218,20 @@ def _prepare(
             value.shape[3],
         ),
     }
-    if variant.is_wide:
+    if variant.is_split:
         row_blocks = tiles_of(problem, problem.len_q, ROW_BLOCK)
         of_queries = (*copied[:4], view_of(written[0]))
         views: tuple[tuple[View, ...], ...] = ((), copied, of_queries)
-        return WidePass(
+        return SplitPass(
             launches=_bound(kernels, views),
             num_row_blocks=problem.batch * problem.num_heads * row_blocks,
-            keys=wide_numbers_of(problem, variant, stride, key_blocks),
-            queries=wide_numbers_of(problem, variant, stride, row_blocks),
+            keys=split_numbers_of(problem, variant, stride, key_blocks),
+            queries=split_numbers_of(problem, variant, stride, row_blocks),
+            mask=tuple(of_mask),
             **shared,
         )
     sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
-    return NarrowPass(
+    return SinglePass(
         launches=_bound(kernels, ((), (*copied, sums), ())),
         is_ordered=variant.is_ordered,
         main=numbers_of(problem, variant, stride),

@@ -20,6 +20,7 @@ __all__ = [
     "edges",
     "key_blocks",
     "mask_bytes",
+    "mask_dtype",
     "tile_bits",
     "tiles_per_head",
 ]
@@ -212,7 +213,7 @@ def choose(
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
-        mask_dtype=_mask_dtype(problem),
+        mask_dtype=mask_dtype(problem),
         mask_has_rows=has_rows,
         mask_is_first=_is_first(problem),
         head_terms=problem.head_terms,
@@ -355,7 +356,7 @@ def _columns(head_dim: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), 32)
 
 
-def _mask_dtype(problem: AttentionProblem) -> str:
+def mask_dtype(problem: AttentionProblem) -> str:
     """Return Triton's name of the mask's type, booleans as bytes."""
     if problem.mask is not MaskKind.ADDITIVE:
         return "i8"
@@ -364,7 +365,7 @@ def _mask_dtype(problem: AttentionProblem) -> str:
 
 def mask_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of a number of the mask."""
-    return {"i8": 1, "fp32": 4}.get(_mask_dtype(problem), 2)
+    return {"i8": 1, "fp32": 4}.get(mask_dtype(problem), 2)
 
 
 def tiles_per_head(problem: AttentionProblem, tiling: Tiling) -> int:

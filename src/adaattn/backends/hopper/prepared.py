@@ -33,7 +33,17 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, HeadTerm
 
-__all__ = ["DTYPES", "NOTHING_BESIDE", "NOT_BY_HEAD", "Beside", "Given", "Prepared", "prepare"]
+__all__ = [
+    "DTYPES",
+    "NOTHING_BESIDE",
+    "NOT_BY_HEAD",
+    "Beside",
+    "Given",
+    "Prepared",
+    "is_aligned",
+    "prepare",
+    "strides_of",
+]
 
 DTYPES: Final = {
     torch.bool: "i8",
@@ -246,7 +256,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
         scalars=(
             *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
-            *_strides_of(mask, given.slopes),
+            *strides_of(mask, given.slopes),
         ),
         numbers=(problem.num_sequences, *_lists(problem, given)),
         tiles=tiles,
@@ -263,7 +273,7 @@ def _for_tensors(variant: Variant, given: Given) -> Variant:
     return replace(
         variant,
         mask_is_dense=loaded is None or loaded.stride(-1) == 1 < loaded.shape[-1],
-        mask_is_aligned=loaded is None or _is_aligned(loaded),
+        mask_is_aligned=loaded is None or is_aligned(loaded),
         mask_dtype="i8" if mask is None else DTYPES[mask.dtype],
         sinks_dtype=_type_of(given.sinks),
         slopes_dtype=_type_of(given.slopes),
@@ -278,7 +288,7 @@ def _type_of(numbers: torch.Tensor | None) -> str:
     return "fp32" if numbers is None else DTYPES[numbers.dtype]
 
 
-def _is_aligned(mask: torch.Tensor) -> bool:
+def is_aligned(mask: torch.Tensor) -> bool:
     """Return whether a mask's rows begin at multiples that the kernel can make use of."""
     rows = zip(mask.shape[:-1], mask.stride(), strict=False)
     at = mask.data_ptr() % MASK_ALIGNMENT
@@ -315,7 +325,7 @@ def _scalars(
     )
 
 
-def _strides_of(mask: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[int, ...]:
+def strides_of(mask: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[int, ...]:
     """Return the slopes' stride over sequences and the mask's four; 0 where one stands for all."""
     by_batch = 0 if slopes is None or slopes.dim() < 2 or slopes.shape[0] == 1 else slopes.stride(0)
     if mask is None:

@@ -35,8 +35,8 @@ from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
 FILES = ("scores", "places", "barriers", "pipeline", "results", "dropped", "kernel",
-         "gradient_scores", "backward", "gradient_order", "gradient_rows", "wide_keys",
-         "wide_queries")  # fmt: skip
+         "gradient_scores", "gradient_masks", "backward", "gradient_order", "gradient_rows",
+         "backward_keys", "backward_queries")  # fmt: skip
 
 
 class _Own:

@@ -173,7 +173,7 @@ def test_masks_are_read_where_they_lie(
 def test_two_numbers_of_a_mask_are_read_at_once_only_where_rows_are_aligned(
     mask: torch.Tensor, is_aligned: bool
 ) -> None:
-    assert prepared._is_aligned(mask) is is_aligned
+    assert prepared.is_aligned(mask) is is_aligned
 
 
 def test_a_list_of_tiles_is_made_once_and_never_while_a_graph_is_captured(

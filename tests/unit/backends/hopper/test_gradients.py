@@ -383,7 +383,7 @@ def test_a_compiled_training_step_is_one_graph() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"mask": MaskKind.BOOLEAN}, "a mask"),
+        ({"mask": MaskKind.ADDITIVE, "mask_requires_grad": True}, "gradient"),
         ({"block_size": (128, 128)}, "a list of blocks"),
         ({"head_terms": HeadTerm.SCALE}, "numbers of each head"),
         ({"has_alibi": True, "alibi_requires_grad": True}, "a gradient for ALiBi slopes"),

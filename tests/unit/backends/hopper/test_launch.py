@@ -266,7 +266,7 @@ def test_masks_are_read_where_edges_do_not_fall_on_blocks(
         ({"scale": -1.0}, "it takes scales above 0, got -1"),
         ({"head_dim": 512}, "it takes head dimensions up to 256, got 512"),
         ({"precision": Precision.FP32}, "it takes bf16, fp16, got fp32"),
-        ({"requires_grad": True, "head_dim": 256}, "it has no gradients with D or Dv above 128"),
+        ({"requires_grad": True, "head_dim": 256}, ""),
         ({"num_sequences": 3}, ""),
         ({"dense_columns": False, "stride_bytes": 1}, ""),  # in a graph nobody knows
         ({"block_size": (256, 192)}, ""),

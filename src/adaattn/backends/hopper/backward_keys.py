@@ -1,18 +1,20 @@
-"""The gradients of keys and values on the device, of more than 128 columns: one block of keys.
+"""The gradients of keys and values alone on the device: one block of keys of one head.
 
     p = exp(s - lse);  dv = p^T do;  dp = do v^T;  ds = p (dp - delta);  dk = ds^T q
 
-A block of 64 keys loops over the tiles of 64 query rows that see it, of all query heads of its key
-head. The sums of dk and dv are 128 registers a thread each, so that each has a warpgroup of its
+Where one kernel for all has no registers left: above 128 columns, and beside a mask. A block of 64
+keys loops over the tiles of 64 query rows that see it, of all query heads of its key head. With 256
+columns the sums of dk and dv are 128 registers a thread each, so that each has a warpgroup of its
 own, and the product that it is made of: the first computes scores, weights and dv, the second dp,
 ds and dk. Scores are transposed, so that p^T and ds^T are left operands from registers; weights go
 from the first to the second through shared memory, in 16 bits.
 
 Each warpgroup issues the product that it sums and behind it the next tile's, then waits for both:
 nothing is in flight over the back edge of its loop, and a stage is in use for little more than the
-time of one tile. Gradients of queries are another kernel's, `adaattn.backends.hopper.wide_queries`:
-nothing is added in memory, so that equal calls have equal bits. Rows of a tile of scores are keys
-here, so that keys behind the last need no mask: what is computed for them is not stored.
+time of one tile. Gradients of queries are another kernel's
+(`adaattn.backends.hopper.backward_queries`): nothing is added in memory, so that equal calls have
+equal bits. Rows of a tile of scores are keys here, so that keys behind the last need no mask: what
+is computed for them is not stored.
 """
 
 from triton.experimental import gluon
@@ -27,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, two_barriers
+from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import (
-    WIDE_TILE,
+    SPLIT_TILE,
     capped,
     hide_at_edges,
     slope_of,
@@ -41,7 +44,7 @@ from adaattn.backends.hopper.scores import Sizes, numbers
 
 
 @aggregate
-class WideKeys:
+class BackwardKeys:
     """What every function reads: tensors, sizes, stages with their barriers, choices.
 
     As in `backward.Backward`; stages of upstream gradients have barriers of their own.
@@ -55,6 +58,7 @@ class WideKeys:
     key_gradient: tma.tensor_descriptor
     value_gradient: tma.tensor_descriptor
     slopes: gl.tensor
+    mask: Mask
     scale: gl.tensor
     natural: gl.tensor
     cap: gl.tensor
@@ -100,10 +104,10 @@ class WideKeys:
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes, scale,
-        natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k, first_key,
-        first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full,
-        q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
+        self, query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes, mask,
+        scale, natural, cap, sizes, batch, key_head, first_head, last_head, start_q, start_k,
+        first_key, first_tile, end_tile, first_slot, skipped, visits, q, o, k, v, p, lse, delta,
+        kv_full, q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -114,6 +118,7 @@ class WideKeys:
         self.key_gradient = key_gradient
         self.value_gradient = value_gradient
         self.slopes = slopes
+        self.mask = mask
         self.scale = scale
         self.natural = natural
         self.cap = cap
@@ -140,8 +145,8 @@ class WideKeys:
         self.kv_full = kv_full
         self.q_full = q_full
         self.o_full = o_full
-        self.ROWS = gl.constexpr(WIDE_TILE)
-        self.KEYS = gl.constexpr(WIDE_TILE)
+        self.ROWS = gl.constexpr(SPLIT_TILE)
+        self.KEYS = gl.constexpr(SPLIT_TILE)
         self.ROW_AXIS = gl.constexpr(1)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
         self.BLOCK_V = gl.constexpr(BLOCK_V)
@@ -218,7 +223,7 @@ def row_numbers(c, places, visit):
 
 
 @gluon.jit
-def pass_weights(c, s, lse, visit, head, first_row, IS_FIRST: gl.constexpr):
+def pass_weights(c, s, lse, mask, visit, head, first_row, IS_FIRST: gl.constexpr):
     """The weights of a tile as a left operand.
 
     The other warpgroup gets them, times the softcap's derivative. No barrier tells that it has read
@@ -226,9 +231,10 @@ def pass_weights(c, s, lse, visit, head, first_row, IS_FIRST: gl.constexpr):
     which it frees behind the product made of them.
     """
     s, tangent = capped(c, s)
-    p = weighed(c, s, lse, slope_of(c, head), c.first_key, first_row)
+    p = weighed(c, s, base_of(c, lse, mask), slope_of(c, head), c.first_key, first_row)
     if IS_FIRST or c.IS_GROUPED or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, c.first_key, first_row)
+    p = kept(c, p, mask)
     passed = p
     if c.HAS_SOFTCAP:
         passed = p * (1.0 - tangent * tangent)
@@ -247,9 +253,10 @@ def value_gradients(c):
     mbarrier.wait(c.q_full.index(0), 0)
     s_async = product(c.k, c.q.index(0).permute([1, 0]), c.KEYS, c.ROWS, c.score_layout)
     lse = row_numbers(c, c.lse, 0)
+    mask = load_tile(c, mask_of(c, head), c.first_key, tile * c.ROWS, True)
     s = warpgroup_mma_wait(0, deps=[s_async])
     meet(QUERY_STAGES, "arrive", FREED_BY)
-    p = pass_weights(c, s, lse, gl.to_tensor(0), head, tile * c.ROWS, True)
+    p = pass_weights(c, s, lse, mask, gl.to_tensor(0), head, tile * c.ROWS, True)
     for visit in range(c.visits - 1):
         stage = visit & 1
         mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
@@ -259,11 +266,12 @@ def value_gradients(c):
         q = c.q.index(stage ^ 1).permute([1, 0])
         s_async = product(c.k, q, c.KEYS, c.ROWS, c.score_layout)
         lse = row_numbers(c, c.lse, visit + 1)
+        mask = load_tile(c, mask_of(c, head), c.first_key, tile * c.ROWS, True)
         dv = warpgroup_mma_wait(1, deps=[dv_async])
         meet(UPSTREAM_STAGES + stage, "arrive", FREED_BY)
         s = warpgroup_mma_wait(0, deps=[s_async])
         meet(QUERY_STAGES + (stage ^ 1), "arrive", FREED_BY)
-        p = pass_weights(c, s, lse, visit + 1, head, tile * c.ROWS, False)
+        p = pass_weights(c, s, lse, mask, visit + 1, head, tile * c.ROWS, False)
     last = c.visits - 1
     mbarrier.wait(c.o_full.index(last & 1), (last >> 1) & 1)
     dv_async = warpgroup_mma(p, c.o.index(last & 1), dv, is_async=True)
@@ -329,14 +337,16 @@ def store_gradient(c, descriptor, buffer, gradient):
 
 
 @gluon.jit
-def wide_keys(
+def backward_keys(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
-    tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k,
+    tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k, mask, mask_stride_b,
+    mask_stride_h, mask_stride_m, mask_stride_n,
     BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, IS_GROUPED: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr, IS_ALIGNED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
+    IS_PACKED: gl.constexpr, TO_END: gl.constexpr, MASK: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then two producer warps beside two consumer warpgroups.
 
@@ -344,16 +354,16 @@ def wide_keys(
     head follow one another, so that those that run at a time read the same rows in the L2 cache.
     """
     dtype: gl.constexpr = query.dtype
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_V], dtype)
-    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, WIDE_TILE], dtype)
-    q = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
-    o = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_V], v_layout)
-    k = gl.allocate_shared_memory(dtype, [WIDE_TILE, BLOCK_D], d_layout)
-    v = gl.allocate_shared_memory(dtype, [WIDE_TILE, BLOCK_V], v_layout)
-    p = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, WIDE_TILE], p_layout)
-    lse = gl.allocate_shared_memory(gl.float32, [4, WIDE_TILE], row_terms.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [4, WIDE_TILE], row_terms.layout)
+    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SPLIT_TILE, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SPLIT_TILE, BLOCK_V], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SPLIT_TILE, SPLIT_TILE], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, BLOCK_D], d_layout)
+    o = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, BLOCK_V], v_layout)
+    k = gl.allocate_shared_memory(dtype, [SPLIT_TILE, BLOCK_D], d_layout)
+    v = gl.allocate_shared_memory(dtype, [SPLIT_TILE, BLOCK_V], v_layout)
+    p = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, SPLIT_TILE], p_layout)
+    lse = gl.allocate_shared_memory(gl.float32, [4, SPLIT_TILE], row_terms.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [4, SPLIT_TILE], row_terms.layout)
     kv_full = two_barriers(1)
     q_full = two_barriers(2)
     o_full = two_barriers(2)
@@ -365,18 +375,18 @@ def wide_keys(
     key_head = head - batch * kv_heads
     first_head = key_head * group_size
     sizes = Sizes(len_q, len_k, offset, left, right)
-    first_key = block * WIDE_TILE
+    first_key = block * SPLIT_TILE
     start_q = gl.to_tensor(0)
     start_k = gl.to_tensor(0)
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
         start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
-            block, starts_q, starts_k, num_sequences, sizes, WIDE_TILE, WIDE_TILE, False
+            block, starts_q, starts_k, num_sequences, sizes, SPLIT_TILE, SPLIT_TILE, False
         )
         if TO_END:
             offset = own_k - own_q
         sizes = Sizes(own_q, own_k, offset, left, right)
-    first, behind = row_tiles(sizes, first_key, WIDE_TILE, WIDE_TILE, HAS_RIGHT, HAS_LEFT)
+    first, behind = row_tiles(sizes, first_key, SPLIT_TILE, SPLIT_TILE, HAS_RIGHT, HAS_LEFT)
     if IS_PACKED:
         # A block without keys visits one tile, and stores nothing.
         behind = gl.where(first_key < sizes.len_k, behind, first + 1)
@@ -385,12 +395,17 @@ def wide_keys(
     visits = behind - first
     if IS_GROUPED:
         visits = visits * group_size
-    c = WideKeys(
+    masked = Mask(
+        mask, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, MASK, MASK_HAS_ROWS,
+        MASK_IS_DENSE,
+    )  # fmt: skip
+    c = BackwardKeys(
         query, key, value, upstream, row_terms, key_gradient, value_gradient,
-        slopes + batch * slopes_stride, scale, natural, cap, sizes, batch, key_head, first_head,
-        first_head + group_size - 1, start_q, start_k, first_key, first, behind, first_slot,
-        skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, BLOCK_D, BLOCK_V,
-        IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        slopes + batch * slopes_stride, masked, scale, natural, cap, sizes, batch, key_head,
+        first_head, first_head + group_size - 1, start_q, start_k, first_key, first, behind,
+        first_slot, skipped, visits, q, o, k, v, p, lse, delta, kv_full, q_full, o_full, BLOCK_D,
+        BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
         [

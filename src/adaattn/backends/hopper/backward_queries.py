@@ -1,4 +1,4 @@
-"""The gradients of queries on the device, of more than 128 columns: 128 query rows of one head.
+"""The gradients of queries alone on the device: 128 query rows of one head.
 
     p = exp(s - lse);  dp = do v^T;  ds = p (dp - delta);  dq = ds k
 
@@ -23,8 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.hopper.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
+from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_scores import (
-    WIDE_TILE,
+    SPLIT_TILE,
     capped,
     hide_at_edges,
     slope_of,
@@ -36,7 +37,7 @@ from adaattn.backends.hopper.scores import Sizes
 
 
 @aggregate
-class WideQueries:
+class BackwardQueries:
     """What every function reads: tensors, sizes, stages with their barriers, choices.
 
     ``start`` to ``end`` are the blocks of keys that the rows of both warpgroups see. ``row_terms``
@@ -50,6 +51,7 @@ class WideQueries:
     query_gradient: tma.tensor_descriptor
     row_terms: gl.tensor
     slopes: gl.tensor
+    mask: Mask
     scale: gl.tensor
     natural: gl.tensor
     cap: gl.tensor
@@ -88,9 +90,9 @@ class WideQueries:
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, value, upstream, query_gradient, row_terms, slopes, scale, natural, cap,
-        zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end, q,
-        o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
+        self, query, key, value, upstream, query_gradient, row_terms, slopes, mask, scale, natural,
+        cap, zero, sizes, batch, head, last_head, key_head, start_q, start_k, first_row, start, end,
+        q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
         IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
         self.query = query
@@ -100,6 +102,7 @@ class WideQueries:
         self.query_gradient = query_gradient
         self.row_terms = row_terms
         self.slopes = slopes
+        self.mask = mask
         self.scale = scale
         self.natural = natural
         self.cap = cap
@@ -122,8 +125,8 @@ class WideQueries:
         self.o_full = o_full
         self.k_full = k_full
         self.v_full = v_full
-        self.ROWS = gl.constexpr(WIDE_TILE)
-        self.KEYS = gl.constexpr(WIDE_TILE)
+        self.ROWS = gl.constexpr(SPLIT_TILE)
+        self.KEYS = gl.constexpr(SPLIT_TILE)
         self.ROW_AXIS = gl.constexpr(0)
         self.BLOCK_D = gl.constexpr(BLOCK_D)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -174,19 +177,19 @@ def pass_blocks(c, first, last):
 
 
 @gluon.jit
-def row_weights(c, s, lse, slope, first_key, first_row, IS_FIRST: gl.constexpr):
+def row_weights(c, s, lse, slope, mask, first_key, first_row, IS_FIRST: gl.constexpr):
     """The weights of a block of keys, times the softcap's derivative.
 
     Where rows see all keys but those to the right of an edge between blocks, only the first block
     that they visit has hidden keys, or keys that are not there.
     """
     s, tangent = capped(c, s)
-    p = weighed(c, s, lse, slope, first_key, first_row)
+    p = weighed(c, s, base_of(c, lse, mask), slope, first_key, first_row)
     if c.HAS_SOFTCAP:
         p = p * (1.0 - tangent * tangent)
     if IS_FIRST or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, first_key, first_row)
-    return p
+    return kept(c, p, mask)
 
 
 @gluon.jit
@@ -207,6 +210,7 @@ def query_gradients(c, w: gl.constexpr):
     lse = gl.load(terms, mask=is_row, other=0.0)
     delta = gl.expand_dims(gl.load(terms + c.ROWS, mask=is_row, other=0.0), 1)
     slope = slope_of(c, c.head)
+    start_of_mask = mask_of(c, c.head)
     dq = gl.zeros([c.ROWS, c.BLOCK_D], gl.float32, mma_layout(c.BLOCK_D))
     q = c.q.index(w)
     o = c.o.index(w)
@@ -225,8 +229,10 @@ def query_gradients(c, w: gl.constexpr):
     mbarrier.wait(c.v_full, begin & 1)
     v = c.v.index(0).permute([1, 0])
     dp_async = product(first_o, v, c.ROWS, c.KEYS, c.score_layout)
+    key = (end - 1) * c.KEYS
+    mask = load_tile(c, start_of_mask, key, first_row, c.IS_RAGGED or c.HAS_LEFT)
     s = warpgroup_mma_wait(1, deps=[s_async])
-    p = row_weights(c, s, lse, slope, (end - 1) * c.KEYS, first_row, True)
+    p = row_weights(c, s, lse, slope, mask, key, first_row, True)
     dp = warpgroup_mma_wait(0, deps=[dp_async])
     meet(VALUE_STAGE, "arrive", FREED_BY)
     ds = gl.convert_layout((p * (dp - delta)).to(dtype), of_left)
@@ -240,9 +246,10 @@ def query_gradients(c, w: gl.constexpr):
         mbarrier.wait(c.v_full, ahead & 1)
         v = c.v.index(visit & c.zero).permute([1, 0])
         dp_async = product(o, v, c.ROWS, c.KEYS, c.score_layout)
-        dq, s = warpgroup_mma_wait(1, deps=[dq_async, s_async])
         key = (c.end - 1 - ahead) * c.KEYS
-        p = row_weights(c, s, lse, slope, key, first_row, False)
+        mask = load_tile(c, start_of_mask, key, first_row, False)
+        dq, s = warpgroup_mma_wait(1, deps=[dq_async, s_async])
+        p = row_weights(c, s, lse, slope, mask, key, first_row, False)
         # Once weights are there: else the assembler puts them behind the wait for the product.
         sums = sum_in_thread(p)
         if c.HAS_SOFTCAP:
@@ -265,14 +272,16 @@ def query_gradients(c, w: gl.constexpr):
 
 
 @gluon.jit
-def wide_queries(
+def backward_queries(
     query, key, value, upstream, query_gradient, row_terms, slopes,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, row_blocks,
-    tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k,
+    tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k, mask, mask_stride_b,
+    mask_stride_h, mask_stride_m, mask_stride_n,
     BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_LEFT: gl.constexpr, IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
+    IS_PACKED: gl.constexpr, TO_END: gl.constexpr, MASK: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -285,13 +294,13 @@ def wide_queries(
         tiles_per_head: tiles of 64 rows of it.
     """
     dtype: gl.constexpr = query.dtype
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDE_TILE, BLOCK_V], dtype)
+    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SPLIT_TILE, BLOCK_D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SPLIT_TILE, BLOCK_V], dtype)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    q = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
-    o = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_V], v_layout)
-    k = gl.allocate_shared_memory(dtype, [2, WIDE_TILE, BLOCK_D], d_layout)
-    v = gl.allocate_shared_memory(dtype, [1, WIDE_TILE, BLOCK_V], v_layout)
+    q = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, BLOCK_D], d_layout)
+    o = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, BLOCK_V], v_layout)
+    k = gl.allocate_shared_memory(dtype, [2, SPLIT_TILE, BLOCK_D], d_layout)
+    v = gl.allocate_shared_memory(dtype, [1, SPLIT_TILE, BLOCK_V], v_layout)
     q_full = two_barriers(1)
     o_full = two_barriers(1)
     k_full = two_barriers(1)
@@ -303,30 +312,35 @@ def wide_queries(
     batch = head // num_heads
     head = head - batch * num_heads
     sizes = Sizes(len_q, len_k, offset, left, right)
-    first_row = block * (2 * WIDE_TILE)
+    first_row = block * (2 * SPLIT_TILE)
     start_q = gl.to_tensor(0)
     start_k = gl.to_tensor(0)
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
-        sequence, first_row = sequence_of(block, starts_q, num_sequences, 2 * WIDE_TILE)
+        sequence, first_row = sequence_of(block, starts_q, num_sequences, 2 * SPLIT_TILE)
         start_q, own_q = bounds(starts_q + sequence, len_q)
         start_k, own_k = bounds(starts_k + sequence, len_k)
         if TO_END:
             offset = own_k - own_q
         sizes = Sizes(own_q, own_k, offset, left, right)
         first_row = gl.where(first_row < 0, own_q, gl.minimum(first_row, own_q))
-        first_tile = start_q // WIDE_TILE + sequence
-    start, end = seen_blocks(sizes, first_row, 2 * WIDE_TILE, WIDE_TILE, HAS_RIGHT, HAS_LEFT)
+        first_tile = start_q // SPLIT_TILE + sequence
+    start, end = seen_blocks(sizes, first_row, 2 * SPLIT_TILE, SPLIT_TILE, HAS_RIGHT, HAS_LEFT)
     if IS_PACKED:
         # A block without rows visits one block of keys, and stores nothing.
         end = gl.where(first_row < sizes.len_q, end, start + 1)
-    slot = (batch * num_heads + head) * tiles_per_head + first_tile + first_row // WIDE_TILE
-    row_terms += slot.to(gl.int64) * (2 * WIDE_TILE)
-    c = WideQueries(
+    slot = (batch * num_heads + head) * tiles_per_head + first_tile + first_row // SPLIT_TILE
+    row_terms += slot.to(gl.int64) * (2 * SPLIT_TILE)
+    masked = Mask(
+        mask, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n, MASK, MASK_HAS_ROWS,
+        MASK_IS_DENSE,
+    )  # fmt: skip
+    c = BackwardQueries(
         query, key, value, upstream, query_gradient, row_terms, slopes + batch * slopes_stride,
-        scale, natural, cap, zero, sizes, batch, head, num_heads - 1, head // group_size, start_q,
-        start_k, first_row, start, end, q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D,
-        HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
+        masked, scale, natural, cap, zero, sizes, batch, head, num_heads - 1, head // group_size,
+        start_q, start_k, first_row, start, end, q, o, k, v, q_full, o_full, k_full, v_full,
+        BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        IS_PACKED,
     )  # fmt: skip
     gl.warp_specialize(
         [(query_gradients, (c, 0)), (query_gradients, (c, 1)), (queries_producer, (c,))],

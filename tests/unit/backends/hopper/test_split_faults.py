@@ -1,4 +1,4 @@
-"""Faults put into the backward kernels for more than 128 columns, as `test_faults.py` does it."""
+"""Faults put into the two kernels of a split backward pass, as `test_faults.py` does it."""
 
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.interface import Tensors
-from adaattn.spec import Align, AttentionProblem, HeadGroup, Precision
+from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import assert_training_matches, make_problem, make_tensors, with_tensors
 
 pytestmark = pytest.mark.no_cover  # a third of the time; others run the same lines
@@ -88,18 +88,18 @@ KEYS: dict[str, Fault] = {
                                    "(ds * 0.0, c.q.index(last & 1)", ROWS),
     "scale of keys dropped": ("key_gradients", "dk * c.natural", "dk", PLAIN),
     "gradients rounded away": ("store_gradient", "gradient.to(", "gradient.round().to(", PLAIN),
-    "a query head of the group skipped": ("wide_keys", "visits = visits * group_size",
+    "a query head of the group skipped": ("backward_keys", "visits = visits * group_size",
                                           "visits = visits * (group_size - 1)", GROUPS),
-    "heads of the first group": ("wide_keys", "first_head = key_head * group_size",
+    "heads of the first group": ("backward_keys", "first_head = key_head * group_size",
                                  "first_head = key_head * 0", GROUPS),
-    "terms of the first head": ("wide_keys", "- (behind - first)", "- (behind - first) - 1",
+    "terms of the first head": ("backward_keys", "- (behind - first)", "- (behind - first) - 1",
                                 GROUPS),
-    "slopes of the first batch": ("wide_keys", "batch * slopes_stride", "0", ALIBI),
-    "one block of keys": ("wide_keys", "first_key = block * WIDE_TILE",
+    "slopes of the first batch": ("backward_keys", "batch * slopes_stride", "0", ALIBI),
+    "one block of keys": ("backward_keys", "first_key = block * SPLIT_TILE",
                           "first_key = block * 0", PLAIN),
-    "terms of the first sequence": ("wide_keys", "+ first_tile + first", "+ first", SEQUENCES),
-    "aligned at the start": ("wide_keys", "own_k - own_q", "offset", OTHER_KEYS),
-    "rows of all queries": ("wide_keys", "Sizes(own_q, own_k", "Sizes(len_q, own_k", SEQUENCES),
+    "terms of the first sequence": ("backward_keys", "+ first_tile + first", "+ first", SEQUENCES),
+    "aligned at the start": ("backward_keys", "own_k - own_q", "offset", OTHER_KEYS),
+    "rows of all queries": ("backward_keys", "Sizes(own_q, own_k", "Sizes(len_q, own_k", SEQUENCES),
 }  # fmt: skip
 QUERIES: dict[str, Fault] = {
     "blocks of keys from the first": ("queries_producer", "(c.end - 1 - visit)",
@@ -135,23 +135,47 @@ QUERIES: dict[str, Fault] = {
     "scale of queries dropped": ("query_gradients", "dq * c.natural", "dq", PLAIN),
     "rows stored one too far": ("query_gradients", "c.start_q, first_row,",
                                 "c.start_q, first_row + 1,", PLAIN),
-    "one block of rows": ("wide_queries", "first_row = block *", "first_row = 0 * block *", ROWS),
-    "heads of the next group": ("wide_queries", "head // group_size", "0 * head", GROUPS),
-    "terms of the first block": ("wide_queries", "+ first_row // WIDE_TILE", "+ 0", ROWS),
-    "terms of the first head": ("wide_queries", "(batch * num_heads + head)", "(batch * num_heads)",
-                                HEADS),
-    "slopes of the first batch": ("wide_queries", "batch * slopes_stride", "0", ALIBI),
+    "one block of rows": ("backward_queries", "first_row = block *", "first_row = 0 * block *",
+                          ROWS),
+    "heads of the next group": ("backward_queries", "head // group_size", "0 * head", GROUPS),
+    "terms of the first block": ("backward_queries", "+ first_row // SPLIT_TILE", "+ 0", ROWS),
+    "terms of the first head": ("backward_queries", "(batch * num_heads + head)",
+                                "(batch * num_heads)", HEADS),
+    "slopes of the first batch": ("backward_queries", "batch * slopes_stride", "0", ALIBI),
     "slopes of the first head": ("query_gradients", "slope_of(c, c.head)",
                                  "slope_of(c, 0 * c.head)", ALIBI),
-    "aligned at the start": ("wide_queries", "own_k - own_q", "offset", OTHER_KEYS),
-    "keys of the next sequence": ("wide_queries", "bounds(starts_k + sequence", "bounds(starts_k",
-                                  SEQUENCES),
-    "terms of the sequence before": ("wide_queries", "start_q // WIDE_TILE + sequence",
-                                     "start_q // WIDE_TILE", SEQUENCES),
-    "keys of all sequences": ("wide_queries", "Sizes(own_q, own_k", "Sizes(own_q, len_k",
+    "aligned at the start": ("backward_queries", "own_k - own_q", "offset", OTHER_KEYS),
+    "keys of the next sequence": ("backward_queries", "bounds(starts_k + sequence",
+                                  "bounds(starts_k", SEQUENCES),
+    "terms of the sequence before": ("backward_queries", "start_q // SPLIT_TILE + sequence",
+                                     "start_q // SPLIT_TILE", SEQUENCES),
+    "keys of all sequences": ("backward_queries", "Sizes(own_q, own_k", "Sizes(own_q, len_k",
                               SEQUENCES),
-    "rows of the next sequence": ("wide_queries", "Sizes(own_q, own_k", "Sizes(own_q + 8, own_k",
-                                  SEQUENCES),
+    "rows of the next sequence": ("backward_queries", "Sizes(own_q, own_k",
+                                  "Sizes(own_q + 8, own_k", SEQUENCES),
+}  # fmt: skip
+BIAS: dict[str, Any] = PLAIN | {"mask": MaskKind.ADDITIVE}
+BOOLEAN: dict[str, Any] = PLAIN | {"mask": MaskKind.BOOLEAN}
+MASKS: dict[str, Fault] = {
+    "of the first head": ("mask_of", "head.to(gl.int64) * x.stride_h", "0", BIAS | HEADS),
+    "of the first sequence": ("mask_of", "c.batch.to(gl.int64) * x.stride_b", "0",
+                              BIAS | BATCH | {"mask_shape": (2, 1, 70, 140)}),
+    "rows from the start of all": ("mask_of", "c.start_q.to(gl.int64)", "0", BIAS | SEQUENCES),
+    "keys from the start of all": ("mask_of", "c.start_k.to(gl.int64)", "0", BIAS | SEQUENCES),
+    "of the next row": ("load_tile", "rows = first_row", "rows = 1 + first_row", BIAS),
+    "of the next key": ("load_tile", "keys = first_key", "keys = 1 + first_key", BIAS),
+    "of rows behind the last": ("load_tile", "rows < c.sizes.len_q", "rows >= 0",
+                                BIAS | {"lengths_q": (0, 70), "lengths_k": (80, 90)}),
+    "of keys behind the last": ("load_tile", "keys < c.sizes.len_k", "keys >= 0", BIAS),
+    "rows for keys": ("along_tile", "c.ROW_AXIS", "1 - c.ROW_AXIS",
+                      BIAS | {"mask_shape": (1, 1, 1, 140)}),
+    "turned round": ("base_of", "base - numbers", "base + numbers", BIAS),
+    "in another unit": ("base_of", "* LOG2_E", "* 1.0", BIAS),
+    "hidden for seen": ("kept", "!= 0, p", "== 0, p", BOOLEAN),
+    "booleans without effect on keys": ("pass_weights", "p = kept(c, p, mask)", "pass", BOOLEAN),
+    "booleans without effect on queries": ("row_weights", "kept(c, p, mask)", "p", BOOLEAN),
+    "queries of the first head": ("query_gradients", "mask_of(c, c.head)", "mask_of(c, 0 * c.head)",
+                                  BIAS | HEADS),
 }  # fmt: skip
 LONG: dict[str, Any] = {"len_q": 400, "len_k": 320}
 MANY: dict[str, Any] = {"len_q": 100, "len_k": 320, "num_heads": 4}
@@ -181,7 +205,9 @@ ORDER: dict[str, Fault] = {
 
 FAULTS: dict[str, Fault] = {
     f"{kind}: {name}": fault
-    for kind, faults in (("scores", SCORES), ("keys", KEYS), ("queries", QUERIES))
+    for kind, faults in (
+        *(("scores", SCORES), ("keys", KEYS), ("queries", QUERIES), ("masks", MASKS)),
+    )
     for name, fault in faults.items()
 }
 
@@ -247,6 +273,6 @@ def test_blocks_that_one_warpgroup_does_not_see_are_freed_by_it(
 
 def test_each_file_of_these_kernels_has_faults() -> None:
     broken = {function for function, *_ in FAULTS.values()}
-    for stem in ("gradient_scores", "wide_keys", "wide_queries"):
+    for stem in ("gradient_scores", "gradient_masks", "backward_keys", "backward_queries"):
         text = Path(hopper.__file__).with_name(f"{stem}.py").read_text()
         assert any(f"\ndef {name}(" in text for name in broken), stem

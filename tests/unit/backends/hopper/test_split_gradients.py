@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper.gradient_launch import choose_gradients, wide_numbers_of
+from adaattn.backends.hopper.gradient_launch import choose_gradients, split_numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
 from adaattn.testing import (
@@ -335,9 +335,9 @@ def test_where_only_the_first_tile_has_hidden_keys(
 ) -> None:
     problem, _ = made(values)
     variant = choose_gradients(problem)
-    assert variant.is_wide and variant.is_aligned == is_aligned
+    assert variant.is_split and variant.is_aligned == is_aligned
     assert not variant.is_ordered
-    assert all(number < 2**31 for number in wide_numbers_of(problem, variant, 0, 1))
+    assert all(number < 2**31 for number in split_numbers_of(problem, variant, 0, 1))
 
 
 @pytest.mark.parametrize(
