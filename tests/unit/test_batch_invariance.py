@@ -31,7 +31,16 @@ from adaattn.errors import (
     UnsupportedError,
 )
 from adaattn.planning import decide
-from adaattn.spec import AttentionProblem, Decision, HeadGroup, Method, Plan, Precision, Scheme
+from adaattn.spec import (
+    AttentionProblem,
+    Decision,
+    HeadGroup,
+    MaskKind,
+    Method,
+    Plan,
+    Precision,
+    Scheme,
+)
 from adaattn.testing import fake_facts, make_problem
 
 INVARIANT = Policy(name="invariant", batch_invariant=True)
@@ -238,6 +247,7 @@ TRAINED: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 128, "len_q"
         ("h200", TRAINED | {"head_dim": 136}, "chunked"),
         ("h200", TRAINED | {"value_dim": 256}, "chunked"),
         ("h200", TRAINED | {"lengths_q": (4096,)}, "chunked"),
+        ("h200", TRAINED | {"mask": MaskKind.ADDITIVE}, "chunked"),
         ("a100", TRAINED, "chunked"),
         ("v100", {"precision": Precision.FP16}, "chunked"),
         ("cpu", {"precision": Precision.BF16}, "chunked"),

@@ -33,6 +33,7 @@ _COLUMN_STEP: Final = 8
 _STRIDE_BYTES: Final = 16
 _FEW_ROWS: Final = 64
 _LONG_ROWS: Final = 2048
+_MOST_TIMED: Final = 128
 _LISTED_ROWS: Final = 128
 _LISTED_KEYS: Final = 64
 
@@ -119,10 +120,12 @@ def _order(problem: AttentionProblem) -> int:
     rows, D 64 and 128: 0.8 / 1.0 / 1.0 to 1.5 times as fast; with a bias 0.7 to 0.9). Packed
     sequences that may not depend on one another have lengths that nobody may ask for. In training
     all others are before it: times must say that its gradients are faster. They were over long rows
-    of up to 128 columns (H200), so that it is first there where any batch is to be alike.
+    of up to 128 columns without a mask (H200), so that it is first there where any batch is to be
+    alike.
     """
     if problem.wants_gradients:
-        known = problem.num_sequences == 0 and max(problem.head_dim, problem.value_dim) <= 128
+        is_dense = problem.num_sequences == 0 and problem.mask is MaskKind.NONE
+        known = is_dense and max(problem.head_dim, problem.value_dim) <= _MOST_TIMED
         is_first = problem.batch_invariant and known and problem.len_q >= _LONG_ROWS
         return 45 if is_first else 75
     rows = problem.max_len_q if problem.num_sequences else problem.len_q
