@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
@@ -156,7 +156,7 @@ def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = importlib.import_module(f"adaattn.backends.triton.{launch.module}")
+    module = importlib.import_module(f"adaattn.backends.{launch.module}")
     function = getattr(module, launch.name)
     sources = {}
     constants: dict[tuple[int, ...], Any] = {}

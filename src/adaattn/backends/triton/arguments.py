@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import STATISTICS
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
     COPIED_BYTES,
     HALVED_ROWS,
@@ -163,7 +163,7 @@ class Arguments:
         blind = problem.batch_invariant and (problem.num_sequences or not seen.strides[2])
         rows_read = 0 if blind else tile.rows
         return Launch(
-            module="forward",
+            module="triton.forward",
             name="forward",
             grid=grid,
             numbers=(
@@ -210,7 +210,7 @@ class Arguments:
         columns = self._problem.value_dim
         most = 1 << (splits - 1).bit_length()
         return Launch(
-            module="combine",
+            module="triton.combine",
             name="combine",
             grid=(rows, 1, 1),
             numbers=(*output_strides[:3], splits, heads, len_q, rows),
@@ -227,7 +227,7 @@ class Arguments:
     ) -> Launch:
         """Return the launch of what takes a matrix apart."""
         return Launch(
-            module="halving",
+            module="triton.halving",
             name="halve",
             grid=(batch * heads * -(-rows // HALVED_ROWS), 1, 1),
             numbers=(*strides[:3], heads, rows),

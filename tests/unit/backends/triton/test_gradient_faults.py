@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
 )
 
-FILES = {"backward", "key_gradients", "row_gradients", "mask_gradients"}
+FILES = {"rows", "key_gradients", "row_gradients", "mask_gradients"}
 
 Fault = tuple[str, str, str, dict[str, Any]]
 

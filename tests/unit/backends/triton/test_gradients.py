@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.operators import trained
 from adaattn.backends.triton import direct, executor
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
