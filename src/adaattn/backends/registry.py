@@ -17,6 +17,7 @@ from adaattn.backends import (
     low_rank,
     reference,
     sdpa,
+    streamed,
     triton,
 )
 from adaattn.backends.interface import Direct, Executor
@@ -185,7 +186,10 @@ def exact_in_bounded_memory(
     )
 
 
-for _module in (sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sparse, reference):
+for _module in (
+    *(sdpa, grouped, flex, hopper, triton, streamed, chunked),
+    *(low_rank, block_sparse, reference),
+):
     register(
         _module.CAPABILITIES,
         _module.run,

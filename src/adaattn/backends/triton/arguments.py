@@ -10,6 +10,7 @@ import torch
 from adaattn._constants import LOG2_E
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import STATISTICS
+from adaattn.backends.masks import broadcast_strides
 from adaattn.backends.triton.launch import (
     COPIED_BYTES,
     HALVED_ROWS,
@@ -49,9 +50,8 @@ class MaskLayout:
     @classmethod
     def of(cls, mask: torch.Tensor) -> "MaskLayout":
         """Return it for a 4-D mask, broadcast dimensions unexpanded."""
-        sizes = zip(mask.shape, mask.stride(), strict=True)
-        strides = tuple(0 if size == 1 else step for size, step in sizes)
-        return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
+        kind = 1 if mask.dtype == torch.bool else 2
+        return cls(kind, broadcast_strides(mask), mask.dtype)
 
     def constants(self, pack: int, rows_of_tile: int) -> tuple[int, bool, int, int]:
         """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.

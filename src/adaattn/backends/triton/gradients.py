@@ -22,6 +22,7 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept
+from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.hardware import on_clear
@@ -230,10 +231,7 @@ def _of_heads(
         found[name] = sums[name].sum((0, 2)).to(getattr(tensors.head_terms, name).dtype)
     if "sinks" in wanted:
         assert tensors.sinks is not None
-        # The weight of the sink, whose value is 0; rows that see nothing have none.
-        weights = torch.exp(tensors.sinks.float()[:, None] - kept.lse)
-        weights = weights.masked_fill(kept.lse == -torch.inf, 0.0)
-        found["sinks"] = -(weights * delta).sum((0, 2)).to(tensors.sinks.dtype)
+        found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
     return found
 
 
