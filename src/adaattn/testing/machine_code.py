@@ -15,6 +15,9 @@ from adaattn.backends.device.launch import Launch
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
+from adaattn.backends.streamed.arguments import Arguments as ChunkArguments
+from adaattn.backends.streamed.arguments import Beside
+from adaattn.backends.streamed.chunks import Chunk
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
@@ -29,6 +32,8 @@ __all__ = [
     "key_gradients_code",
     "mask_gradients_code",
     "row_gradients_code",
+    "score_changes_code",
+    "softmax_code",
     "triton_code",
 ]
 
@@ -145,6 +150,39 @@ def mask_gradients_code(problem: AttentionProblem) -> MachineCode:
     return _gradient_code(problem, "mask", 1)
 
 
+def softmax_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the softmax of written-out scores of all rows of a head."""
+    kind = _TYPES[problem.precision]
+    rows = ("*fp32" if problem.wants(flag) else None for flag in STATISTICS[:3])
+    mask, arguments, chunk, beside = _chunked(problem)
+    rest = "*fp32" if problem.precision is Precision.FP32 and problem.wants(Aux.LSE) else None
+    sinks = "*fp32" if problem.has_sinks else None
+    pointers = ("*fp32", f"*{kind}", *rows, rest, mask, sinks, *_slopes_and_seed(problem))
+    return _built(pointers, arguments.softmax(chunk, beside))
+
+
+def score_changes_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the gradients of written-out scores, likewise."""
+    kind = f"*{_TYPES[problem.precision]}"
+    mask, arguments, chunk, beside = _chunked(problem)
+    rest = "*fp32" if problem.precision is Precision.FP32 else None
+    scores = ("*fp32", "*fp32", kind, kind)
+    pointers = (*scores, "*fp32", "*fp32", rest, mask, *_slopes_and_seed(problem))
+    return _built(pointers, arguments.changes(chunk, beside))
+
+
+def _chunked(problem: AttentionProblem) -> tuple[str | None, ChunkArguments, Chunk, Beside]:
+    """Return the type of a problem's mask, what launches take, and one chunk."""
+    mask, seen = _mask(problem)
+    chunk = Chunk(planes=range(1), rows=range(problem.len_q), keys=range(problem.len_k))
+    return mask, ChunkArguments(problem), chunk, Beside(mask=seen.strides)
+
+
+def _slopes_and_seed(problem: AttentionProblem) -> tuple[str | None, str | None]:
+    """Return the types of ALiBi's slopes and of dropout's seed."""
+    return "*fp32" if problem.has_alibi else None, "*i64" if problem.dropout_p else None
+
+
 def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     """Return what Triton makes of a launch.
 
@@ -225,8 +263,8 @@ def _beside(problem: AttentionProblem) -> tuple[str | None, ...]:
     """Return the types of slopes, starts, the seed and lists, for the backward kernels."""
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
-    slopes = "*fp32" if problem.has_alibi else None
-    return slopes, starts, starts, "*i64" if problem.dropout_p else None, lists, lists
+    slopes, seed = _slopes_and_seed(problem)
+    return slopes, starts, starts, seed, lists, lists
 
 
 def _of_heads(problem: AttentionProblem) -> tuple[str | None, ...]:

@@ -160,6 +160,16 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
     "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
 }
+STREAMED = [
+    "dict(head_dim=512)",
+    "dict(head_dim=512, len_q=16384, is_causal=True)",
+    "dict(head_dim=512, num_heads=8, num_kv_heads=2, window=(1000, -1), dilation=2)",
+    "dict(head_dim=512, mask=MaskKind.BOOLEAN, len_q=1000)",
+    "dict(head_dim=512, mask=MaskKind.ADDITIVE, dropout_p=0.1, precision=Precision.FP16)",
+    "dict(head_dim=512, softcap=30.0, has_alibi=True, has_sinks=True, len_q=8192,"
+    " aux=Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY)",
+    "dict(head_dim=512, precision=Precision.FP32, aux=Aux.LSE)",
+]
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")
 
@@ -291,6 +301,21 @@ def test_decoding_takes_the_products_of_a_warp(values: str, tmp_path: Path) -> N
     assert found["spills"] == 0
 
 
+def check_streamed(values: str, kind: str, folder: Path, triton: Path | None = None) -> None:
+    """Hold what the kernels between matrix products must be: scores pass in vectors."""
+    found = compiled(kind, values, folder, triton)
+    assert found["spills"] == 0
+    assert found["warnings"] == []
+    assert found["wide"] >= 4
+    assert found["shared_bytes"] <= 1024
+
+
+@pytest.mark.parametrize("kind", ["softmax", "score_changes"])
+@pytest.mark.parametrize("values", STREAMED)
+def test_written_out_scores_are_read_in_vectors(values: str, kind: str, tmp_path: Path) -> None:
+    check_streamed(values, kind, tmp_path)
+
+
 @pytest.mark.parametrize("mask", ["MaskKind.BOOLEAN", "MaskKind.ADDITIVE"])
 def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_path: Path) -> None:
     without = compiled("triton", "dict(head_dim=64)", tmp_path)
@@ -311,11 +336,15 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
         ("triton", PORTABLE[6]),
         ("triton", PORTABLE[8]),
         *(("hopper_gradients", values) for values in list(HOPPER_GRADIENTS)[1::5]),
+        *((kind, STREAMED[5]) for kind in ("softmax", "score_changes")),
     ],
 )
 def test_the_oldest_triton_makes_the_same_of_them(
     executor: str, values: str, tmp_path: Path
 ) -> None:
+    if values in STREAMED:
+        check_streamed(values, executor, tmp_path, OLDEST)
+        return
     found = compiled(executor, values, tmp_path, OLDEST)
     if executor == "hopper":
         check_hopper(found, MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0)

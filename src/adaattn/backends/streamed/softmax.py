@@ -67,23 +67,27 @@ def entries_of(
         MASK_STEP: its stride over keys where that is 0 or 1, else 2.
         MASK_ALIGN: its other strides are multiples of it.
     """
-    if MASK == 0:
-        return 0.0
-    starts = times(batch, stride_mb, MASK_ALIGN) + times(head, stride_mh, MASK_ALIGN)
-    starts += times(row, stride_mm, MASK_ALIGN)
-    steps = keys * MASK_STEP
-    if MASK_STEP == 2:
-        steps = keys.to(tl.int64) * stride_mn
-    pointers = mask_ptr + starts[:, None] + steps[None, :]
-    return tl.load(pointers, mask=(keys < high)[None, :], other=0)
+    entries = 0.0
+    if MASK != 0:
+        starts = times(batch, stride_mb, MASK_ALIGN) + times(head, stride_mh, MASK_ALIGN)
+        starts += times(row, stride_mm, MASK_ALIGN)
+        if MASK_STEP == 2:
+            steps = keys.to(tl.int64) * stride_mn
+        else:
+            steps = keys * MASK_STEP
+        pointers = mask_ptr + starts[:, None] + steps[None, :]
+        entries = tl.load(pointers, mask=(keys < high)[None, :], other=0)
+    return entries
 
 
 @triton.jit
 def on_the_grid(positions, keys, dilation, IS_DILATED: tl.constexpr):
     """Return whether keys are whole steps of a dilation away from positions."""
     if IS_DILATED:
-        return (positions - keys) % dilation == 0
-    return keys == keys
+        found = (positions - keys) % dilation == 0
+    else:
+        found = keys == keys
+    return found
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def made() -> Callable[[dict[str, Any]], Case]:
         values = {"precision": Precision.FP16, "head_dim": 264, "num_heads": 2} | values
         if not values.get("requires_grad"):
             values = {"aux": Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY} | values
-        rows = values.pop("chunk_rows", 0)
+        rows, sinks = values.pop("chunk_rows", 0), values.pop("sinks", None)
         how = {key: values.pop(key) for key in MADE if key in values}
         problem = make_problem(**values)
         tensors = make_tensors(problem, **how)
@@ -37,6 +37,8 @@ def made() -> Callable[[dict[str, Any]], Case]:
             generator = torch.Generator().manual_seed(1)
             slopes = torch.rand(problem.batch, problem.num_heads, generator=generator)
             tensors = with_tensors(tensors, alibi_slopes=slopes)
+        if sinks is not None and tensors.sinks is not None:
+            tensors = with_tensors(tensors, sinks=torch.full_like(tensors.sinks, sinks))
         scheme = Scheme.of(problem.precision)
         launch = Launch(chunk_rows=rows)
         return problem, tensors, HeadGroup(capability="streamed", scheme=scheme, launch=launch)

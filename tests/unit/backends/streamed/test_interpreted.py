@@ -15,6 +15,7 @@ from adaattn.backends.device import launch
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.streamed import direct, executor
+from adaattn.backends.streamed.planes import Space
 from adaattn.errors import ExecutorError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -129,19 +130,20 @@ def test_a_kernel_that_is_slightly_wrong_is_noticed(change: dict[str, Any], made
         assert_executor_matches(wrong, tensors, problem)
 
 
+def _filled(filling: float, *given: Any) -> Space:
+    """Return memory of chunks that holds one number everywhere."""
+    made = Space(*given)
+    made._memory.fill_(filling)
+    return made
+
+
 def test_what_stands_behind_the_last_key_has_no_say(made: Made) -> None:
     """Rows of scores end with up to seven numbers that nothing wrote: infinity here, then NaN."""
     problem, tensors, group = made({"len_q": 9, "len_k": 21})
     found = []
     for filling in (torch.inf, torch.nan):
         with pytest.MonkeyPatch.context() as patch:
-            usual = executor.Space.__init__
-
-            def filled(self: Any, *given: Any, _filling: float = filling) -> None:
-                usual(self, *given)
-                self._memory.fill_(_filling)
-
-            patch.setattr(executor.Space, "__init__", filled)
+            patch.setattr(executor, "Space", partial(_filled, filling))
             found.append(load("streamed")(tensors, problem, group))
     assert torch.equal(found[0].output, found[1].output)
     assert bool(found[0].output.isfinite().all())
