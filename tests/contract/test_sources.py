@@ -14,6 +14,7 @@ MAX_KERNEL_LINES = 600
 KERNEL_FOLDERS = (
     "src/adaattn/backends/device/",
     "src/adaattn/backends/hopper/",
+    "src/adaattn/backends/streamed/",
     "src/adaattn/backends/triton/",
 )
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "stuff"}

@@ -168,7 +168,8 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
     """Return the planes and the rows of a chunk where memory is no matter."""
     group, scores = problem.group_size, _pair_bytes(problem) * max(problem.len_k, 1)
     fitting = max(_MOST_BYTES // scores, 1)
-    lines = min(-(-_FILLING // min(problem.head_dim, problem.value_dim)), fitting)
+    columns = max(min(problem.head_dim, problem.value_dim), 1)
+    lines = min(-(-_FILLING // columns), fitting)
     cached = _L2_BYTES // scores
     if lines // 2 <= cached < lines:
         lines = cached
@@ -182,8 +183,8 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _balanced(total: int, most: int) -> int:
-    """Return the size of parts of a total that are about equal, at most so large."""
-    parts = -(-total // most)
-    size = -(-total // parts)
+    """Return the size of parts of a total that are about equal, at most so large; at least 1."""
+    parts = -(-max(total, 1) // most)
+    size = -(-max(total, 1) // parts)
     even = -(-size // _EVEN) * _EVEN
     return even if size >= _EVEN and even <= most else size
