@@ -70,7 +70,7 @@ def taken_apart(
 
     Args:
         problem: of the call.
-        chunk_rows: rows that are computed at once, the last of the sizes; 0 is all.
+        chunk_rows: rows that are computed at once, the last of the sizes; 0 where no plan says it.
     """
     longest = problem.max_len_q, problem.max_len_k
     return (

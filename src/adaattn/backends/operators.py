@@ -41,7 +41,7 @@ _TENSORS: Final = 10
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 _Run = Callable[[Tensors, AttentionProblem, int], Result]
-"""Computes a problem, so many rows at once; 0 is all."""
+"""Computes a problem, so many rows at once; 0 where no plan says it."""
 _Optional = torch.Tensor | None
 
 
@@ -54,7 +54,7 @@ class Kept:
         lse: fp32 [B, Hq, Sq].
         lse_rest: what rounding took from it, likewise; None where it does not matter.
         seed: int64 [1], of dropout.
-        chunk_rows: rows that were computed at once; 0 is all.
+        chunk_rows: rows that were computed at once; 0 where no plan says it.
     """
 
     output: torch.Tensor

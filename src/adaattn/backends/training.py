@@ -59,7 +59,7 @@ class Differentiated:
         Args:
             tensors: of the call.
             problem: what to compute.
-            chunk_rows: rows that are computed at once; 0 is all.
+            chunk_rows: rows that are computed at once; 0 where no plan says it.
 
         Raises:
             ExecutorError: a kernel cannot be compiled here.
@@ -173,7 +173,7 @@ def drawn_seed(query: torch.Tensor) -> torch.Tensor:
 
 
 def _chunked(chunk_rows: int) -> dict[str, int]:
-    """Return what an executor is told of the rows that it computes at once: nothing of all."""
+    """Return what an executor is told of the rows that it computes at once, if a plan says it."""
     return {"chunk_rows": chunk_rows} if chunk_rows else {}
 
 

@@ -122,11 +122,11 @@ def chunks_of(problem: AttentionProblem, chunk_rows: int, entries: int) -> Itera
 
     Args:
         problem: of the call.
-        chunk_rows: rows of a chunk; 0 is all.
+        chunk_rows: rows of a chunk; 0 leaves them to the sizes, which a graph knows when it runs.
         entries: parts of the batch that no chunk crosses: 1 or all of them.
     """
-    step = min(chunk_rows or problem.len_q, problem.len_q)
-    at_once, _ = _size(problem)
+    at_once, usual = _size(problem)
+    step = min(chunk_rows or usual, problem.len_q)
     of_entry = problem.batch * problem.num_kv_heads // entries
     for start in range(0, entries * of_entry, of_entry):
         for first in range(start, start + of_entry, at_once):

@@ -122,6 +122,11 @@ def test_chunks_cover_each_row_and_its_keys_once() -> None:
             assert entries == 1 or chunk.planes.start // 3 == (chunk.planes.stop - 1) // 3
 
 
+def test_without_a_plan_the_sizes_say_how_many_rows_a_chunk_takes() -> None:
+    problem = make_problem(**(GPU | CAUSAL))
+    assert len(next(iter(chunks_of(problem, 0, 1))).rows) == choose_chunk_rows(problem, None)
+
+
 def test_rows_that_see_no_key_have_a_chunk_without_keys() -> None:
     problem = make_problem(len_q=90, len_k=20, window=(3, 0), head_dim=512)
     found = list(chunks_of(problem, 30, 1))

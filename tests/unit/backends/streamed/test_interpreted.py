@@ -24,6 +24,7 @@ from adaattn.testing import (
     assert_results_match,
     attention,
     cast_tensors,
+    make_problem,
     make_tensors,
     num_summands,
 )
@@ -222,6 +223,28 @@ def test_it_is_an_operator_as_pytorch_wants_them(made: Made) -> None:
     given = (tensors.query, tensors.key, tensors.value, None, tensors.sinks, *[None] * 5)
     words = (*taken_apart(problem, 17), *[None] * 4)
     torch.library.opcheck(torch.ops.adaattn.streamed.default, (*given, *words))
+
+
+def test_a_graph_holds_it_as_one_operator_for_any_length() -> None:
+    """No plan says how many rows a chunk takes: the sizes do, when the graph runs."""
+    names: list[str] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: object) -> object:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        given = {"len_q": query.shape[2], "head_dim": 264, "is_causal": True}
+        problem = make_problem(**given, precision=Precision.FP32)
+        group = HeadGroup(capability="streamed")
+        return load("streamed")(Tensors.of(query, key, value), problem, group).output
+
+    torch.compiler.reset()
+    in_graph = torch.compile(attend, fullgraph=True, dynamic=True, backend=noting)
+    for length in (12, 40, 130):
+        tensors = [torch.randn(1, 2, length, 264) for _ in range(3)]
+        torch.testing.assert_close(in_graph(*tensors), attend(*tensors), rtol=0, atol=0)
+    assert any("adaattn.streamed" in name for name in names)
 
 
 def test_a_compiled_call_is_one_graph_and_follows_the_plan(made: Made) -> None:
