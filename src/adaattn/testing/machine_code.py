@@ -167,7 +167,7 @@ def score_changes_code(problem: AttentionProblem) -> MachineCode:
     mask, arguments, chunk, beside = _chunked(problem)
     rest = "*fp32" if problem.precision is Precision.FP32 else None
     scores = ("*fp32", "*fp32", kind, kind)
-    pointers = (*scores, "*fp32", "*fp32", rest, mask, *_slopes_and_seed(problem))
+    pointers = (*scores, "*fp32", "*fp32", None, rest, mask, *_slopes_and_seed(problem))
     return _built(pointers, arguments.changes(chunk, beside))
 
 

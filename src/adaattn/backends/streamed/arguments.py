@@ -84,7 +84,7 @@ class Arguments:
                 *(rows, keys, problem.group_size, pitch <= keys, *self._positions),
                 *self._mask(beside),
                 *(*self._terms[:3], problem.has_sinks, self._terms[3]),
-                problem.wants(Aux.ENTROPY),
+                *(problem.wants(Aux.ENTROPY), 1, False),
             ),
             options=(("num_warps", max(rows * keys // _SCORES_OF_A_WARP, 4)),),
         )
@@ -103,6 +103,7 @@ class Arguments:
             constants=(
                 *(rows, keys, problem.group_size, *self._positions),
                 *(*self._mask(beside), *self._terms),
+                *(True, 1, 1, False),
             ),
             options=(("num_warps", 4),),
         )

@@ -121,7 +121,7 @@ class _Backward:
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         entries = num_entries(*read.values(), *found.values())
         steps = self._steps(read["query"], read["key"], entries, Beside.of(mask, slopes))
-        rest = (kept.lse, delta, kept.lse_rest, mask, slopes, kept.seed)
+        rest = (kept.lse, delta, None, kept.lse_rest, mask, slopes, kept.seed)
         chunks = tuple(chunk for chunk, _ in steps)
         work = _Work(self._problem, read, found, entries, chunks)
         for _, of_planes in groupby(steps, key=lambda step: step[0].planes):

@@ -10,7 +10,13 @@ import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
-from adaattn.backends.streamed.softmax import NUMBERS, entries_of, lines_of, on_the_grid
+from adaattn.backends.streamed.softmax import (
+    NUMBERS,
+    entries_of,
+    lines_of,
+    on_the_grid,
+    summed,
+)
 
 __all__ = ["score_changes"]
 
@@ -23,6 +29,7 @@ def score_changes(
     changes_ptr,
     lse_ptr,
     delta_ptr,
+    lse_gradient_ptr,
     lse_rest_ptr,
     mask_ptr,
     slopes_ptr,
@@ -61,6 +68,10 @@ def score_changes(
     HAS_SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRODUCT_SPLITS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Write weights and gradients of BLOCK_N scores of BLOCK_M lines of a chunk.
 
@@ -71,7 +82,13 @@ def score_changes(
             products' own place.
         lse_ptr: fp32 [B, Hq, Sq]; the following likewise.
         delta_ptr: sums over columns of output and its gradient, less the log-sum-exp's gradient.
+            Where not HAS_DELTA they are written, from all keys of a line, which are one tile then.
+        lse_gradient_ptr: the log-sum-exp's gradient, or None.
+        PRODUCT_SPLITS: products are sums of so many parts, as scores of SPLITS.
     """
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     width = pitch // 8 * 8
     tiles = tl.maximum(tl.cdiv(width, BLOCK_N), 1)
     lines = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -89,7 +106,7 @@ def score_changes(
     rest = lse
     if lse_rest_ptr is not None:
         rest = load_number(lse_rest_ptr, row_of_all, is_line, 0.0)[:, None]
-    delta = load_number(delta_ptr, row_of_all, is_line, 0.0)[:, None]
+    part = times(num_lines, pitch, 8)
     slope = lse
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + batch * stride_slope + head).to(tl.float32)
@@ -98,7 +115,7 @@ def score_changes(
         mask_ptr, batch, head, row, first_key // 16 * 16 + columns, high, stride_mb, stride_mh,
         stride_mm, stride_mn, MASK, MASK_STEP, MASK_ALIGN,
     )  # fmt: skip
-    raw = tl.where(keys < high, tl.load(scores_ptr + places, mask=inside, other=0.0), 0.0)
+    raw = tl.where(keys < high, summed(scores_ptr, places, inside, part, SPLITS), 0.0)
     weights, tangent = weights_of(
         raw,
         lse,
@@ -123,14 +140,22 @@ def score_changes(
         lse_rest_ptr is not None,
     )
     weights = tl.where(on_the_grid(positions, keys, dilation, IS_DILATED), weights, 0.0)
-    change = tl.where(keys < high, tl.load(products_ptr + places, mask=inside, other=0.0), 0.0)
+    change = summed(products_ptr, places, inside, part, PRODUCT_SPLITS)
+    change = tl.where(keys < high, change, 0.0)
     left_over = weights
     if HAS_DROPOUT:
         inverse = 1.0 / (1.0 - dropout_p)
         kept = is_kept(tl.load(seed_ptr), row_of_all[:, None], keys, dropout_p)
         change = tl.where(kept, change * inverse, 0.0)
         left_over = tl.where(kept, weights * inverse, 0.0)
-    change = weights * (change - delta)
+    if HAS_DELTA:
+        delta = load_number(delta_ptr, row_of_all, is_line, 0.0)
+    else:
+        delta = tl.sum(weights * change, 1)
+        if lse_gradient_ptr is not None:
+            delta -= load_number(lse_gradient_ptr, row_of_all, is_line, 0.0)
+        tl.store(delta_ptr + row_of_all, delta, mask=is_line)
+    change = weights * (change - delta[:, None])
     if HAS_SOFTCAP:
         change *= 1.0 - tangent * tangent
     tl.store(weights_ptr + places, left_over.to(weights_ptr.dtype.element_ty), mask=inside)

@@ -21,7 +21,7 @@ from adaattn.backends.device.scores import (
     with_sink,
 )
 
-__all__ = ["NUMBERS", "entries_of", "lines_of", "on_the_grid", "softmax"]
+__all__ = ["NUMBERS", "entries_of", "lines_of", "on_the_grid", "softmax", "summed"]
 
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -91,9 +91,19 @@ def on_the_grid(positions, keys, dilation, IS_DILATED: tl.constexpr):
 
 
 @triton.jit
+def summed(base_ptr, places, inside, part, SPLITS: tl.constexpr):
+    """Return numbers that are sums of SPLITS parts, each ``part`` numbers behind the one before."""
+    total = tl.load(base_ptr + places, mask=inside, other=0.0)
+    for SPLIT in tl.static_range(1, SPLITS):
+        total += tl.load(base_ptr + SPLIT * part + places, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
 def block_of(
     scores_ptr,
     mask_ptr,
+    part,
     starts,
     start,
     batch,
@@ -124,11 +134,12 @@ def block_of(
     HAS_ALIBI: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FAST_TANH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Return scores of a block of keys [BLOCK_M, BLOCK_N], -inf of those that are not seen."""
     columns = start + tl.arange(0, BLOCK_N)
     inside = is_line[:, None] & (columns < width)[None, :]
-    raw = tl.load(scores_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    raw = summed(scores_ptr, starts[:, None] + columns[None, :], inside, part, SPLITS)
     keys = first_key // 16 * 16 + columns
     raw = tl.where((keys < high)[None, :], raw, 0.0)
     positions = (row + offset)[:, None]
@@ -233,11 +244,13 @@ def softmax(
     HAS_SINKS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Write the weights of BLOCK_M lines of a chunk, and what is asked of their rows.
 
     Args, beyond their names:
-        scores_ptr: products of queries and keys, fp32.
+        scores_ptr: products of queries and keys, fp32, ``pitch`` apart from line to line.
         weights_ptr: where they go, in the input's dtype, ``pitch`` apart too; in fp32 the scores'
             own place.
         lse_ptr: fp32 [B, Hq, Sq], natural, or None; the following likewise.
@@ -253,7 +266,12 @@ def softmax(
         high: one behind its last key.
         num_lines: planes times GROUP times num_rows.
         IS_HELD: all keys are one block, which is read once.
+        SPLITS: scores are sums of so many parts, each behind all lines of the one before.
+        IS_CHAINED: it is launched before what it waits for has ended, and what follows likewise.
     """
+    if IS_CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     lines = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_line = lines < num_lines
     batch, head, row = lines_of(
@@ -261,6 +279,7 @@ def softmax(
     )
     row_of_all = (batch.to(tl.int64) * num_heads + head) * len_q + row
     starts = times(lines, pitch, 8)
+    part = times(num_lines, pitch, 8)
     width = pitch // 8 * 8
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -273,10 +292,10 @@ def softmax(
     product = tl.zeros([BLOCK_M], tl.float32)
     if IS_HELD:
         scores = block_of(
-            scores_ptr, mask_ptr, starts, 0, batch, head, row, offset, first_key, high, width,
+            scores_ptr, mask_ptr, part, starts, 0, batch, head, row, offset, first_key, high, width,
             is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh, stride_mm,
             stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP, MASK_ALIGN,
-            HAS_ALIBI, HAS_SOFTCAP, FAST_TANH,
+            HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
         )  # fmt: skip
         largest = tl.max(scores, 1)
         reference = tl.where(largest == _NOTHING, 0.0, largest)
@@ -284,10 +303,10 @@ def softmax(
     else:
         for start in range(0, width, BLOCK_N):
             scores = block_of(
-                scores_ptr, mask_ptr, starts, start, batch, head, row, offset, first_key, high,
+                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key, high,
                 width, is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh,
                 stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP,
-                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH,
+                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
             )  # fmt: skip
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             base = tl.where(new_largest == _NOTHING, 0.0, new_largest)
@@ -317,10 +336,10 @@ def softmax(
     else:
         for start in range(0, width, BLOCK_N):
             scores = block_of(
-                scores_ptr, mask_ptr, starts, start, batch, head, row, offset, first_key, high,
+                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key, high,
                 width, is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh,
                 stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP,
-                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH,
+                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
             )  # fmt: skip
             weights = tl.exp2(scores - reference[:, None]) * factor[:, None]
             store_weights(
