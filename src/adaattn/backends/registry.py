@@ -22,6 +22,7 @@ from adaattn.backends import (
 )
 from adaattn.backends.interface import Direct, Executor
 from adaattn.backends.sampling import Sampler
+from adaattn.backends.streamed import small
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Method, Scheme
 
@@ -187,7 +188,7 @@ def exact_in_bounded_memory(
 
 
 for _module in (
-    *(sdpa, grouped, flex, hopper, triton, streamed, chunked),
+    *(sdpa, grouped, flex, hopper, triton, small, streamed, chunked),
     *(low_rank, block_sparse, reference),
 ):
     register(

@@ -12,7 +12,7 @@ from adaattn.backends.masks import broadcast_strides, with_rank
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
-__all__ = ["Arguments", "Beside"]
+__all__ = ["Arguments", "Beside", "chained"]
 
 _MOST_KEYS: Final = 4096
 """Keys of a block: longer rows are read twice, the second time from the L2 cache. Not timed yet."""
@@ -20,6 +20,9 @@ _MOST_KEYS: Final = 4096
 _LEAST_KEYS: Final = 16
 _SCORES: Final = 2048
 """Scores of a program of short rows."""
+
+_SPLIT_SCORES: Final = 512
+"""The same where scores are sums of parts, which are read one after the other."""
 
 _SCORES_OF_A_WARP: Final = 512
 
@@ -53,6 +56,11 @@ class Beside:
         return cls(strides, broadcast_strides(slopes)[0])
 
 
+def chained(follows: bool) -> tuple[tuple[str, int], ...]:
+    """Return the option of a kernel that may begin before the one before it has ended."""
+    return (("launch_pdl", True),) if follows else ()
+
+
 class Arguments:
     """The arguments of the kernels for one problem, whose lengths are those of a call."""
 
@@ -69,11 +77,20 @@ class Arguments:
         asked = (problem.aux.value, problem.wants_gradients)
         return ("streamed", *shape, *self._positions, problem.mask, *self._terms, *asked)
 
-    def softmax(self, chunk: Chunk, beside: Beside) -> Launch:
-        """Return the launch of a chunk's softmax."""
+    def softmax(
+        self, chunk: Chunk, beside: Beside, splits: int = 1, *, is_chained: bool = False
+    ) -> Launch:
+        """Return the launch of a chunk's softmax.
+
+        Args:
+            chunk: of the scores.
+            beside: how mask and slopes lie.
+            splits: parts that scores are sums of.
+            is_chained: it may begin before what it waits for has ended, and what follows likewise.
+        """
         problem, pitch = self._problem, pitch_of(chunk)
         keys = self._block_keys(problem.len_k)
-        rows = max(_SCORES // keys, 1)
+        rows = max((_SCORES if splits == 1 else _SPLIT_SCORES) // keys, 1)
         lines = len(chunk.planes) * problem.group_size * len(chunk.rows)
         return Launch(
             module="streamed.softmax",
@@ -84,15 +101,34 @@ class Arguments:
                 *(rows, keys, problem.group_size, pitch <= keys, *self._positions),
                 *self._mask(beside),
                 *(*self._terms[:3], problem.has_sinks, self._terms[3]),
-                *(problem.wants(Aux.ENTROPY), 1, False),
+                *(problem.wants(Aux.ENTROPY), splits, is_chained),
             ),
-            options=(("num_warps", max(rows * keys // _SCORES_OF_A_WARP, 4)),),
+            options=(("num_warps", max(rows * keys // _SCORES_OF_A_WARP, 4)), *chained(is_chained)),
         )
 
-    def changes(self, chunk: Chunk, beside: Beside) -> Launch:
-        """Return the launch of the gradients of a chunk's scores."""
-        rows, keys = _CHANGES
+    def changes(
+        self,
+        chunk: Chunk,
+        beside: Beside,
+        splits: tuple[int, int] = (1, 1),
+        *,
+        is_chained: bool = False,
+        has_delta: bool = True,
+    ) -> Launch:
+        """Return the launch of the gradients of a chunk's scores.
+
+        Args:
+            chunk: of the scores.
+            beside: how mask and slopes lie.
+            splits: parts that scores, and products with values, are sums of.
+            is_chained: as for `softmax`.
+            has_delta: sums of rows are there; else all keys are one tile.
+        """
         problem = self._problem
+        rows, keys = _CHANGES
+        if not has_delta:
+            keys = self._block_keys(problem.len_k)
+            rows = max(_SPLIT_SCORES // keys, 1)
         lines = len(chunk.planes) * problem.group_size * len(chunk.rows)
         tiles = max(-(-pitch_of(chunk) // keys), 1)
         return Launch(
@@ -103,9 +139,9 @@ class Arguments:
             constants=(
                 *(rows, keys, problem.group_size, *self._positions),
                 *(*self._mask(beside), *self._terms),
-                *(True, 1, 1, False),
+                *(has_delta, *splits, is_chained),
             ),
-            options=(("num_warps", 4),),
+            options=(("num_warps", 4), *chained(is_chained)),
         )
 
     def sums(self, output: torch.Tensor, upstream: torch.Tensor) -> Launch:

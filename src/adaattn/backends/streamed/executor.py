@@ -6,17 +6,17 @@ from typing import Any, Final
 
 import torch
 
-from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.allocation import output_like
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
-from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
+from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.gradients import gradients
-from adaattn.backends.streamed.planes import Planes, Space, num_entries
+from adaattn.backends.streamed.planes import Planes, Space, num_entries, with_statistics
 from adaattn.backends.streamed.products import multiply
 from adaattn.backends.training import Differentiated, drawn_seed
 from adaattn.hardware import on_clear
@@ -50,14 +50,7 @@ def is_ready(problem: AttentionProblem) -> bool:
 
 def _computed(problem: AttentionProblem, *given: Any, chunk_rows: int = 0, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
-    query = given[0]
-    statistics = tuple(
-        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
-        for flag in STATISTICS[:3]
-    )
-    output = _launcher(problem, chunk_rows)(*given, statistics=statistics, **others)
-    lse, row_max, entropy = statistics
-    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+    return with_statistics(_launcher(problem, chunk_rows), problem, given, others)
 
 
 KERNELS: Final = Differentiated("streamed", _computed, gradients)

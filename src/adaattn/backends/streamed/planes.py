@@ -1,14 +1,42 @@
 """Tensors of a call as chunks take them: views of planes, and the memory that scores are in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from adaattn.backends.allocation import unfilled
+from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.products import multiply
+from adaattn.spec import AttentionProblem
 
-__all__ = ["Planes", "Space", "num_entries"]
+__all__ = ["Planes", "Space", "num_entries", "with_statistics"]
+
+
+def with_statistics(
+    launcher: Callable[..., torch.Tensor],
+    problem: AttentionProblem,
+    given: tuple[Any, ...],
+    others: dict[str, Any],
+) -> Result:
+    """Return the output of a launcher, and the statistics of rows that a problem asks for.
+
+    Args:
+        launcher: writes those that it is given, and returns the output.
+        problem: of the call.
+        given: what a `Direct` takes.
+        others: what the launcher takes beside it.
+    """
+    query = given[0]
+    statistics = tuple(
+        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
+        for flag in STATISTICS[:3]
+    )
+    output = launcher(*given, statistics=statistics, **others)
+    lse, row_max, entropy = statistics
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
 
 
 def num_entries(*tensors: torch.Tensor) -> int:

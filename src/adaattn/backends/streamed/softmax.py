@@ -292,10 +292,10 @@ def softmax(
     product = tl.zeros([BLOCK_M], tl.float32)
     if IS_HELD:
         scores = block_of(
-            scores_ptr, mask_ptr, part, starts, 0, batch, head, row, offset, first_key, high, width,
-            is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh, stride_mm,
-            stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP, MASK_ALIGN,
-            HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
+            scores_ptr, mask_ptr, part, starts, 0, batch, head, row, offset, first_key, high,
+            width, is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh,
+            stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP,
+            MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
         )  # fmt: skip
         largest = tl.max(scores, 1)
         reference = tl.where(largest == _NOTHING, 0.0, largest)
@@ -303,10 +303,10 @@ def softmax(
     else:
         for start in range(0, width, BLOCK_N):
             scores = block_of(
-                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key, high,
-                width, is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh,
-                stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP,
-                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
+                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key,
+                high, width, is_line, scale, softcap, slope, left, right, dilation, stride_mb,
+                stride_mh, stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK,
+                MASK_STEP, MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
             )  # fmt: skip
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             base = tl.where(new_largest == _NOTHING, 0.0, new_largest)
@@ -336,10 +336,10 @@ def softmax(
     else:
         for start in range(0, width, BLOCK_N):
             scores = block_of(
-                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key, high,
-                width, is_line, scale, softcap, slope, left, right, dilation, stride_mb, stride_mh,
-                stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK, MASK_STEP,
-                MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
+                scores_ptr, mask_ptr, part, starts, start, batch, head, row, offset, first_key,
+                high, width, is_line, scale, softcap, slope, left, right, dilation, stride_mb,
+                stride_mh, stride_mm, stride_mn, BLOCK_N, HAS_LEFT, HAS_RIGHT, IS_DILATED, MASK,
+                MASK_STEP, MASK_ALIGN, HAS_ALIBI, HAS_SOFTCAP, FAST_TANH, SPLITS,
             )  # fmt: skip
             weights = tl.exp2(scores - reference[:, None]) * factor[:, None]
             store_weights(
