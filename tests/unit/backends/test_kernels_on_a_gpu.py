@@ -237,6 +237,34 @@ def test_a_compiled_graph_holds_numbers_of_each_head(operator: str, draw: Draw) 
             assert torch.equal(compiled(*tensors, **given), call(*tensors, **given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (3, 100)], ids=str)
+def test_few_rows_are_computed_in_a_graph_and_without_waiting(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if capability_named("small").unavailable:
+        pytest.skip(capability_named("small").unavailable)
+    len_q, len_k = sizes
+    tensors = [
+        torch.randn(1, 4, length, 2048, device=DEVICE, dtype=dtype)
+        for length in (len_q, len_k, len_k)
+    ]
+    given = {"is_causal": True, "align": "bottom_right", "backend": "small"}
+    expected = attend(*tensors, **given)
+    with waiting_is_an_error():
+        assert torch.equal(attend(*tensors, **given), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(*tensors, **given)
+    for _ in range(3):
+        for item in tensors:
+            item.normal_()
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        held_to_the_definition(output, tensors, is_causal=True, align="bottom_right")
+
+
 AGREED = 1e-5
 """How far fp32 on a GPU may be from fp32 on a CPU: the project's promise to its users."""
 

@@ -24,6 +24,7 @@ from adaattn.backends.device.scores import (
 __all__ = ["NUMBERS", "entries_of", "lines_of", "on_the_grid", "softmax", "summed"]
 
 _NOTHING = tl.constexpr(float("-inf"))
+_AT_ONCE = tl.constexpr(8)
 
 NUMBERS = (
     *("scale", "softcap", "dropout_p"),
@@ -92,10 +93,20 @@ def on_the_grid(positions, keys, dilation, IS_DILATED: tl.constexpr):
 
 @triton.jit
 def summed(base_ptr, places, inside, part, SPLITS: tl.constexpr):
-    """Return numbers that are sums of SPLITS parts, each ``part`` numbers behind the one before."""
-    total = tl.load(base_ptr + places, mask=inside, other=0.0)
-    for SPLIT in tl.static_range(1, SPLITS):
-        total += tl.load(base_ptr + SPLIT * part + places, mask=inside, other=0.0)
+    """Return numbers that are sums of SPLITS parts, each ``part`` numbers behind the one before.
+
+    _AT_ONCE parts are one load, so that none waits for another.
+    """
+    if SPLITS == 1:
+        total = tl.load(base_ptr + places, mask=inside, other=0.0)
+    else:
+        total = tl.zeros(places.shape, tl.float32)
+        within = tl.arange(0, _AT_ONCE)[:, None, None]
+        for FIRST in tl.static_range(0, SPLITS, _AT_ONCE):
+            splits = FIRST + within
+            wanted = (splits < SPLITS) & inside[None, :, :]
+            pointers = base_ptr + splits * part + places[None, :, :]
+            total += tl.sum(tl.load(pointers, mask=wanted, other=0.0), 0)
     return total
 
 

@@ -106,7 +106,7 @@ def partials(
             *(splits.rows, _tile(pitch), _STEP, problem.group_size),
             *(_align(left, right), _dot(problem), follows, overlaps),
         ),
-        options=(("num_warps", 4), ("num_stages", 3), *chained(follows)),
+        options=(*_warps(problem, _tile(pitch)), ("num_stages", 3), *chained(follows)),
     )
 
 
@@ -151,7 +151,7 @@ def slices(
             *(rows, _tile(inner), width, group, is_transposed),
             *(_align(right, out), _dot(problem), overlaps, overlaps),
         ),
-        options=(("num_warps", 4), *chained(overlaps)),
+        options=(*_warps(problem, _tile(inner)), *chained(overlaps)),
     )
 
 
@@ -165,6 +165,12 @@ def _align(*tensors: torch.Tensor) -> int:
     step = 16 // tensors[0].element_size()
     sizes = (size for it in tensors for size in (it.shape[3], *it.stride()[:3]))
     return 1 if any(size % step for size in sizes) else step
+
+
+def _warps(problem: AttentionProblem, keys: int) -> tuple[tuple[str, int], ...]:
+    """Return the warps of a tile: fp32's products hold three numbers for one, and spilled in 4."""
+    is_wide = problem.precision is Precision.FP32 and keys >= _STEP
+    return (("num_warps", 8 if is_wide else 4),)
 
 
 def _dot(problem: AttentionProblem) -> str:

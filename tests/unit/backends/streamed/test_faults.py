@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
 )
 
-FILES = {"softmax", "score_changes"}
+FILES = {"softmax", "score_changes", "split_products"}
 SHARED = {"rows", "scores"}
 """Those of `backends/device/`, whose faults are with the portable kernels; some are here too."""
 
@@ -36,6 +36,11 @@ DILATED: dict[str, Any] = {"len_q": 40, "dilation": 3, "num_heads": 1, "chunk_ro
 CAP: dict[str, Any] = {"len_q": 20, "softcap": 1.5}
 TRAINED: dict[str, Any] = {"requires_grad": True, "len_q": 20, "chunk_rows": 7}
 REST: dict[str, Any] = TRAINED | {"precision": Precision.FP32, "scale": 30.0, "len_k": 90}
+SMALL: dict[str, Any] = {"executor": "small", "len_q": 20, "len_k": 35, "batch": 2,
+                         "num_heads": 4, "num_kv_heads": 2}  # fmt: skip
+SPLIT: dict[str, Any] = {"executor": "small", "len_q": 20, "len_k": 35, "num_heads": 1,
+                         "head_dim": 600, "precision": Precision.FP32}  # fmt: skip
+SMALL_TRAINED: dict[str, Any] = SMALL | {"requires_grad": True}
 LSE: dict[str, Any] = {"len_q": 20, "chunk_rows": 7}
 
 FAULTS: dict[str, Fault] = {
@@ -84,8 +89,8 @@ FAULTS: dict[str, Fault] = {
         "tl.exp2(scores - tl.max(scores, 1)[:, None]) * factor", LONG),
     "one row fewer": ("softmax", "is_line = lines < num_lines", "is_line = lines < num_lines - 1",
                       LSE),
-    "scores of the first row": ("block_of", "scores_ptr + starts[:, None]",
-                                "scores_ptr + 0 * starts[:, None]", LSE),
+    "scores of the first row": ("block_of", "starts[:, None] + columns[None, :]",
+                                "0 * starts[:, None] + columns[None, :]", LSE),
     "weights of the next row": ("store_weights", "starts[:, None] + columns[None, :]",
                                 "starts[:, None] * 0 + columns[None, :]", LSE),
     "maximum in units of log 2": ("softmax", "largest / LOG2_E", "largest", LSE),
@@ -94,8 +99,8 @@ FAULTS: dict[str, Fault] = {
     "rest of the log-sum-exp unwritten": (
         "softmax", "lse_rest(total, denominator, lse), mask=is_line",
         "lse_rest(total, denominator, lse), mask=is_line & (row != 3)", REST),
-    "sums of rows left out": ("score_changes", "weights * (change - delta)", "weights * change",
-                              TRAINED),
+    "sums of rows left out": ("score_changes", "weights * (change - delta[:, None])",
+                              "weights * change", TRAINED),
     "slope of the cap": ("score_changes", "1.0 - tangent * tangent", "1.0 - tangent",
                          TRAINED | CAP),
     "order at the other end": ("score_changes", "(row + offset)", "(row - offset)",
@@ -117,6 +122,39 @@ FAULTS: dict[str, Fault] = {
     "rows of scores twice": (
         "score_changes", "tl.program_id(0) // tiles * BLOCK_M", "tl.program_id(0) // tiles * 0",
         TRAINED),
+    "plane of another batch, products": ("row_starts", "times(plane // kv_heads, stride_b, ALIGN)",
+                                         "times(plane % kv_heads * 0, stride_b, ALIGN)", SMALL),
+    "head of another group, products": ("row_starts", "plane % kv_heads * GROUP",
+                                        "plane % kv_heads", SMALL),
+    "member of a group, products": ("row_starts", "+ rows // num_rows", "+ 0 * rows", SMALL),
+    "row of another, products": ("row_starts", "rows % num_rows", "(rows + 1) % num_rows", SMALL),
+    "columns behind the last": ("load_tile", "columns < num_columns // ALIGN * ALIGN",
+                                "columns < num_columns // ALIGN * ALIGN - 8", SMALL),
+    "columns of the first split": ("partial_products", "first = tl.program_id(1) *",
+                                   "first = 0 * tl.program_id(1) *", SPLIT),
+    "last columns of a split lost": ("partial_products", "first + split_columns, num_columns",
+                                     "first + split_columns // 2, num_columns", SPLIT),
+    "sums of the last columns": ("partial_products", "tl.fma(product, unit, total)",
+                                 "product * unit", SPLIT | {"head_dim": 5000}),
+    "parts over one another": ("partial_products", "split * num_lines + lines",
+                               "plane * num_lines + lines", SPLIT),
+    "lines of a block twice": ("partial_products", "% blocks * BLOCK_M + tl.arange",
+                               "% blocks * 0 + tl.arange", SMALL),
+    "one part left out": ("summed", "splits < SPLITS", "splits < SPLITS - 1", SPLIT),
+    "parts of the first line": ("summed", "places[None, :, :]", "0 * places[None, :, :]", SPLIT),
+    "scale of the result": ("slice_products", "input_precision=DOT) * scale",
+                            "input_precision=DOT)", SMALL_TRAINED),
+    "slices over one another": ("slice_products", "tl.program_id(1) * BLOCK_D +",
+                                "tl.program_id(1) * 0 +", SPLIT),
+    "weights of the first plane": ("slice_products", "plane * num_lines + rows", "rows", SMALL),
+    "weights of the first plane, transposed": (
+        "slice_products", "plane * num_lines + inner", "inner", SMALL_TRAINED),
+    "row of a result unwritten": (
+        "slice_products", "inside = is_row[:, None] & (columns",
+        "inside = (is_row & (rows != 3))[:, None] & (columns", SMALL),
+    "sums of rows without the log-sum-exp's gradient, sinks": (
+        "score_changes", "delta = tl.sum(weights * change, 1)", "delta = tl.sum(change, 1)",
+        SMALL_TRAINED | {"has_sinks": True, "sinks_require_grad": True}),
     "sums of another head": ("row_sums", "times(head, stride_gh, 1)",
                              "times(head * 0, stride_gh, 1)", TRAINED),
     "sums of the first columns": ("row_sums", "output_ptr + START", "output_ptr",
