@@ -37,23 +37,30 @@ _ALIGN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """How the mask and ALiBi's slopes of a call lie.
+    """How what stands beside q, k and v in a call lies: what is prepared for it serves no other.
 
     Args:
         mask: strides of its four dimensions; 0 where it is broadcast.
-        slopes: their stride over the batch, likewise.
+        slopes: of ALiBi, their stride over the batch, likewise.
+        dtypes: of mask, slopes and sinks.
     """
 
     mask: tuple[int, ...] = (0, 0, 0, 0)
     slopes: int = 0
+    dtypes: tuple[torch.dtype | None, ...] = ()
 
     @classmethod
-    def of(cls, mask: torch.Tensor | None, slopes: torch.Tensor | None) -> "Beside":
-        """Return it for a mask and slopes of any number of dimensions."""
+    def of(
+        cls,
+        mask: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> "Beside":
+        """Return it for tensors of any number of dimensions."""
         strides = (0, 0, 0, 0) if mask is None else broadcast_strides(with_rank(mask, 4))
-        if slopes is None or slopes.dim() == 1:
-            return cls(strides)
-        return cls(strides, broadcast_strides(slopes)[0])
+        of_batch = 0 if slopes is None else broadcast_strides(with_rank(slopes, 2))[0]
+        dtypes = (None if it is None else it.dtype for it in (mask, slopes, sinks))
+        return cls(strides, of_batch, tuple(dtypes))
 
 
 def chained(follows: bool) -> tuple[tuple[str, int], ...]:

@@ -120,9 +120,9 @@ class _Launcher:
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)
         entries = num_entries(query, key, value, output)
-        beside = Beside.of(mask, slopes)
+        beside = Beside.of(mask, slopes, sinks)
         prepared = self._prepared
-        layout = (query.shape, key.shape, entries, beside)
+        layout = (query.shape, key.shape, entries, beside, query.get_device())
         if prepared is None or prepared.layout != layout:
             prepared = self._prepared = self._prepare(*layout)
         rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
@@ -135,7 +135,7 @@ class _Launcher:
 
     def _prepare(self, *layout: Any) -> _Prepared:
         """Return the chunks and launches for tensors of a layout."""
-        query_shape, key_shape, entries, beside = layout
+        query_shape, key_shape, entries, beside, _ = layout
         own = replace(self._problem, batch=query_shape[0], len_q=query_shape[2], len_k=key_shape[2])
         chunks = tuple(chunks_of(own, self._chunk_rows, entries))
         launches = map(partial(Arguments(own).softmax, beside=beside), chunks)

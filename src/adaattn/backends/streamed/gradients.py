@@ -4,7 +4,7 @@ Gradients of keys and values are added up over the chunks of rows in fp32; where
 of them they are written at once. Equal inputs give equal bits.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, Final
@@ -66,13 +66,30 @@ def _backward(problem: AttentionProblem, chunk_rows: int) -> "_Backward":
 on_clear(_backward.cache_clear)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is launched for calls of one layout.
+
+    Args:
+        layout: what it follows from.
+        sums: of the products of outputs and gradients.
+        chunks: of the scores.
+        launches: of the gradients of each.
+    """
+
+    layout: tuple[Any, ...]
+    sums: Launch
+    chunks: tuple[Chunk, ...]
+    launches: tuple[Launch, ...]
+
+
 class _Backward:
     """Computes the gradients of one problem; lengths and strides are those of each call."""
 
     def __init__(self, problem: AttentionProblem, chunk_rows: int) -> None:
         self._problem = problem
         self._chunk_rows = chunk_rows
-        self._prepared: tuple[Any, ...] = (None, ())
+        self._prepared: _Prepared | None = None
 
     def __call__(
         self,
@@ -83,64 +100,53 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
-        delta = self._delta(kept, upstream, lse_upstream)
-        found: dict[str, torch.Tensor] = {}
+        given = (tensors.query, tensors.key, tensors.value, upstream)
+        read = dict(zip((*_PRODUCTS, "upstream"), map(with_dense_columns, given), strict=True))
+        found = {}
         if wanted & set(_PRODUCTS):
-            given = (tensors.query, tensors.key, tensors.value, upstream)
-            query, key, value, upstream = map(with_dense_columns, given)
-            read = {"query": query, "key": key, "value": value, "upstream": upstream}
             found = {name: output_like(read[name], read[name].shape[3]) for name in _PRODUCTS}
-            self._compute(tensors, kept, delta, read, found)
-        if "sinks" in wanted:
-            assert tensors.sinks is not None
-            found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
-        return {name: found[name] for name in wanted}
-
-    def _delta(self, kept: Kept, upstream: torch.Tensor, lse_upstream: _Optional) -> torch.Tensor:
-        """Return the sums of the products of outputs and their gradients, fp32 [B, Hq, Sq]."""
-        delta = unfilled(kept.lse, kept.lse.shape)
-        output, upstream = map(with_dense_columns, (kept.output, upstream))
-        if lse_upstream is not None:
-            lse_upstream = lse_upstream.contiguous()
-        sums = Arguments(self._problem).sums(output, upstream)
-        sums(output, upstream, lse_upstream, delta)
-        return delta
-
-    def _compute(
-        self,
-        tensors: Tensors,
-        kept: Kept,
-        delta: torch.Tensor,
-        read: dict[str, torch.Tensor],
-        found: dict[str, torch.Tensor],
-    ) -> None:
-        """Write the gradients of queries, keys and values."""
         mask = tensors.mask
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         entries = num_entries(*read.values(), *found.values())
-        steps = self._steps(read["query"], read["key"], entries, Beside.of(mask, slopes))
-        rest = (kept.lse, delta, None, kept.lse_rest, mask, slopes, kept.seed)
-        chunks = tuple(chunk for chunk, _ in steps)
-        work = _Work(self._problem, read, found, entries, chunks)
-        for _, of_planes in groupby(steps, key=lambda step: step[0].planes):
-            work.planes(list(of_planes), rest)
+        prepared = self._known(kept.output, read, entries, Beside.of(mask, slopes))
+        delta = unfilled(kept.lse, kept.lse.shape)
+        if lse_upstream is not None:
+            lse_upstream = lse_upstream.contiguous()
+        prepared.sums(kept.output, read["upstream"], lse_upstream, delta)
+        if found:
+            rest = (kept.lse, delta, None, kept.lse_rest, mask, slopes, kept.seed)
+            work = _Work(self._problem, read, found, entries, prepared.chunks)
+            steps = zip(prepared.chunks, prepared.launches, strict=True)
+            for _, of_planes in groupby(steps, key=lambda step: step[0].planes):
+                work.planes(list(of_planes), rest)
+        if "sinks" in wanted:
+            assert tensors.sinks is not None
+            found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
+        return {name: found[name] for name in wanted}
 
-    def _steps(
-        self, query: torch.Tensor, key: torch.Tensor, entries: int, beside: Beside
-    ) -> tuple[tuple[Chunk, Launch], ...]:
-        """Return the chunks of a layout, and the launch of each."""
-        layout = (query.shape, key.shape, entries, beside)
-        if self._prepared[0] != layout:
-            own = replace(
-                self._problem, batch=query.shape[0], len_q=query.shape[2], len_k=key.shape[2]
-            )
+    def _known(
+        self,
+        output: torch.Tensor,
+        read: dict[str, torch.Tensor],
+        entries: int,
+        beside: Beside,
+    ) -> _Prepared:
+        """Return what is prepared for tensors that lie as these."""
+        query, key, upstream = read["query"], read["key"], read["upstream"]
+        lying = (output.stride(), upstream.stride(), upstream.dtype, query.get_device())
+        layout = (query.shape, key.shape, entries, beside, *lying)
+        prepared = self._prepared
+        if prepared is None or prepared.layout != layout:
+            batch, _, len_q, _ = query.shape
+            own = replace(self._problem, batch=batch, len_q=len_q, len_k=key.shape[2])
+            arguments = Arguments(own)
             chunks = tuple(chunks_of(own, self._chunk_rows, entries))
-            launches = map(partial(Arguments(own).changes, beside=beside), chunks)
-            self._prepared = (layout, tuple(zip(chunks, launches, strict=True)))
-        steps: tuple[tuple[Chunk, Launch], ...] = self._prepared[1]
-        return steps
+            launches = tuple(map(partial(arguments.changes, beside=beside), chunks))
+            sums = arguments.sums(output, upstream)
+            prepared = self._prepared = _Prepared(layout, sums, chunks, launches)
+        return prepared
 
 
 class _Work:

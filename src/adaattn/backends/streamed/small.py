@@ -165,7 +165,7 @@ class _Launcher:
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)
-        prepared = self._launches.of((query, key, value, output), Beside.of(mask, slopes))
+        prepared = self._launches.of((query, key, value, output), Beside.of(mask, slopes, sinks))
         scores = _parts(query, prepared, 0)
         weights = unfilled(query, prepared.weights)
         first, softmax, last = prepared.launches

@@ -14,7 +14,8 @@ from adaattn.backends import load
 from adaattn.backends.device import launch
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
-from adaattn.backends.streamed import direct, executor
+from adaattn.backends.streamed import direct, executor, small
+from adaattn.backends.streamed.arguments import Beside
 from adaattn.backends.streamed.planes import Space
 from adaattn.errors import ExecutorError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
@@ -175,6 +176,22 @@ def test_repeated_calls_take_masks_and_slopes_of_fewer_dimensions(made: Made) ->
     flat = (tensors.mask[0, 0], None, tensors.alibi_slopes[0], None, None)
     output = direct(problem, group)(*qkv, *flat)
     assert torch.equal(output, load("streamed")(tensors, problem, group).output)
+
+
+@pytest.mark.parametrize("name", ["streamed", "small"])
+def test_sinks_and_slopes_of_other_dtypes_are_read_as_such(name: str, made: Made) -> None:
+    """What is prepared for a layout has compiled them in."""
+    given = {"has_alibi": True, "has_sinks": True, "len_q": 10, "precision": Precision.FP32}
+    problem, tensors, group = made(given | {"aux": Aux.NONE, "executor": name})
+    assert tensors.sinks is not None and tensors.alibi_slopes is not None
+    repeated = direct(problem, group) if name == "streamed" else small.direct(problem, group)
+    qkv = (tensors.query, tensors.key, tensors.value)
+    half = (tensors.sinks.half(), tensors.alibi_slopes.half())
+    narrow = repeated(*qkv, None, *half, None, None)
+    wide = repeated(*qkv, None, *(it.float() for it in half), None, None)
+    torch.testing.assert_close(narrow, wide)
+    wider = [it.float() for it in half]
+    assert Beside.of(None, half[1], half[0]) != Beside.of(None, wider[1], wider[0])
 
 
 def test_a_mask_read_anywhere_is_the_same(made: Made) -> None:
