@@ -1,7 +1,6 @@
 """Tensors of a call as chunks take them: views of planes, and the memory that scores are in."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +52,6 @@ def _is_one(tensor: torch.Tensor) -> bool:
     return batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
 
 
-@dataclass(frozen=True, slots=True)
 class Planes:
     """A tensor [B, H, S, D] by planes, [B * Hkv, H / Hkv, S, D].
 
@@ -63,18 +61,15 @@ class Planes:
         entries: as from `num_entries` of all tensors of a call.
     """
 
-    tensor: torch.Tensor
-    kv_heads: int
-    entries: int
+    def __init__(self, tensor: torch.Tensor, kv_heads: int, entries: int) -> None:
+        group = tensor.shape[1] // kv_heads
+        shape = (-1, group, *tensor.shape[2:])
+        self._entries = [part.reshape(shape) for part in tensor.split(tensor.shape[0] // entries)]
 
     def part(self, planes: range, tokens: range) -> torch.Tensor:
         """Return the same tokens of some planes of one entry: a view [P, H / Hkv, T, D]."""
-        tensor, first = self.tensor, planes.start
-        if self.entries > 1:
-            entry, first = divmod(first, self.kv_heads)
-            tensor = tensor[entry : entry + 1]
-        group = tensor.shape[1] // self.kv_heads
-        whole = tensor.reshape(-1, group, *tensor.shape[2:])
+        entry, first = divmod(planes.start, self._entries[0].shape[0])
+        whole: torch.Tensor = self._entries[entry]
         return whole[first : first + len(planes), :, tokens.start : tokens.stop]
 
     def lines(self, chunk: Chunk) -> torch.Tensor:
