@@ -18,6 +18,11 @@ __all__ = ["DTYPES", "Family", "Problem", "all_problems", "draw", "families"]
 DTYPES = ("bfloat16", "float16", "float32")
 
 _DIMS = (32, 48, 64, 64, 80, 96, 112, 128, 128, 160, 192, 256)
+_WIDE_DIMS = ((264, 264), (320, 320), (512, 512), (512, 512), (576, 512), (1000, 40), (1024, 1024),
+              (128, 512), (2048, 2048), (4096, 4096), (8192, 8192))  # fmt: skip
+_WIDE_SHARE = 1 / 8
+"""D and Dv of one family in eight: one of them at least above 256."""
+
 _ODD_DIMS = (33, 40, 57, 72, 100, 120, 136, 200, 250)
 _GROUPS = ((1, 1), (2, 2), (4, 2), (4, 1), (8, 2), (8, 1), (3, 1), (6, 2), (5, 5))
 _LAYOUTS = ("dense", "transposed", "packed qkv", "guarded", "guarded transposed", "strided columns")
@@ -203,7 +208,16 @@ class Problem:
 def families(count: int, seed: int) -> list[Family]:
     """Return the families of a run."""
     found = [_family(number, random.Random(f"{seed} family {number}")) for number in range(count)]
-    return [_by_head(_with_blocks(family, seed), seed) for family in found]
+    return [_by_head(_with_blocks(_wide(family, seed), seed), seed) for family in found]
+
+
+def _wide(family: Family, seed: int) -> Family:
+    """Return the family, one in eight with head dimensions above 256."""
+    source = random.Random(f"{seed} wide {family.number}")
+    if source.random() >= _WIDE_SHARE:
+        return family
+    dim, dim_v = source.choice(_WIDE_DIMS)
+    return replace(family, dim=dim, dim_v=dim_v)
 
 
 def _by_head(family: Family, seed: int) -> Family:

@@ -28,7 +28,7 @@ SDPA, NAIVE, CUDNN, FLEX, OURS = "F.sdpa", "naive", "cudnn", "flex", "adaattn"
 ALL_BLOCKS, PLAIN = "F.sdpa, all blocks", "adaattn, no entropy"
 """What a cell costs without what it asks for: the other result, and its time."""
 
-OWN = ("hopper", "triton")
+OWN = ("hopper", "triton", "streamed", "small")
 """Executors of this library that are timed by name, too."""
 
 _OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}

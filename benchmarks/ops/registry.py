@@ -15,6 +15,12 @@ _TOKENS = 16384
 _HIDDEN = 2048
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _DIMS = (64, 128, 256)
+_WIDE_HIDDEN, _LEAST_HEADS = 8192, 4
+"""Columns of all heads where each has more than 256, and heads there are at least."""
+
+_WIDE = ((512, 512), (576, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192))
+"""D and Dv above 256."""
+
 _DOCUMENTS = (1.0, 0.25, 0.75, 0.125, 0.875, 0.5)
 """Lengths of packed documents in turn, as shares of the longest."""
 
@@ -166,6 +172,8 @@ def cells(device: str) -> Iterator[Cell]:
     yield from _decode()
     yield from _grid()
     yield from _training()
+    yield from _wide()
+    yield from _small()
 
 
 def _square(kind: str, dim: int, length: int, given: Given, **more: Any) -> Cell:
@@ -281,6 +289,38 @@ def _training() -> Iterator[Cell]:
                 yield replace(cell, name=f"{cell.name} backward", kind="dense, training")
     windowed = _square("window 1024", 128, 16384, Given(is_causal=True, window=1024), backward=True)
     yield replace(windowed, name=f"{windowed.name} backward", kind="window 1024, training")
+
+
+def _wide() -> Iterator[Cell]:
+    for dim, value_dim in _WIDE:
+        heads = max(_WIDE_HIDDEN // dim, _LEAST_HEADS)
+        dims = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
+        for length in (2048, 4096, 8192, 16384):
+            for is_causal in (False, True):
+                cell = Cell(
+                    name=f"wide {dims} S{length} {'causal' if is_causal else 'full'}",
+                    kind="wide",
+                    shape=(1, heads, heads, length, length, dim),
+                    value_dim=value_dim,
+                    given=Given(is_causal=is_causal),
+                )
+                yield cell
+                if length in (2048, 8192):
+                    training = replace(cell, backward=True, kind="wide, training")
+                    yield replace(training, name=f"{cell.name} backward")
+
+
+def _small() -> Iterator[Cell]:
+    for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        for dim in (512, 2048, 4096, 8192):
+            for length in (16, 64):
+                yield Cell(
+                    name=f"small B1 H4 D{dim} S{length} {name}",
+                    kind="small",
+                    shape=(1, 4, 4, length, length, dim),
+                    dtype=dtype,
+                    with_naive=True,
+                )
 
 
 def _cpu_cells() -> Iterator[Cell]:

@@ -74,16 +74,17 @@ _COMPILED: Final = (
     *("blocks", "all blocks"),
 )
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
+_WIDE: Final = ("causal", "full")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 _FEATURES: Final = ("alibi", "softcap", "sinks", "dilation", "mask of keys", "mask", "bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lists:
-    """What is crossed: dtypes, D, (B, Hq), query heads for each key head, Sq and Sk."""
+    """What is crossed: dtypes, D or D and Dv, (B, Hq), query heads for a key head, Sq and Sk."""
 
     precisions: tuple[Precision, ...]
-    head_dims: tuple[int, ...]
+    head_dims: tuple[int | tuple[int, int], ...]
     sizes: tuple[tuple[int, int], ...]
     groups: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -103,6 +104,7 @@ class _Grid:
         square: of prefill.
         masked: of what is a mask to SDPA, windows and packed sequences, in training too.
         folded: of grouped heads that SDPA serves by math, short and in training too.
+        wide: of head dimensions above 256, in training too.
         training: of the rest where gradients are wanted.
         decode: of a single query; the lengths are of its keys.
         statistics: of prefill with the entropy of rows, which few executors know.
@@ -122,6 +124,7 @@ class _Grid:
     statistics: tuple[_Lists, ...] = ()
     unaligned: tuple[_Lists, ...] = ()
     folded: tuple[_Lists, ...] = ()
+    wide: tuple[_Lists, ...] = ()
     trained: tuple[str, ...] = _TRAINED
     deterministic: tuple[str, ...] = ()
     omitted: tuple[str, ...] = ()
@@ -180,6 +183,22 @@ _GRIDS: Final = {
                 (Precision.BF16, (512,)),
                 (Precision.FP32, (128, 64, 256, 512)),
             )
+        ),
+        wide=(
+            _Lists(
+                precisions=(Precision.BF16, Precision.FP32),
+                head_dims=((576, 512), 1024),
+                sizes=((1, 16),),
+                groups=(1, 4),
+                lengths=(2048, 8192, 512),
+            ),
+            _Lists(
+                precisions=(Precision.BF16, Precision.FP32),
+                head_dims=(2048, 4096, 8192, 512),
+                sizes=((1, 4),),
+                groups=(1,),
+                lengths=(2048, 64, 8192, 16, 512, 128),
+            ),
         ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
@@ -245,6 +264,12 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
                 if name in grid.trained:
                     training = replace(problem, requires_grad=True)
                     yield place + _class_place(name) + 2.5, training, False
+        if name in _WIDE:
+            for place, values in chain.from_iterable(grid.wide):
+                problem = _problem(name, *values)
+                yield place + _class_place(name) + 1.0, problem, False
+                training = replace(problem, requires_grad=True)
+                yield place + _class_place(name) + 1.5, training, False
         if name in grid.trained:
             for place, values in grid.masked if masked else grid.training:
                 problem = replace(_problem(name, *values), requires_grad=True)
@@ -294,13 +319,14 @@ def _class_place(name: str) -> float:
 def _problem(
     name: str,
     precision: Precision,
-    head_dim: int,
+    dims: int | tuple[int, int],
     size: tuple[int, int],
     group: int,
     length: int,
 ) -> AttentionProblem:
     """Return the problem of a class and its sizes."""
     fields = dict(_CLASSES[name])
+    head_dim, value_dim = (dims, dims) if isinstance(dims, int) else dims
     if "window" in fields:
         left = max(length // fields["window"] - 1, 0)
         fields["window"] = (left, -1 if fields.get("is_causal") else left)
@@ -328,7 +354,7 @@ def _problem(
         len_q=length,
         len_k=length,
         head_dim=head_dim,
-        value_dim=head_dim,
+        value_dim=value_dim,
         precision=precision,
         scale=head_dim**-0.5,
         **fields,

@@ -11,7 +11,12 @@ import pytest
 
 MAX_LINES = 400
 MAX_KERNEL_LINES = 600
-KERNEL_FOLDERS = ("src/adaattn/backends/triton/", "src/adaattn/backends/hopper/")
+KERNEL_FOLDERS = (
+    "src/adaattn/backends/device/",
+    "src/adaattn/backends/hopper/",
+    "src/adaattn/backends/streamed/",
+    "src/adaattn/backends/triton/",
+)
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "stuff"}
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".cfg", ".yaml", ".yml", ".cff", ".json", ".sh", ".txt", ""}
 

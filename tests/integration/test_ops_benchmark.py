@@ -45,13 +45,15 @@ def test_every_kind_of_cell_is_checked_and_timed(ops: ModuleType, tmp_path: Path
         "decode B1",
         "GQA S512",
         "grid B1 S512 E768",
+        "wide D512 S2048",
+        "small D512",
     )
     status, document = _run(ops, tmp_path, *kinds)
     assert status == 0
     assert document["machine"]["commit"] == "abc1234"
     assert document["failed"] == []
     assert {row["kind"] for row in document["rows"]} == {cell.kind for cell in _cells(*kinds)}
-    assert len({row["kind"] for row in document["rows"]}) == 15
+    assert len({row["kind"] for row in document["rows"]}) == 18
     for row in document["rows"]:
         assert {"adaattn", row["peer"]} <= set(row["timings"]), row
         assert row["rates"]["adaattn"]["tflops"] > 0

@@ -116,6 +116,9 @@ ALIGNED: dict[str, Any] = {"head_dim": 64, "value_dim": 64, "dense_columns": Tru
 ALIGNED |= {"stride_bytes": 16}
 """What kernels that copy by TMA take, on a GPU."""
 
+WIDE: dict[str, Any] = {"head_dim": 320, "value_dim": 320}
+"""What kernels of large head dimensions are for, on a GPU."""
+
 SIDES = itertools.product((1, 3, 63, 100), repeat=2)
 SHAPES: dict[str, dict[str, Any]] = {
     **{f"{len_q} by {len_k}": {"len_q": len_q, "len_k": len_k} for len_q, len_k in SIDES},
@@ -250,6 +253,10 @@ def all_cases() -> list[Case]:
         if "cuda" in DEVICES:
             aligned = options | ALIGNED | ({"value_dim": 72} if "value_dim" in options else {})
             cases += make_cases(f"{name}, aligned", aligned, precision)[: len(DEVICES)]
+    for (name, options), precision in itertools.product(SEMANTICS.items(), PRECISIONS):
+        wide = options | WIDE | ({"value_dim": 264} if "value_dim" in options else {})
+        made = make_cases(f"{name}, wide", wide, precision) if "cuda" in DEVICES else []
+        cases += [case for case in made if case.problem.device_type == "cuda"]
     return cases
 
 
@@ -273,7 +280,7 @@ def groups_for(capability: Capability, problem: AttentionProblem) -> list[HeadGr
         return [replace(group, method=LowRank(rank=problem.head_dim, value_rank=problem.value_dim))]
     if capability.method is Method.BLOCK_SPARSE:
         return [replace(group, method=BlockSparse(block_size=16, kept_mass=1.0))]
-    if capability.backend == "chunked":
+    if capability.backend in ("chunked", "streamed"):
         return [group, replace(group, launch=Launch(chunk_rows=7))]
     return [group]
 

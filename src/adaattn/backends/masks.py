@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = [
     "additive_mask",
     "aligned_bias",
+    "broadcast_strides",
     "kept_beside",
     "kept_bias",
     "may_keep",
@@ -88,6 +89,12 @@ def with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """Return the tensor with leading dimensions of size 1 up to ``rank``."""
     missing = rank - tensor.dim()
     return tensor[(None,) * missing] if missing > 0 else tensor
+
+
+def broadcast_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides, 0 where it is broadcast."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(0 if size == 1 else step for size, step in sizes)
 
 
 def stream_of(tensor: torch.Tensor) -> int:

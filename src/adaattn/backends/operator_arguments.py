@@ -4,6 +4,8 @@ The problem is taken apart into them, and described again from the tensors that 
 runs, whose lengths may be others.
 """
 
+from typing import Final
+
 import torch
 
 from adaattn._dtypes import precision_of
@@ -16,6 +18,9 @@ from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 __all__ = ["problem_of", "taken_apart", "tensors_of"]
 
 _Optional = torch.Tensor | None
+
+_BLOCK: Final = slice(6, 8)
+"""Where the rows and keys of a listed block stand among the sizes."""
 
 
 def tensors_of(
@@ -44,7 +49,7 @@ def tensors_of(
         alibi_slopes=slopes,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
-        blocks=_list_of(counts, indices, sizes[-2:]),
+        blocks=_list_of(counts, indices, sizes[_BLOCK]),
         head_terms=HeadTerms.given(head_scale, head_window, head_softcap),
     )
 
@@ -58,8 +63,15 @@ def _list_of(
     return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
 
 
-def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], list[int]]:
-    """Return what a problem says beyond its tensors, as numbers of three kinds."""
+def taken_apart(
+    problem: AttentionProblem, chunk_rows: int = 0
+) -> tuple[list[float], list[bool], list[int]]:
+    """Return what a problem says beyond its tensors, as numbers of three kinds.
+
+    Args:
+        problem: of the call.
+        chunk_rows: rows that are computed at once, the last of the sizes; 0 where no plan says it.
+    """
     longest = problem.max_len_q, problem.max_len_k
     return (
         [problem.scale, problem.softcap, problem.dropout_p],
@@ -70,7 +82,10 @@ def taken_apart(problem: AttentionProblem) -> tuple[list[float], list[bool], lis
             problem.batch_invariant,
             problem.deterministic,
         ],
-        [*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size],
+        [
+            *(*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size),
+            chunk_rows,
+        ],
     )
 
 
@@ -81,7 +96,7 @@ def problem_of(
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
     is_causal, to_end, is_trained, is_invariant, is_deterministic = flags
-    left, right, dilation, max_len_q, max_len_k, aux, *block_size = sizes
+    left, right, dilation, max_len_q, max_len_k, aux, *block_size, _ = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
     if mask is not None:

@@ -40,7 +40,8 @@ _TENSORS: Final = 10
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
-_Run = Callable[[Tensors, AttentionProblem], Result]
+_Run = Callable[[Tensors, AttentionProblem, int], Result]
+"""Computes a problem, so many rows at once; 0 where no plan says it."""
 _Optional = torch.Tensor | None
 
 
@@ -53,12 +54,14 @@ class Kept:
         lse: fp32 [B, Hq, Sq].
         lse_rest: what rounding took from it, likewise; None where it does not matter.
         seed: int64 [1], of dropout.
+        chunk_rows: rows that were computed at once; 0 where no plan says it.
     """
 
     output: torch.Tensor
     lse: torch.Tensor
     lse_rest: _Optional = None
     seed: _Optional = None
+    chunk_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +70,14 @@ class Training:
 
     Args:
         seed_of: draws the seed of a query's dropout.
-        forward: computes a problem, which asks for the log-sum-exp, from a seed; returns the result
-            and what rounding took from the log-sum-exp.
+        forward: computes a problem, which asks for the log-sum-exp, from a seed, so many rows at
+            once; returns the result and what rounding took from the log-sum-exp.
         backward: returns the gradients of a problem from its tensors, what was kept, the gradients
             of output and log-sum-exp, and whether each of `GIVEN` wants one; None of what does not.
     """
 
     seed_of: Callable[[torch.Tensor], torch.Tensor]
-    forward: Callable[[Tensors, AttentionProblem, _Optional], tuple[Result, _Optional]]
+    forward: Callable[[Tensors, AttentionProblem, _Optional, int], tuple[Result, _Optional]]
     backward: Callable[
         [Tensors, AttentionProblem, Kept, torch.Tensor, torch.Tensor, Sequence[bool]],
         Sequence[_Optional],
@@ -149,9 +152,9 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
         problem = problem_of(tensors, numbers, flags, sizes)
         rest = None
         if training is not None and flags[_TRAINED]:
-            result, rest = training.forward(tensors, problem, seed)
+            result, rest = training.forward(tensors, problem, seed, sizes[-1])
         else:
-            result = run(tensors, problem)
+            result = run(tensors, problem, sizes[-1])
         found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
         return [_or_nothing(item, query) for item in (*found, rest)]
 
@@ -161,7 +164,7 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
         backward = _backward_operator(name, training)
         made.register_autograd(partial(_differentiated, backward), setup_context=_keep)
 
-    def through(tensors: Tensors, problem: AttentionProblem) -> Result:
+    def through(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
         if not torch.compiler.is_compiling():
             check_untransformed(tensors.query, tensors.key, tensors.value)
         blocks, seed = tensors.blocks, None
@@ -176,7 +179,7 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
             *(tensors.mask, tensors.sinks, tensors.alibi_slopes),
             *(tensors.cu_seqlens_q, tensors.cu_seqlens_k),
             *((None, None) if blocks is None else (blocks.counts, blocks.indices)),
-            *taken_apart(asked),
+            *taken_apart(asked, chunk_rows),
             *(tensors.head_scale, tensors.head_window, tensors.head_softcap),
             seed,
         )
@@ -232,7 +235,7 @@ def _backward_operator(name: str, training: Training) -> Callable[..., list[torc
         )
         problem = problem_of(tensors, numbers, flags, sizes)
         rest = lse_rest if lse_rest.numel() else None
-        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
+        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed, chunk_rows=sizes[-1])
         found = training.backward(tensors, problem, kept, upstream, lse_upstream, wanted)
         return [_or_nothing(item, query) for item in found]
 

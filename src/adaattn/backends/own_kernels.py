@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from adaattn.errors import ExecutorError
 
-__all__ = ["check_untransformed", "compiling", "why_no_triton"]
+__all__ = ["check_untransformed", "compiling", "sinks_gradient", "why_no_triton"]
 
 _OLDEST: Final = (3, 6)
 
@@ -43,6 +43,20 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
     hidden = torch._C._functorch.is_functorch_wrapped_tensor
     if forward_ad._current_level >= 0 or any(map(hidden, tensors)):
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
+
+
+def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of sinks, whose value is 0: [Hq].
+
+    Args:
+        sinks: [Hq].
+        lse: log-sum-exp of rows, fp32 [B, Hq, Sq]; -inf of those that see nothing, nor the sink.
+        delta: of each row the sum of the products of its output and its gradient, less the gradient
+            of its log-sum-exp.
+    """
+    weights = torch.exp(sinks.float()[:, None] - lse)
+    weights = weights.masked_fill(lse == -torch.inf, 0.0)
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 @contextmanager

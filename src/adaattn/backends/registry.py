@@ -17,10 +17,12 @@ from adaattn.backends import (
     low_rank,
     reference,
     sdpa,
+    streamed,
     triton,
 )
 from adaattn.backends.interface import Direct, Executor
 from adaattn.backends.sampling import Sampler
+from adaattn.backends.streamed import small
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Method, Scheme
 
@@ -185,7 +187,10 @@ def exact_in_bounded_memory(
     )
 
 
-for _module in (sdpa, grouped, flex, hopper, triton, chunked, low_rank, block_sparse, reference):
+for _module in (
+    *(sdpa, grouped, flex, hopper, triton, small, streamed, chunked),
+    *(low_rank, block_sparse, reference),
+):
     register(
         _module.CAPABILITIES,
         _module.run,

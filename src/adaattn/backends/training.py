@@ -38,7 +38,8 @@ class Differentiated:
         name: of the executor, and of its operator.
         compute: returns the result of a problem from the tensors in the order of a `Direct`; where
             gradients are wanted also from ``seed``, of dropout, and ``lse_rest``, room for what
-            rounding takes from the log-sum-exp.
+            rounding takes from the log-sum-exp; where a plan says how many rows are computed at
+            once, with ``chunk_rows``.
         gradients: returns the gradients that are wanted by their names, of `GIVEN`, from the
             problem, its tensors, what was kept, and the gradients of output and log-sum-exp.
     """
@@ -52,43 +53,52 @@ class Differentiated:
         )
         self.operator = operator(name, self._eager, passes)
 
-    def attend(self, tensors: Tensors, problem: AttentionProblem) -> Result:
+    def attend(self, tensors: Tensors, problem: AttentionProblem, chunk_rows: int = 0) -> Result:
         """Return attention with the row outputs that ``problem.aux`` asks for.
+
+        Args:
+            tensors: of the call.
+            problem: what to compute.
+            chunk_rows: rows that are computed at once; 0 where no plan says it.
 
         Raises:
             ExecutorError: a kernel cannot be compiled here.
         """
         if is_watched(tensors.query):
-            return self.operator(tensors, problem)
-        return self._eager(tensors, problem)
+            return self.operator(tensors, problem, chunk_rows)
+        return self._eager(tensors, problem, chunk_rows)
 
     def direct(
-        self, problem: AttentionProblem, launcher: Callable[[AttentionProblem], Direct]
+        self,
+        problem: AttentionProblem,
+        launcher: Callable[[AttentionProblem], Direct],
+        chunk_rows: int = 0,
     ) -> Direct:
         """Return a problem's function of repeated calls.
 
         Args:
             problem: of the calls.
             launcher: makes it where no gradient is wanted.
+            chunk_rows: as for `attend`.
         """
         launch: Direct
         if problem.wants_gradients:
-            launch = partial(self._output, trained(problem))
+            launch = partial(self._output, trained(problem), chunk_rows)
         else:
             launch = launcher(problem)
 
         def run(*given: Any) -> torch.Tensor:
             if is_observed(given[0]):
-                return self.operator(Tensors.of_direct(*given), problem).output
+                return self.operator(Tensors.of_direct(*given), problem, chunk_rows).output
             return launch(*given)
 
         return run
 
-    def _eager(self, tensors: Tensors, problem: AttentionProblem) -> Result:
+    def _eager(self, tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
         """Return the result where nobody watches operators."""
         if not problem.wants_gradients:
-            return self.compute(problem, *tensors.as_direct())
-        found = self._differentiable(_trained_once(problem), *tensors.as_direct())
+            return self.compute(problem, *tensors.as_direct(), **_chunked(chunk_rows))
+        found = self._differentiable(_trained_once(problem), chunk_rows, *tensors.as_direct())
         output, lse, row_max, entropy, dropped = found
         return Result(
             output=output,
@@ -98,14 +108,15 @@ class Differentiated:
             dropped_mass=dropped,
         )
 
-    def _output(self, problem: AttentionProblem, *given: Any) -> torch.Tensor:
+    def _output(self, problem: AttentionProblem, chunk_rows: int, *given: Any) -> torch.Tensor:
         """Return the output alone, known to autograd."""
-        output: torch.Tensor = self._differentiable(problem, *given)[0]
+        output: torch.Tensor = self._differentiable(problem, chunk_rows, *given)[0]
         return output
 
     def _differentiable(
         self,
         problem: AttentionProblem,
+        chunk_rows: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -122,18 +133,20 @@ class Differentiated:
         scale = window = softcap = None
         if terms is not None:
             scale, window, softcap = terms.scale, terms.window, terms.softcap
-        beside = (starts_q, starts_k, blocks, window)
+        beside = (starts_q, starts_k, blocks, window, chunk_rows)
         given = (query, key, value, mask, sinks, slopes, scale, softcap)
         found: tuple[Any, ...]
         found = _Attention.apply(self, problem, beside, *given)  # type: ignore[no-untyped-call]
         return found
 
     def _graph_forward(
-        self, tensors: Tensors, problem: AttentionProblem, seed: _Optional
+        self, tensors: Tensors, problem: AttentionProblem, seed: _Optional, chunk_rows: int
     ) -> tuple[Result, _Optional]:
         """Return the result of the operator's forward pass, and what it keeps beside it."""
         rest = _kept_rest(tensors.query)
-        return self.compute(problem, *tensors.as_direct(), seed=seed, lse_rest=rest), rest
+        given = tensors.as_direct()
+        chunked = _chunked(chunk_rows)
+        return self.compute(problem, *given, seed=seed, lse_rest=rest, **chunked), rest
 
     def _graph_backward(
         self,
@@ -157,6 +170,11 @@ _trained_once = lru_cache(maxsize=1024)(trained)
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
     """Return the seed of a call's dropout, int64 [1], from its device's generator."""
     return torch.randint(2**62, (1,), device=query.device)
+
+
+def _chunked(chunk_rows: int) -> dict[str, int]:
+    """Return what an executor is told of the rows that it computes at once, if a plan says it."""
+    return {"chunk_rows": chunk_rows} if chunk_rows else {}
 
 
 def _kept_rest(query: torch.Tensor) -> _Optional:
@@ -186,12 +204,13 @@ class _Attention(torch.autograd.Function):
         softcap: _Optional,
     ) -> tuple[_Optional, ...]:
         """Return the output and the statistics of rows, in the order of `STATISTICS`."""
-        starts_q, starts_k, blocks, window = beside
+        starts_q, starts_k, blocks, window, chunk_rows = beside
         terms = HeadTerms.given(scale, window, softcap)
         seed = drawn_seed(query) if problem.dropout_p else None
         given = (query, key, value, mask, sinks, slopes, starts_q, starts_k, blocks, terms)
         rest = _kept_rest(query)
-        found = kernels.compute(problem, *given, seed=seed, lse_rest=rest)
+        found = kernels.compute(problem, *given, seed=seed, lse_rest=rest, **_chunked(chunk_rows))
+        ctx.chunk_rows = chunk_rows
         ctx.problem = problem
         ctx.kernels = kernels
         lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
@@ -211,7 +230,8 @@ class _Attention(torch.autograd.Function):
         del rest
         needs = ctx.needs_input_grad[-len(GIVEN) :]
         wanted = frozenset(name for name, need in zip(GIVEN, needs, strict=True) if need)
-        given = (ctx.kernels, ctx.problem, wanted, upstream, lse_upstream, *ctx.saved_tensors)
+        known = (ctx.kernels, ctx.problem, ctx.chunk_rows, wanted)
+        given = (*known, upstream, lse_upstream, *ctx.saved_tensors)
         # Gradients are wanted of gradients with ``create_graph=True`` alone.
         compute: Callable[..., Any] = _Backward.apply if torch.is_grad_enabled() else _computed
         found = compute(*given)
@@ -221,6 +241,7 @@ class _Attention(torch.autograd.Function):
 def _computed(
     kernels: Differentiated,
     problem: AttentionProblem,
+    chunk_rows: int,
     wanted: frozenset[str],
     upstream: _Optional,
     lse_upstream: _Optional,
@@ -229,7 +250,7 @@ def _computed(
     """Return the gradients in the order of `GIVEN`; None of what wants none."""
     output, lse, rest, seed, *named, counts, indices, scale, window, softcap = tensors
     assert output is not None and lse is not None
-    kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed)
+    kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed, chunk_rows=chunk_rows)
     blocks = None
     if counts is not None and indices is not None:
         rows, keys = problem.block_size

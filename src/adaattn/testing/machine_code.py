@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
 __all__ = [
+    "TYPES",
     "Loop",
     "MachineCode",
+    "built",
     "hopper_code",
     "hopper_finish_code",
     "hopper_gradients_code",
@@ -30,11 +32,13 @@ __all__ = [
     "hopper_queries_code",
     "key_gradients_code",
     "mask_gradients_code",
+    "mask_layout",
     "row_gradients_code",
+    "slopes_and_seed",
     "triton_code",
 ]
 
-_TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
+TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 _ALIGNED_BYTES: Final = 16
 _ROWS: Final = (
     *("query", "key", "value", "output", "upstream"),
@@ -145,7 +149,7 @@ def triton_code(problem: AttentionProblem) -> MachineCode:
     Args:
         problem: what is computed. Its mask, if it has one, has adjacent and aligned columns.
     """
-    return _built(*_portable(problem))
+    return built(*_portable(problem))
 
 
 def key_gradients_code(problem: AttentionProblem) -> MachineCode:
@@ -163,7 +167,12 @@ def mask_gradients_code(problem: AttentionProblem) -> MachineCode:
     return _gradient_code(problem, "mask", 1)
 
 
-def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
+def slopes_and_seed(problem: AttentionProblem) -> tuple[str | None, str | None]:
+    """Return the types of ALiBi's slopes and of dropout's seed."""
+    return "*fp32" if problem.has_alibi else None, "*i64" if problem.dropout_p else None
+
+
+def built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     """Return what Triton makes of a launch.
 
     Args:
@@ -174,7 +183,7 @@ def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    module = importlib.import_module(f"adaattn.backends.triton.{launch.module}")
+    module = importlib.import_module(f"adaattn.backends.{launch.module}")
     function = getattr(module, launch.name)
     sources = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -197,8 +206,8 @@ def _built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
 
 def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> MachineCode:
     """Return the machine code of one of the backward kernels."""
-    kind = f"*{_TYPES[problem.precision]}"
-    mask, seen = _mask(problem)
+    kind = f"*{TYPES[problem.precision]}"
+    mask, seen = mask_layout(problem)
     given = (
         *(kind, kind, kind, kind, "*fp32", "*fp32", mask),
         *_beside(problem),
@@ -216,7 +225,7 @@ def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> Machin
     )
     arguments = GradientArguments(problem)
     if name == "mask":
-        return _built((*given, kind), arguments.mask(layout, problem.mask_shape))
+        return built((*given, kind), arguments.mask(layout, problem.mask_shape))
     launch = arguments.keys(layout) if name == "keys" else arguments.rows(layout)
     sums = (
         "*fp32" if wanted else None
@@ -226,16 +235,16 @@ def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> Machin
             problem.head_terms_require_grad and problem.by_head(HeadTerm.SOFTCAP),
         )
     )
-    return _built((*given, *[kind] * outputs, *(sums if name == "rows" else ())), launch)
+    return built((*given, *[kind] * outputs, *(sums if name == "rows" else ())), launch)
 
 
-def _mask(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
+def mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
     """Return the type of a problem's mask, and how it lies."""
     if problem.mask is MaskKind.NONE:
         return None, MaskLayout()
     boolean = problem.mask is MaskKind.BOOLEAN
     row = problem.len_k if problem.mask_shape[-2] > 1 else 0
-    kind = "*u8" if boolean else f"*{_TYPES[problem.precision]}"
+    kind = "*u8" if boolean else f"*{TYPES[problem.precision]}"
     return kind, MaskLayout(1 if boolean else 2, (0, 0, row, 1))
 
 
@@ -243,8 +252,8 @@ def _beside(problem: AttentionProblem) -> tuple[str | None, ...]:
     """Return the types of slopes, starts, the seed and lists, for the backward kernels."""
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
-    slopes = "*fp32" if problem.has_alibi else None
-    return slopes, starts, starts, "*i64" if problem.dropout_p else None, lists, lists
+    slopes, seed = slopes_and_seed(problem)
+    return slopes, starts, starts, seed, lists, lists
 
 
 def _of_heads(problem: AttentionProblem) -> tuple[str | None, ...]:
@@ -259,17 +268,17 @@ def _of_heads(problem: AttentionProblem) -> tuple[str | None, ...]:
 def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch]:
     """Return the types of the portable kernel's pointers for a problem, and its launch."""
     arguments = Arguments(problem)
-    kind = "fp16" if arguments.is_halved else _TYPES[problem.precision]
+    kind = "fp16" if arguments.is_halved else TYPES[problem.precision]
     is_split = problem.len_q == 1
-    result = "fp32" if is_split else _TYPES[problem.precision]
+    result = "fp32" if is_split else TYPES[problem.precision]
     rows = ["*fp32" if is_split or problem.wants(flag) else None for flag in STATISTICS[:3]]
     if is_split and not problem.wants(Aux.ENTROPY):
         rows[2] = None
-    mask, seen = _mask(problem)
+    mask, seen = mask_layout(problem)
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
     pointers = (
-        *(f"*{_TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
+        *(f"*{TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
         "*fp32" if problem.has_sinks else None,
         "*fp32" if problem.has_alibi else None,
         *(starts, starts),

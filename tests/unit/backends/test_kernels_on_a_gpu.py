@@ -5,8 +5,9 @@ kernel that this GPU cannot run is skipped. `make test-gpu` runs them.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ import torch
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capability_named
+from adaattn.spec import Feature
 from adaattn.testing import assert_matches
 
 DEVICE = "cuda"
-BACKENDS = ("triton", "hopper")
+BACKENDS = ("triton", "hopper", "streamed")
+WIDE = ("streamed",)
+"""Those of head dimensions above 256."""
+
+Draw = Callable[..., list[torch.Tensor]]
 LENGTHS = (48, 64, 200, 333)
 
 pytestmark = [
@@ -56,19 +62,26 @@ def operator(backend: str) -> str:
     return backend
 
 
-def draw(
-    len_q: int = 256, len_k: int | None = None, dtype: torch.dtype = torch.bfloat16
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """Return what draws q, k and v of as many columns as the test's kernels are for."""
+    used = "backend" in request.fixturenames and request.getfixturevalue("backend") in WIDE
+    return partial(drawn, 320 if used else 64)
+
+
+def drawn(
+    dim: int, len_q: int = 256, len_k: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
     """Return q, k and v of 8 query heads and 2 key heads."""
     sizes = (8, len_q), (2, len_k or len_q), (2, len_k or len_q)
-    return [torch.randn(1, *size, 64, device=DEVICE, dtype=dtype) for size in sizes]
+    return [torch.randn(1, *size, dim, device=DEVICE, dtype=dtype) for size in sizes]
 
 
 def held_to_the_definition(found: torch.Tensor, tensors: list[torch.Tensor], **given: Any) -> None:
     """Hold a result against the definition in fp64, eager PyTorch in its dtype as the yardstick."""
     exact = attend(*(item.double() for item in tensors), backend="reference", **given)
     eager = attend(*tensors, backend="reference", **given)
-    assert_matches(found, exact, eager, summands=64 + tensors[1].shape[2])
+    assert_matches(found, exact, eager, summands=tensors[1].shape[2] + tensors[1].shape[3])
 
 
 @contextmanager
@@ -84,7 +97,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_bound_call_does_not_wait(name: str, backend: str) -> None:
+def test_a_bound_call_does_not_wait(name: str, backend: str, draw: Draw) -> None:
     tensors, one = draw(), draw(1, 3000)
     mask = torch.ones(256, 256, device=DEVICE, dtype=torch.bool).tril()
     settings: list[tuple[list[torch.Tensor], dict[str, Any]]] = [
@@ -102,7 +115,7 @@ def test_a_bound_call_does_not_wait(name: str, backend: str) -> None:
 @pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
 @pytest.mark.parametrize("name", ["plain", "to the end"])
 def test_a_graph_replays_with_other_numbers_in_its_tensors(
-    name: str, sizes: tuple[int, int], backend: str
+    name: str, sizes: tuple[int, int], backend: str, draw: Draw
 ) -> None:
     tensors = draw(*sizes)
     keywords = CALLS[name] | {"enable_gqa": True}
@@ -122,7 +135,7 @@ def test_a_graph_replays_with_other_numbers_in_its_tensors(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_compiled_graph_serves_every_length(name: str, operator: str) -> None:
+def test_one_compiled_graph_serves_every_length(name: str, operator: str, draw: Draw) -> None:
     keywords = CALLS[name] | {"enable_gqa": True, "backend": operator}
 
     def call(*items: torch.Tensor) -> torch.Tensor:
@@ -153,7 +166,7 @@ class Attending(torch.nn.Module):
         return result
 
 
-def test_an_exported_program_serves_every_length(operator: str) -> None:
+def test_an_exported_program_serves_every_length(operator: str, draw: Draw) -> None:
     length = torch.export.Dim("length", min=2, max=4096)
     module = Attending(operator)
     with torch.no_grad():
@@ -165,7 +178,7 @@ def test_an_exported_program_serves_every_length(operator: str) -> None:
             assert torch.equal(program.module()(*tensors), module(*tensors))
 
 
-def test_autocast_is_a_cast_of_the_inputs(backend: str) -> None:
+def test_autocast_is_a_cast_of_the_inputs(backend: str, draw: Draw) -> None:
     tensors = draw(dtype=torch.float32)
     narrow = [item.bfloat16() for item in tensors]
     for keywords in CALLS.values():
@@ -189,8 +202,10 @@ def by_head() -> dict[str, Any]:
 @pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
 @pytest.mark.parametrize("name", ["plain", "causal", "to the end"])
 def test_heads_of_different_numbers_are_one_launch_that_waits_for_nothing(
-    name: str, sizes: tuple[int, int], backend: str
+    name: str, sizes: tuple[int, int], backend: str, draw: Draw
 ) -> None:
+    if not capability_named(backend).features & Feature.HEAD_TERMS:
+        pytest.skip(f"{backend} takes one number for all heads")
     tensors = draw(*sizes)
     given = CALLS[name] | {"enable_gqa": True} | by_head()
     held_to_the_definition(attend(*tensors, backend=backend, **given), tensors, **given)
@@ -207,7 +222,10 @@ def test_heads_of_different_numbers_are_one_launch_that_waits_for_nothing(
     held_to_the_definition(output, tensors, **given)
 
 
-def test_a_compiled_graph_holds_numbers_of_each_head(operator: str) -> None:
+def test_a_compiled_graph_holds_numbers_of_each_head(operator: str, draw: Draw) -> None:
+    if not capability_named(operator).features & Feature.HEAD_TERMS:
+        pytest.skip(f"{operator} takes one number for all heads")
+
     def call(*items: torch.Tensor, **given: Any) -> torch.Tensor:
         result: torch.Tensor = attend(*items, enable_gqa=True, backend=operator, **given)
         return result
@@ -219,6 +237,34 @@ def test_a_compiled_graph_holds_numbers_of_each_head(operator: str) -> None:
             assert torch.equal(compiled(*tensors, **given), call(*tensors, **given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (3, 100)], ids=str)
+def test_few_rows_are_computed_in_a_graph_and_without_waiting(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if capability_named("small").unavailable:
+        pytest.skip(capability_named("small").unavailable)
+    len_q, len_k = sizes
+    tensors = [
+        torch.randn(1, 4, length, 2048, device=DEVICE, dtype=dtype)
+        for length in (len_q, len_k, len_k)
+    ]
+    given = {"is_causal": True, "align": "bottom_right", "backend": "small"}
+    expected = attend(*tensors, **given)
+    with waiting_is_an_error():
+        assert torch.equal(attend(*tensors, **given), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attend(*tensors, **given)
+    for _ in range(3):
+        for item in tensors:
+            item.normal_()
+        output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        held_to_the_definition(output, tensors, is_causal=True, align="bottom_right")
+
+
 AGREED = 1e-5
 """How far fp32 on a GPU may be from fp32 on a CPU: the project's promise to its users."""
 
@@ -226,7 +272,9 @@ AGREED = 1e-5
 @pytest.mark.parametrize("executor", ["auto", "triton"])
 @pytest.mark.parametrize("sizes", [(256, 256), (1, 3000)], ids=["square", "decoding"])
 @pytest.mark.parametrize("name", CALLS)
-def test_fp32_on_a_gpu_agrees_with_a_cpu(name: str, sizes: tuple[int, int], executor: str) -> None:
+def test_fp32_on_a_gpu_agrees_with_a_cpu(
+    name: str, sizes: tuple[int, int], executor: str, draw: Draw
+) -> None:
     if capability_named("triton").unavailable and executor == "triton":
         pytest.skip(capability_named("triton").unavailable)
     tensors = [item.cpu() for item in draw(*sizes, dtype=torch.float32)]

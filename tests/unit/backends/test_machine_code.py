@@ -28,7 +28,7 @@ from dataclasses import asdict
 import triton
 from adaattn.backends.hopper.launch import choose
 from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
-from adaattn.testing import machine_code, make_problem
+from adaattn.testing import machine_code, make_problem, streamed_code
 
 layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
 usual = {"precision": Precision.BF16, "len_q": 4096} | layout
@@ -36,7 +36,9 @@ for line in sys.stdin:
     executor, values, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
     try:
         problem = make_problem(**(usual | eval(values)))
-        found = asdict(getattr(machine_code, executor + "_code")(problem))
+        name = executor + "_code"
+        module = machine_code if hasattr(machine_code, name) else streamed_code
+        found = asdict(getattr(module, name)(problem))
         wide = [line for line in found["sass"].splitlines() if ".128" in line]
         found["wide"] = sum("LDG" in line or "STG" in line for line in wide)
         del found["sass"]
@@ -186,6 +188,27 @@ SPLIT_GRADIENTS = {
     "dict(head_dim=256, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 1, 4096))": 0,
     "dict(head_dim=256, mask=MaskKind.ADDITIVE, mask_is_wide=True, softcap=3.0)": 16,
 }
+STREAMED = [
+    "dict(head_dim=512)",
+    "dict(head_dim=512, len_q=16384, is_causal=True)",
+    "dict(head_dim=512, num_heads=8, num_kv_heads=2, window=(1000, -1), dilation=2)",
+    "dict(head_dim=512, mask=MaskKind.BOOLEAN, len_q=1000)",
+    "dict(head_dim=512, mask=MaskKind.ADDITIVE, dropout_p=0.1, precision=Precision.FP16)",
+    "dict(head_dim=512, softcap=30.0, has_alibi=True, has_sinks=True, len_q=8192,"
+    " aux=Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY)",
+    "dict(head_dim=512, precision=Precision.FP32, aux=Aux.LSE)",
+]
+SMALL = [
+    f"dict(head_dim={columns}, num_heads=4, len_q={rows}, precision=Precision.{number}{more})"
+    for columns, rows, number, more in (
+        (512, 64, "FP32", ""),
+        (8192, 64, "FP32", ""),
+        (2048, 16, "FP32", ""),
+        (1024, 128, "FP32", ", requires_grad=True"),
+        (8192, 64, "BF16", ""),
+        (512, 16, "FP16", ", num_kv_heads=1, requires_grad=True"),
+    )
+]
 DECODE = "dict(head_dim=128, len_q=1, len_k=4096, num_heads=32, num_kv_heads=8)"
 DECODE_BY_HEAD = DECODE.replace("dict(", "dict(head_terms=HeadTerm(7), ")
 
@@ -333,6 +356,31 @@ def test_decoding_takes_the_products_of_a_warp(values: str, tmp_path: Path) -> N
     assert found["spills"] == 0
 
 
+def check_streamed(values: str, kind: str, folder: Path, triton: Path | None = None) -> None:
+    """Hold what the kernels between matrix products must be: scores pass in vectors."""
+    found = compiled(kind, values, folder, triton)
+    assert found["spills"] == 0
+    assert found["warnings"] == []
+    assert found["wide"] >= 4
+    assert found["shared_bytes"] <= 1024
+
+
+@pytest.mark.parametrize("kind", ["softmax", "score_changes"])
+@pytest.mark.parametrize("values", STREAMED)
+def test_written_out_scores_are_read_in_vectors(values: str, kind: str, tmp_path: Path) -> None:
+    check_streamed(values, kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["partial_products", "slice_products"])
+@pytest.mark.parametrize("values", SMALL)
+def test_products_of_few_rows_are_held_in_registers(values: str, kind: str, tmp_path: Path) -> None:
+    found = compiled(kind, values, tmp_path)
+    assert found["small_products"] > 0
+    assert found["spills"] == 0
+    assert found["wide"] >= 4
+    assert found["warnings"] == []
+
+
 @pytest.mark.parametrize("mask", ["MaskKind.BOOLEAN", "MaskKind.ADDITIVE"])
 def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_path: Path) -> None:
     without = compiled("triton", "dict(head_dim=64)", tmp_path)
@@ -355,11 +403,19 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
         *(("hopper_gradients", values) for values in list(HOPPER_GRADIENTS)[1::5]),
         *(("hopper_keys", values) for values in list(SPLIT_GRADIENTS)[1::4]),
         *(("hopper_queries", values) for values in list(SPLIT_GRADIENTS)[1::3]),
+        *((kind, STREAMED[5]) for kind in ("softmax", "score_changes")),
+        *((kind, SMALL[1]) for kind in ("partial_products", "slice_products")),
     ],
 )
 def test_the_oldest_triton_makes_the_same_of_them(
     executor: str, values: str, tmp_path: Path
 ) -> None:
+    if values in SMALL:
+        assert compiled(executor, values, tmp_path, OLDEST)["spills"] == 0
+        return
+    if values in STREAMED:
+        check_streamed(values, executor, tmp_path, OLDEST)
+        return
     found = compiled(executor, values, tmp_path, OLDEST)
     if executor == "hopper":
         check_hopper(found, MOST_SPILLS if values in HOPPER_WITH_FEW_SPILLS else 0)

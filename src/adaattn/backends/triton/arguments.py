@@ -8,8 +8,9 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import STATISTICS
-from adaattn.backends.triton.compiled import Launch
+from adaattn.backends.masks import broadcast_strides
 from adaattn.backends.triton.launch import (
     COPIED_BYTES,
     HALVED_ROWS,
@@ -49,9 +50,8 @@ class MaskLayout:
     @classmethod
     def of(cls, mask: torch.Tensor) -> "MaskLayout":
         """Return it for a 4-D mask, broadcast dimensions unexpanded."""
-        sizes = zip(mask.shape, mask.stride(), strict=True)
-        strides = tuple(0 if size == 1 else step for size, step in sizes)
-        return cls(1 if mask.dtype == torch.bool else 2, strides, mask.dtype)
+        kind = 1 if mask.dtype == torch.bool else 2
+        return cls(kind, broadcast_strides(mask), mask.dtype)
 
     def constants(self, pack: int, rows_of_tile: int) -> tuple[int, bool, int, int]:
         """Return what is compiled in: kind, whether rows differ, the step of keys, alignment.
@@ -163,7 +163,7 @@ class Arguments:
         blind = problem.batch_invariant and (problem.num_sequences or not seen.strides[2])
         rows_read = 0 if blind else tile.rows
         return Launch(
-            module="forward",
+            module="triton.forward",
             name="forward",
             grid=grid,
             numbers=(
@@ -210,7 +210,7 @@ class Arguments:
         columns = self._problem.value_dim
         most = 1 << (splits - 1).bit_length()
         return Launch(
-            module="combine",
+            module="triton.combine",
             name="combine",
             grid=(rows, 1, 1),
             numbers=(*output_strides[:3], splits, heads, len_q, rows),
@@ -227,7 +227,7 @@ class Arguments:
     ) -> Launch:
         """Return the launch of what takes a matrix apart."""
         return Launch(
-            module="halving",
+            module="triton.halving",
             name="halve",
             grid=(batch * heads * -(-rows // HALVED_ROWS), 1, 1),
             numbers=(*strides[:3], heads, rows),

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.primitives import LOG2_E, log2_or_nothing, lse_rest, with_sink
+from adaattn.backends.device.scores import LOG2_E, log2_or_nothing, lse_rest, with_sink
 
 __all__ = ["combine"]
 

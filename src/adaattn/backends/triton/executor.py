@@ -10,6 +10,7 @@ from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import with_rank
@@ -17,7 +18,6 @@ from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.training import Differentiated, drawn_seed
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import gradients
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes

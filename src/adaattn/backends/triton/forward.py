@@ -19,6 +19,18 @@ Keys may be split over programs: each writes its unnormalised part, and `combine
 import triton
 import triton.language as tl
 
+from adaattn.backends.device.rows import load_rows, times
+from adaattn.backends.device.scores import (
+    LOG2_E,
+    add_bias,
+    exp2_sum,
+    is_kept,
+    log2_or_nothing,
+    lse_rest,
+    seen,
+    soft_capped,
+    with_sink,
+)
 from adaattn.backends.triton.listed import (
     dropped_share,
     is_listed,
@@ -26,30 +38,19 @@ from adaattn.backends.triton.listed import (
     listed_start,
 )
 from adaattn.backends.triton.primitives import (
-    LOG2_E,
     WEIGHT_SCALE,
-    add_bias,
-    exp2_sum,
     halved_product,
     halves,
     head_factors,
     head_window,
-    is_kept,
     key_ranges,
     least_and_most,
     lengths_of,
     level_of,
     load_entries,
-    load_rows,
-    log2_or_nothing,
-    lse_rest,
     place_of,
     power_of_two,
-    seen,
-    soft_capped,
     store_rows,
-    times,
-    with_sink,
 )
 
 __all__ = ["forward"]

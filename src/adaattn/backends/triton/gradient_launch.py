@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import Tile, padded
 from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
 
@@ -110,7 +110,7 @@ class GradientArguments:
         batch, heads, _, len_q, _ = layout.sizes
         columns = self._problem.value_dim
         return Launch(
-            module="backward",
+            module="device.rows",
             name="row_sums",
             grid=(batch * heads * -(-len_q // _SUM_ROWS), 1, 1),
             numbers=(*layout.output, *layout.upstream, heads, len_q),
@@ -145,7 +145,7 @@ class GradientArguments:
         tiles = -(-mask_rows // tile.rows) * -(-mask_keys // tile.keys)
         before, after, dropout_p = self._forward.factors
         return Launch(
-            module="mask_gradients",
+            module="triton.mask_gradients",
             name="mask_gradients",
             grid=(mask_batch * mask_heads * tiles, 1, 1),
             numbers=(
@@ -177,7 +177,7 @@ class GradientArguments:
         is_wide = max(steps) * problem.dilation * max(tile.rows, tile.keys) >= _INT32
         _, heads, _, *lengths = layout.sizes
         return Launch(
-            module=name,
+            module=f"triton.{name}",
             name=name,
             grid=(programs, 1, 1),
             numbers=(

@@ -1,4 +1,11 @@
-"""The backward pass of the portable kernels: what is launched for which gradients."""
+"""The backward pass of the portable kernels: what is launched for which gradients.
+
+One kernel has the gradients of a block of keys, of all heads and rows that see it; one has those of
+a block of rows; one has those of an added mask. Nothing is added up by atomics: equal inputs give
+equal bits. Scores are computed anew in each, as in `forward`, and nothing of the size of the scores
+is stored. Positions, classes of a dilation and lists are those of `forward`. Tiles of the first
+kernel are [keys, rows], of the others [rows, keys].
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,12 +17,13 @@ from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import BlockList, list_strides, listed_first
 from adaattn.backends.common import layout_facts, with_dense_columns
 from adaattn.backends.compiled_before import note
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept
+from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
@@ -223,10 +231,7 @@ def _of_heads(
         found[name] = sums[name].sum((0, 2)).to(getattr(tensors.head_terms, name).dtype)
     if "sinks" in wanted:
         assert tensors.sinks is not None
-        # The weight of the sink, whose value is 0; rows that see nothing have none.
-        weights = torch.exp(tensors.sinks.float()[:, None] - kept.lse)
-        weights = weights.masked_fill(kept.lse == -torch.inf, 0.0)
-        found["sinks"] = -(weights * delta).sum((0, 2)).to(tensors.sinks.dtype)
+        found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
     return found
 
 

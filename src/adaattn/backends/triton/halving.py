@@ -12,7 +12,8 @@ of a head mostly share one, and the bounds of each block tell whether they do.
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.primitives import halves, load_rows, power_of_two, times
+from adaattn.backends.device.rows import load_rows, times
+from adaattn.backends.triton.primitives import halves, power_of_two
 
 __all__ = ["halve"]
 

@@ -7,16 +7,9 @@ sequences hide those of one another.
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.backward import load_lse, load_number, weights_of
-from adaattn.backends.triton.primitives import (
-    LOG2_E,
-    bounds,
-    head_factors,
-    head_window,
-    is_kept,
-    load_rows,
-    times,
-)
+from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
+from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
+from adaattn.backends.triton.primitives import bounds, head_factors, head_window
 
 __all__ = ["mask_gradients"]
 

@@ -1,43 +1,30 @@
-"""Device functions of the portable kernels: which keys a row meets, what a score becomes.
-
-Scores are kept in units of log 2, so that exp2 needs no further product.
-"""
+"""Device functions of the portable kernels: which rows and keys a tile meets, and how they lie."""
 
 import triton
 import triton.language as tl
 
-from adaattn import _constants
+from adaattn.backends.device.rows import load_rows
+from adaattn.backends.device.scores import LOG2_E
 
 __all__ = [
-    "LOG2_E",
     "WEIGHT_SCALE",
-    "add_bias",
     "bounds",
-    "exp2_sum",
     "find_sequence",
     "halved_product",
     "halves",
     "head_factors",
     "head_window",
-    "is_kept",
     "key_ranges",
     "least_and_most",
     "lengths_of",
     "level_of",
     "load_entries",
-    "load_rows",
-    "log2_or_nothing",
-    "lse_rest",
     "place_of",
     "power_of_two",
-    "seen",
-    "soft_capped",
+    "step_of",
     "store_rows",
-    "times",
-    "with_sink",
 ]
 
-LOG2_E = tl.constexpr(_constants.LOG2_E)
 WEIGHT_SCALE = tl.constexpr(16384.0)
 """Weights are at most 1: so scaled, their low halves keep their bits."""
 _LEAST = tl.constexpr(-1e4)
@@ -245,45 +232,6 @@ def place_of(block, before, whole, AT_EDGE: tl.constexpr):
 
 
 @triton.jit
-def times(number, stride, ALIGN: tl.constexpr):
-    """Return number * stride as int64, with the stride a multiple of ALIGN that is seen."""
-    return number.to(tl.int64) * (stride // ALIGN * ALIGN)
-
-
-@triton.jit
-def load_rows(
-    base_ptr,
-    rows,
-    row_stride,
-    num_rows,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Return rows of a matrix as [len(rows), BLOCK]; 0 beyond its rows and columns.
-
-    Args:
-        base_ptr: the first row's first element.
-        rows: row numbers.
-        row_stride: elements between rows.
-        num_rows: rows from this one on are not read, where MASKED.
-        COLUMNS: columns of the matrix.
-        BLOCK: columns of the tile.
-        MASKED: whether rows may be beyond the end.
-    """
-    columns = tl.arange(0, BLOCK)
-    pointers = base_ptr + (rows * row_stride)[:, None] + columns[None, :]
-    if MASKED and COLUMNS != BLOCK:
-        inside = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-    elif MASKED:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
-    elif COLUMNS != BLOCK:
-        return tl.load(pointers, mask=(columns < COLUMNS)[None, :], other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
 def load_entries(base_ptr, start, step, offsets, within, high, MASKED: tl.constexpr):
     """Return a block of a mask, [1 or BLOCK_M, BLOCK_N].
 
@@ -382,126 +330,9 @@ def store_rows(row_ptrs, numbers, is_row, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def seen(
-    positions,
-    keys,
-    high,
-    left,
-    right,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
-    """Return which keys are seen from which positions, of shapes that broadcast to a tile."""
-    ahead = keys - positions
-    # In the shape of both: `ahead < high - positions` holds more registers, and spills.
-    visible = (keys < high) & (ahead == ahead)
-    if HAS_LEFT:
-        visible = visible & (ahead >= -left)
-    if HAS_RIGHT:
-        visible = visible & (ahead <= right)
-    return visible
-
-
-@triton.jit
-def soft_capped(scores, cap, FAST: tl.constexpr, MAY_BE_NONE: tl.constexpr):
-    """Return cap * tanh(scores); where a cap of 0 MAY_BE_NONE, the scores as they are.
-
-    FAST is PTX's own tanh, right to 2^-11: below what rounding scores to bf16 would cost. Else
-    below 0.25 the difference of exponentials would cancel, and a series of five terms is right to
-    rounding.
-    """
-    if FAST:
-        tangent = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [scores], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        decay = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E))
-        large = (1.0 - decay) / (1.0 + decay)
-        square = scores * scores
-        series = 1.0 + square * (
-            -1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * (62.0 / 2835.0)))
-        )
-        tangent = tl.where(scores < 0, -large, large)
-        tangent = tl.where(tl.abs(scores) < 0.25, scores * series, tangent)
-    if MAY_BE_NONE:
-        return tl.where(cap > 0.0, cap * tangent, scores)
-    return cap * tangent
-
-
-@triton.jit
-def add_bias(scores, slope, positions, keys):
-    """Return scores with ALiBi: less by the slope for each step of distance.
-
-    Args:
-        scores: of a tile.
-        slope: of its head, or of each row; all that follow broadcast to the tile.
-        positions: of rows.
-        keys: their numbers.
-    """
-    steps = tl.abs(positions - keys)
-    return scores - slope * steps.to(tl.float32)
-
-
-@triton.jit
-def exp2_sum(scores, reference, HAS_ENTROPY: tl.constexpr):
-    """Return exp2(scores - reference), its row sums, and the sums of that times the exponent."""
-    exponents = scores - reference[:, None]
-    if HAS_ENTROPY:
-        exponents = tl.maximum(exponents, _LEAST)  # 0 * inf is no number
-        weights = tl.exp2(exponents)
-        return weights, tl.sum(weights, 1), tl.sum(weights * exponents, 1)
-    weights = tl.exp2(exponents)
-    total = tl.sum(weights, 1)
-    return weights, total, total
-
-
-@triton.jit
-def log2_or_nothing(total, reference):
-    """Return log2(total) + reference, -inf where the total is 0."""
-    return tl.where(total == 0.0, _NOTHING, tl.log2(tl.where(total == 0.0, 1.0, total)) + reference)
-
-
-@triton.jit
-def lse_rest(total, reference, lse):
-    """Return what log2(total) + reference has beyond a rounded log-sum-exp in natural units.
-
-    fp32 keeps 1e-5 of one at 300: weights computed anew from it would be as wrong. A product that
-    is not rounded takes it away again, here and in the backward pass.
-    """
-    is_seen = total > 0.0
-    known = tl.where(is_seen, lse, 0.0)
-    beyond = tl.fma(-known, LOG2_E, tl.where(is_seen, reference, 0.0))
-    return beyond + tl.log2(tl.where(is_seen, total, 1.0))
-
-
-@triton.jit
-def with_sink(largest, total, product, sink):
-    """Return (reference, total, product, decay) of rows with a sink's weight, exp2(sink), added.
-
-    Rows that see nothing stay as they were. What was summed before is to be multiplied by decay.
-    """
-    is_seen = total > 0.0
-    reference = tl.where(is_seen, tl.maximum(largest, sink), 0.0)
-    moved = tl.where(is_seen, largest - reference, 0.0)
-    decay = tl.exp2(moved)
-    exponent = tl.where(is_seen, tl.maximum(sink - reference, _LEAST), _LEAST)
-    weight = tl.exp2(exponent)
-    product = decay * (product + total * moved) + weight * exponent
-    return reference, total * decay + weight, product, decay
-
-
-@triton.jit
-def is_kept(seed, row_of_all, keys, dropout_p):
-    """Return which weights dropout keeps, by Philox of the weight's own place.
-
-    Args:
-        seed: int64.
-        row_of_all: number of the row among all rows of all heads, int64; broadcasts to the tile.
-        keys: key numbers, likewise.
-        dropout_p: probability of dropping.
-    """
-    zeros = row_of_all.to(tl.uint32) * 0 + keys.to(tl.uint32) * 0
-    low = zeros + row_of_all.to(tl.uint32)
-    high = zeros + (row_of_all >> 32).to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, zeros + keys.to(tl.uint32), low, high, zeros)
-    return tl.uint_to_uniform_float(bits) >= dropout_p
+def step_of(stride, dilation, ALIGN: tl.constexpr, WIDE: tl.constexpr):
+    """Return the elements from one row of a class to the next: int64 where WIDE."""
+    step = stride // ALIGN * ALIGN
+    if WIDE:
+        step = step.to(tl.int64)
+    return step * dilation

@@ -3,19 +3,17 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.triton.backward import load_lse, load_number, step_of, weights_of
+from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
+from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
-    LOG2_E,
     head_factors,
     head_window,
-    is_kept,
     key_ranges,
     lengths_of,
-    load_rows,
     place_of,
+    step_of,
     store_rows,
-    times,
 )
 
 __all__ = ["row_gradients"]

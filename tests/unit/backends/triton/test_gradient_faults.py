@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 
-FILES = {"backward", "key_gradients", "row_gradients", "mask_gradients"}
+FILES = {"rows", "key_gradients", "row_gradients", "mask_gradients"}
 
 Fault = tuple[str, str, str, dict[str, Any]]
 

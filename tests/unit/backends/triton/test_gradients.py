@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.operators import trained
 from adaattn.backends.triton import direct, executor
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
@@ -421,7 +421,7 @@ def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[in
 @pytest.mark.parametrize("name", ["plain", "packed in a window", "blocks", MANY])
 def test_the_operator_of_graphs_has_the_same_gradients(name: str, precision: Precision) -> None:
     problem, tensors = made(name, precision)
-    eager, through = run(tensors, problem), executor.KERNELS.operator(tensors, problem)
+    eager, through = run(tensors, problem), executor.KERNELS.operator(tensors, problem, 0)
     assert torch.equal(eager.output, through.output)
     assert through.lse is None
     expected, found = gradients_of(eager, tensors), gradients_of(through, tensors)

@@ -14,10 +14,11 @@ from adaattn import hardware
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import load
 from adaattn.backends.common import layout_facts
+from adaattn.backends.device import launch
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
-from adaattn.backends.triton import compiled, direct, executor
+from adaattn.backends.triton import direct, executor
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.forward import forward
 from adaattn.errors import ExecutorError
@@ -456,9 +457,9 @@ def test_what_is_prepared_is_dropped_with_the_facts_that_it_rests_on() -> None:
     """Splits follow from the device; and what failed to compile may be tried again."""
     problem, tensors = made("decode", Precision.FP16)
     run(tensors, problem)
-    assert executor._launcher.cache_info().currsize and compiled._COMPILED
+    assert executor._launcher.cache_info().currsize and launch._COMPILED
     hardware.clear_cache()
-    assert not executor._launcher.cache_info().currsize and not compiled._COMPILED
+    assert not executor._launcher.cache_info().currsize and not launch._COMPILED
 
 
 def test_transforms_and_tangents_are_refused_and_auto_goes_on() -> None:

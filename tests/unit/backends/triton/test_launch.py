@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from adaattn.backends import capabilities
+from adaattn.backends.device.launch import Launch
 from adaattn.backends.triton import CAPABILITIES, direct
 from adaattn.backends.triton import forward as kernels
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
-from adaattn.backends.triton.compiled import Launch
 from adaattn.backends.triton.launch import (
     Tile,
     choose_tile,
@@ -230,8 +230,8 @@ def test_a_repeated_launch_is_tritons_own_without_hooks(monkeypatch: pytest.Monk
     kernel._run = lambda *given: launched.append(given)
     kernel.src, kernel.name, kernel.metadata = SimpleNamespace(), "name", None
     launch = Launch(
-        module="forward", name="forward", grid=(3, 2, 1), numbers=(0.5, 7), constants=(64, True),
-        options=(("num_warps", 4),),
+        module="triton.forward", name="forward", grid=(3, 2, 1), numbers=(0.5, 7),
+        constants=(64, True), options=(("num_warps", 4),),
     )  # fmt: skip
     launch._kernel = kernel
     tensors = (torch.zeros(8), None, torch.ones(8))

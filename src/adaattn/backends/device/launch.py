@@ -30,7 +30,8 @@ class Launch:
     """One function of the kernels with all that its calls have in common.
 
     Args:
-        module: where it is, such as ``"forward"``; imported when it first runs.
+        module: where it is below `adaattn.backends`, such as ``"triton.forward"``; imported when it
+            first runs.
         name: of the function.
         grid: programs.
         numbers: arguments behind the tensors, for which no kernel is made.
@@ -84,7 +85,7 @@ class Launch:
             return None
         assert tensors[0] is not None
         dtypes = (None if item is None else item.dtype for item in tensors)
-        key = (tensors[0].device, self.name, self.options, self.constants, *dtypes)
+        key = (tensors[0].device, self.module, self.name, self.options, self.constants, *dtypes)
         known = _COMPILED.get(key)
         if isinstance(known, ExecutorError):
             raise known
@@ -101,6 +102,6 @@ class Launch:
     def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         """Launch it by Triton's own way, and return what it compiled."""
         with compiling("the Triton kernel"):
-            module = importlib.import_module(f"adaattn.backends.triton.{self.module}")
+            module = importlib.import_module(f"adaattn.backends.{self.module}")
             function = getattr(module, self.name)[self.grid]
             return function(*tensors, *self.numbers, *self.constants, **dict(self.options))

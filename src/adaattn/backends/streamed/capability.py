@@ -1,0 +1,137 @@
+"""What exact attention by written-out scores can do: in chunks, and of few rows and keys."""
+
+from functools import partial
+from typing import Final
+
+from adaattn.backends.masked import is_plain
+from adaattn.backends.own_kernels import why_no_triton
+from adaattn.backends.streamed.chunks import choose_chunk_rows, overhead, row_bytes
+from adaattn.backends.streamed.products import WHY_NO_PRODUCTS
+from adaattn.backends.streamed.split import MOST_LINES, choose_splits
+from adaattn.spec import (
+    AttentionProblem,
+    Capability,
+    Feature,
+    HardwareFacts,
+    HeadGroup,
+    Overhead,
+    Precision,
+)
+
+__all__ = ["CAPABILITIES", "SMALL"]
+
+_NARROW: Final = 256
+"""Columns up to which kernels that write no scores are faster."""
+
+_MOST_ROWS: Final = 2048
+"""Rows of all heads beyond which products fill a card by themselves."""
+
+_STEP: Final = 8
+
+_NOT: Final = (
+    Feature.MASK_GRADIENT
+    | Feature.ALIBI_GRADIENT
+    | Feature.WEIGHTS
+    | Feature.EMPTY
+    | Feature.BLOCK_LIST
+    | Feature.DROPPED_MASS
+    | Feature.BATCH_INVARIANT
+    | Feature.HEAD_TERMS
+    | Feature.HEAD_TERMS_GRADIENT
+)
+"""Of these, results of any batch alike are beyond matrix products that PyTorch chooses by size."""
+
+
+def _narrow(problem: AttentionProblem) -> str:
+    """Return why columns are too few, or ""."""
+    if max(problem.head_dim, problem.value_dim) > _NARROW:
+        return ""
+    dims = f"{problem.head_dim} and {problem.value_dim}"
+    return f"it is for D or Dv above {_NARROW}, got {dims}"
+
+
+def _many(problem: AttentionProblem) -> str:
+    """Return why rows or keys are too many for one tile, or ""."""
+    lines, keys = problem.group_size * problem.len_q, problem.len_k
+    total = problem.batch * problem.num_heads * problem.len_q
+    if max(lines, keys) > MOST_LINES:
+        return (
+            f"it takes up to {MOST_LINES} keys, and as many rows of the heads that share one, "
+            f"got {keys} and {lines}"
+        )
+    return "" if total <= _MOST_ROWS else f"it takes up to {_MOST_ROWS} rows in all, got {total}"
+
+
+def _uneven(problem: AttentionProblem) -> str:
+    """Return why 16-bit rows do not begin where copies of 16 bytes do, or ""."""
+    dims = problem.head_dim, problem.value_dim
+    if problem.precision is Precision.FP32 or not any(size % _STEP for size in dims):
+        return ""
+    return f"in 16 bits it takes D and Dv in steps of {_STEP}, got {dims[0]} and {dims[1]}"
+
+
+def _split_overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return what parts of scores take, which are written and read again, and weights."""
+    del group, density
+    lines = problem.batch * problem.num_heads * problem.len_q
+    number = problem.precision.bits // 8
+    parts = choose_splits(problem, max(problem.head_dim, 1), hardware.num_processors).count
+    size = 4.0 * parts + number
+    if problem.wants_gradients:
+        others = choose_splits(problem, max(problem.value_dim, 1), hardware.num_processors).count
+        size += 4.0 * others + number
+    size *= lines * (problem.len_k + _STEP)
+    return Overhead(bytes_moved=2.0 * size, workspace_bytes=size)
+
+
+def _order(problem: AttentionProblem, *, ahead: int = 0) -> int:
+    """Return 29, before `chunked` where that writes scores out too; else 47, behind all but math.
+
+    There it moves fewer bytes in fewer launches, and multiplies 16-bit numbers as such where
+    `chunked` makes fp32 of them. Where PyTorch's kernels compute a chunk measured times decide.
+    """
+    return (47 if is_plain(problem) else 29) - ahead
+
+
+SMALL: Final = Capability(
+    name="small",
+    backend="small",
+    device_types=("cuda",),
+    precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
+    features=~_NOT,
+    min_compute_capability=(8, 0),
+    is_one_kernel=True,
+    efficiency=0.5,
+    num_launches=3,
+    unavailable=why_no_triton(),
+    rules=(_narrow, _many, _uneven),
+    order=partial(_order, ahead=1),
+    compiles=True,
+    compile_ms=3000.0,  # three kernels
+    overhead=_split_overhead,
+)
+
+CAPABILITIES = (
+    Capability(
+        name="streamed",
+        backend="streamed",
+        device_types=("cuda",),
+        precisions=(Precision.FP32, Precision.BF16, Precision.FP16),
+        features=~_NOT,
+        min_compute_capability=(8, 0),
+        skips_hidden=True,
+        is_one_kernel=True,
+        efficiency=0.9,
+        num_launches=3,
+        unavailable=why_no_triton() or WHY_NO_PRODUCTS,
+        rules=(_narrow,),
+        order=_order,
+        compiles=True,
+        compile_ms=1500.0,  # as `triton`; 1.6 to 2.9 s a kernel on a busy CPU (Triton 3.7, 2026-11)
+        chunk_rows=choose_chunk_rows,
+        row_bytes=row_bytes,
+        overhead=overhead,
+    ),
+)

@@ -1,0 +1,190 @@
+"""How scores are cut into chunks: rows, planes and keys, from sizes and a memory budget alone.
+
+A plane is the rows of all heads that share a key head, beside its keys. A chunk takes some planes,
+of each head the same rows, and the keys that these can see.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from adaattn.backends.common import key_range
+from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, Overhead
+
+__all__ = ["Chunk", "choose_chunk_rows", "chunks_of", "overhead", "pitch_of", "row_bytes"]
+
+_KEY_STEP: Final = 16
+"""Chunks begin at multiples of so many keys, which loads in vectors take."""
+
+_PITCH: Final = 8
+"""Rows of a chunk begin at multiples of so many scores, which matrix products take."""
+
+_FILLING: Final = 2 * 132 * 128 * 256
+"""Numbers that a matrix product writes to keep a card busy: two tiles for each of 132
+multiprocessors (H100, H200)."""
+
+_L2_BYTES: Final = 32 << 20
+"""Of an L2 cache of 50 (H100) or 60 MB (H200) what scores may take, beside keys and values."""
+
+_MOST_BYTES: Final = 4 << 30
+"""Of a chunk's scores where the policy sets no limit."""
+
+_HIDDEN_SHARE: Final = 0.25
+"""Rows of a chunk over the keys that a row sees: half of that share of the work is on hidden keys,
+as much again in a window."""
+
+_LEAST_LINES: Final = 256
+"""Rows of a plane below which products run at a lower rate, however few keys a row sees."""
+
+_EVEN: Final = 64
+"""Rows of a chunk are multiples of it where there are as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of the scores.
+
+    Args:
+        planes: of all batch entries and key heads.
+        rows: of each head.
+        keys: that these rows can see.
+    """
+
+    planes: range
+    rows: range
+    keys: range
+
+
+def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
+    """Return the rows of a chunk: as many as keep a card busy, or all of them in training.
+
+    There each further chunk adds to the gradients of keys and values in memory. Fewer where scores
+    then stay in the L2 cache, where rows see few keys, and where the budget says so.
+
+    Args:
+        problem: simplified.
+        memory_budget_bytes: the policy's limit; None takes 4 GiB.
+    """
+    _, rows = _size(problem)
+    if memory_budget_bytes is None:
+        return rows
+    left = memory_budget_bytes - 4 * problem.batch * problem.num_heads * problem.len_q
+    left -= int(_kept_bytes(problem, rows))
+    fitting = left // row_bytes(problem)
+    if fitting < rows:
+        left += int(_kept_bytes(problem, rows) - _kept_bytes(problem, 1))
+        fitting = left // row_bytes(problem)
+    return max(min(rows, fitting), 1)
+
+
+def row_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes that a row of a chunk allocates, of all heads that it takes."""
+    planes, _ = _size(problem)
+    return planes * problem.group_size * _line_bytes(problem)
+
+
+def overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return the traffic of scores, and what a backward pass keeps beside a chunk."""
+    del hardware, density
+    pairs = problem.batch * problem.num_heads * problem.visible_pairs
+    passes = 2.0 * _pair_bytes(problem)  # each written and read
+    if problem.wants_gradients:
+        passes += 12.0  # those of the forward pass
+    return Overhead(
+        bytes_moved=pairs * passes,
+        workspace_bytes=_kept_bytes(problem, group.launch.chunk_rows),
+    )
+
+
+def _kept_bytes(problem: AttentionProblem, chunk_rows: int) -> float:
+    """Return the bytes that a backward pass keeps beside its chunks: sums over them, in fp32."""
+    if not problem.wants_gradients:
+        return 0.0
+    kept = 4.0 * problem.batch * problem.num_heads * problem.len_q
+    if not _is_whole(problem, chunk_rows):
+        planes, _ = _size(problem)
+        kept += 4.0 * planes * problem.len_k * (problem.head_dim + problem.value_dim)
+    return kept
+
+
+def _is_whole(problem: AttentionProblem, chunk_rows: int) -> bool:
+    """Return whether one chunk of rows has all gradients of its keys."""
+    if 0 < chunk_rows < problem.len_q:
+        return False
+    return key_range(problem, 0, problem.len_q) == (0, problem.len_k)
+
+
+def chunks_of(problem: AttentionProblem, chunk_rows: int, entries: int) -> Iterator[Chunk]:
+    """Yield the chunks of a problem, all rows of some planes after one another.
+
+    Args:
+        problem: of the call.
+        chunk_rows: rows of a chunk; 0 leaves them to the sizes, which a graph knows when it runs.
+        entries: parts of the batch that no chunk crosses: 1 or all of them.
+    """
+    at_once, usual = _size(problem)
+    step = min(chunk_rows or usual, problem.len_q)
+    of_entry = problem.batch * problem.num_kv_heads // entries
+    for start in range(0, entries * of_entry, of_entry):
+        for first in range(start, start + of_entry, at_once):
+            planes = range(first, min(first + at_once, start + of_entry))
+            for row in range(0, problem.len_q, step):
+                rows = range(row, min(row + step, problem.len_q))
+                yield Chunk(planes, rows, _keys(problem, rows))
+
+
+def pitch_of(chunk: Chunk) -> int:
+    """Return how many numbers the rows of a chunk's scores are apart."""
+    return -(-len(chunk.keys) // _PITCH) * _PITCH
+
+
+def _keys(problem: AttentionProblem, rows: range) -> range:
+    """Return the keys that some rows can see, from a multiple of `_KEY_STEP` on."""
+    begin, end = key_range(problem, rows.start, rows.stop)
+    return range(begin // _KEY_STEP * _KEY_STEP, end) if begin < end else range(0)
+
+
+def _pair_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes of a score: itself in fp32, and beside it what is multiplied in 16 bits."""
+    beside = 2 if problem.precision.bits <= 16 else 0
+    return 2 * (4 + beside) if problem.wants_gradients else 4 + beside
+
+
+def _line_bytes(problem: AttentionProblem) -> int:
+    """Return the bytes that a line allocates: its scores, and copies of the rows of groups."""
+    number = problem.precision.bits // 8
+    columns = problem.head_dim + problem.value_dim
+    if problem.wants_gradients:
+        columns += problem.head_dim
+    copies = number * columns if problem.group_size > 1 else 0
+    return _pair_bytes(problem) * (problem.len_k + _KEY_STEP + _PITCH) + copies
+
+
+@lru_cache(maxsize=1024)
+def _size(problem: AttentionProblem) -> tuple[int, int]:
+    """Return the planes and the rows of a chunk where memory is no matter."""
+    group, scores = problem.group_size, _pair_bytes(problem) * max(problem.len_k, 1)
+    fitting = max(_MOST_BYTES // scores, 1)
+    columns = max(min(problem.head_dim, problem.value_dim), 1)
+    lines = min(-(-_FILLING // columns), fitting)
+    cached = _L2_BYTES // scores
+    if lines // 2 <= cached < lines:
+        lines = cached
+    rows = fitting // group if problem.wants_gradients else lines // group
+    seen = problem.visible_pairs * problem.dilation / max(problem.len_q, 1)
+    if seen < problem.len_k:
+        rows = min(rows, max(int(seen * _HIDDEN_SHARE), -(-_LEAST_LINES // group)))
+    rows = _balanced(problem.len_q, max(rows, 1))
+    planes = min(-(-lines // (group * rows)), max(fitting // (group * rows), 1))
+    return _balanced(problem.batch * problem.num_kv_heads, planes), rows
+
+
+def _balanced(total: int, most: int) -> int:
+    """Return the size of parts of a total that are about equal, at most so large; at least 1."""
+    parts = -(-max(total, 1) // most)
+    size = -(-max(total, 1) // parts)
+    even = -(-size // _EVEN) * _EVEN
+    return even if size >= _EVEN and even <= most else size

@@ -1,0 +1,124 @@
+"""Tensors of a call as chunks take them: views of planes, and the memory that scores are in."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from adaattn.backends.allocation import unfilled
+from adaattn.backends.interface import STATISTICS, Result
+from adaattn.backends.streamed.chunks import Chunk, pitch_of
+from adaattn.backends.streamed.products import multiply
+from adaattn.spec import AttentionProblem
+
+__all__ = ["Planes", "Space", "num_entries", "with_statistics"]
+
+
+def with_statistics(
+    launcher: Callable[..., torch.Tensor],
+    problem: AttentionProblem,
+    given: tuple[Any, ...],
+    others: dict[str, Any],
+) -> Result:
+    """Return the output of a launcher, and the statistics of rows that a problem asks for.
+
+    Args:
+        launcher: writes those that it is given, and returns the output.
+        problem: of the call.
+        given: what a `Direct` takes.
+        others: what the launcher takes beside it.
+    """
+    query = given[0]
+    statistics = tuple(
+        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
+        for flag in STATISTICS[:3]
+    )
+    output = launcher(*given, statistics=statistics, **others)
+    lse, row_max, entropy = statistics
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+
+
+def num_entries(*tensors: torch.Tensor) -> int:
+    """Return in how many parts a batch is computed: 1 where batch and heads are one dimension.
+
+    Where they are not, as in memory of [B, S, H, D], a matrix product would copy the tensors.
+    """
+    return 1 if all(map(_is_one, tensors)) else tensors[0].shape[0]
+
+
+def _is_one(tensor: torch.Tensor) -> bool:
+    """Return whether batch and heads of a tensor [B, H, S, D] lie as one dimension."""
+    batch, heads = tensor.shape[:2]
+    return batch == 1 or heads == 1 or tensor.stride(0) == heads * tensor.stride(1)
+
+
+class Planes:
+    """A tensor [B, H, S, D] by planes, [B * Hkv, H / Hkv, S, D].
+
+    Args:
+        tensor: of the call.
+        kv_heads: Hkv.
+        entries: as from `num_entries` of all tensors of a call.
+    """
+
+    def __init__(self, tensor: torch.Tensor, kv_heads: int, entries: int) -> None:
+        group = tensor.shape[1] // kv_heads
+        shape = (-1, group, *tensor.shape[2:])
+        self._entries = [part.reshape(shape) for part in tensor.split(tensor.shape[0] // entries)]
+
+    def part(self, planes: range, tokens: range) -> torch.Tensor:
+        """Return the same tokens of some planes of one entry: a view [P, H / Hkv, T, D]."""
+        entry, first = divmod(planes.start, self._entries[0].shape[0])
+        whole: torch.Tensor = self._entries[entry]
+        return whole[first : first + len(planes), :, tokens.start : tokens.stop]
+
+    def lines(self, chunk: Chunk) -> torch.Tensor:
+        """Return the rows of a chunk as matrices [P, H / Hkv * R, D]; a copy of those of groups."""
+        return self.part(chunk.planes, chunk.rows).flatten(1, 2)
+
+    def keys(self, chunk: Chunk) -> torch.Tensor:
+        """Return the keys of a chunk as matrices [P, C, D], a view."""
+        return self.part(chunk.planes, chunk.keys).squeeze(1)
+
+    def write(
+        self, chunk: Chunk, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0
+    ) -> None:
+        """Write products of matrices to the rows of a chunk.
+
+        Args:
+            chunk: whose rows.
+            left: [P, H / Hkv * R, C].
+            right: [P, C, D].
+            scale: factor of the products.
+        """
+        written = self.part(chunk.planes, chunk.rows)
+        if written.shape[1] == 1:
+            multiply(left, right, written.squeeze(1), scale=scale)
+            return
+        product = unfilled(written, (*left.shape[:2], right.shape[2]))
+        multiply(left, right, product, scale=scale)
+        written.copy_(product.view(written.shape))
+
+
+class Space:
+    """Memory for chunks of numbers, the same for each, so that it stays in a cache.
+
+    Args:
+        like: a tensor on the device.
+        dtype: of the numbers.
+        chunks: those that are to fit.
+        group: heads that share a key head.
+    """
+
+    def __init__(
+        self, like: torch.Tensor, dtype: torch.dtype, chunks: tuple[Chunk, ...], group: int
+    ) -> None:
+        self._group = group
+        size = max(len(it.planes) * group * len(it.rows) * pitch_of(it) for it in chunks)
+        self._memory = unfilled(like, (size,), dtype=dtype)
+
+    def of(self, chunk: Chunk) -> torch.Tensor:
+        """Return the numbers of a chunk: [P, G * R, C], rows at multiples of the pitch."""
+        planes, lines, pitch = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
+        numbers = self._memory[: planes * lines * pitch]
+        return numbers.view(planes, lines, pitch)[:, :, : len(chunk.keys)]

@@ -1,0 +1,23 @@
+"""What the benchmark of large head dimensions times, on a CPU at toy sizes."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="it runs kernels in Triton's interpreter")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the place of one")
+def test_every_variant_is_checked_and_timed(tmp_path: Path) -> None:
+    program = importlib.import_module("benchmarks.wide")
+    given = ["--device", "cpu", "--rounds", "1", "--commit", "abc1234", "--out", str(tmp_path)]
+    cells = ["small D512 S16 fp32", "wide D512 S2048 full backward"]
+    assert program.main([*given, "--only", *cells]) == 0
+    rows = json.loads((tmp_path / "wide_cpu.json").read_text())["rows"]
+    wide, small = (set(row["timings"]) for row in rows)
+    assert {"F.sdpa", "adaattn", "streamed"} <= wide
+    names = {"small", "small, launches apart", "streamed", "streamed, blocks of 8192"}
+    assert names | {f"small, {name}" for name in program._SPLITS} <= small
