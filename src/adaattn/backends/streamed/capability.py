@@ -1,9 +1,7 @@
 """What exact attention by written-out scores can do: in chunks, and of few rows and keys."""
 
-from functools import partial
 from typing import Final
 
-from adaattn.backends.masked import is_plain
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.streamed.chunks import choose_chunk_rows, overhead, row_bytes
 from adaattn.backends.streamed.products import WHY_NO_PRODUCTS
@@ -86,15 +84,6 @@ def _split_overhead(
     return Overhead(bytes_moved=2.0 * size, workspace_bytes=size)
 
 
-def _order(problem: AttentionProblem, *, ahead: int = 0) -> int:
-    """Return 29, before `chunked` where that writes scores out too; else 47, behind all but math.
-
-    There it moves fewer bytes in fewer launches, and multiplies 16-bit numbers as such where
-    `chunked` makes fp32 of them. Where PyTorch's kernels compute a chunk measured times decide.
-    """
-    return (47 if is_plain(problem) else 29) - ahead
-
-
 SMALL: Final = Capability(
     name="small",
     backend="small",
@@ -107,7 +96,7 @@ SMALL: Final = Capability(
     num_launches=3,
     unavailable=why_no_triton(),
     rules=(_narrow, _many, _uneven),
-    order=partial(_order, ahead=1),
+    order=lambda problem: 71,
     compiles=True,
     compile_ms=3000.0,  # three kernels
     overhead=_split_overhead,
@@ -127,7 +116,8 @@ CAPABILITIES = (
         num_launches=3,
         unavailable=why_no_triton() or WHY_NO_PRODUCTS,
         rules=(_narrow,),
-        order=_order,
+        # Behind what a user of PyTorch has: measured times bring it forward.
+        order=lambda problem: 72,
         compiles=True,
         compile_ms=1500.0,  # as `triton`; 1.6 to 2.9 s a kernel on a busy CPU (Triton 3.7, 2026-11)
         chunk_rows=choose_chunk_rows,
