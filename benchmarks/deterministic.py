@@ -6,7 +6,7 @@
 Backward passes alone, in turns: of the `hopper` executor on a GPU, of the reference on a CPU, to
 see that all runs. Deterministic gradients are compared with those of a second run, bit by bit.
 ``--beside`` times `F.scaled_dot_product_attention` as a user must call it, too, and both passes
-together.
+together; ``--masks`` adds a boolean mask and a bias of all pairs, which want no gradients.
 """
 
 import argparse
@@ -51,6 +51,10 @@ def cells(
             yield f"D{dim} S{length} causal, groups of 4", dim, length, 4, causal
             window = {"window": (length // 8, 0)}
             yield f"D{dim} S{length} window {length // 8}", dim, length, 1, window
+        for length in lengths if options.masks else ():
+            if length <= _LONGEST_MASK:
+                yield f"D{dim} S{length} mask", dim, length, 1, {"attn_mask": torch.bool}
+                yield f"D{dim} S{length} bias", dim, length, 1, {"attn_mask": torch.bfloat16}
 
 
 def backward(
@@ -79,6 +83,12 @@ def both(
     return lambda: torch.autograd.grad(function(*inputs), inputs, upstream)
 
 
+def mask_of(length: int, dtype: torch.dtype, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask of all pairs, for all heads: booleans that hide a third, or a bias."""
+    drawn = torch.rand(1, 1, length, length, device=query.device)
+    return drawn > 1 / 3 if dtype is torch.bool else (4 * drawn).to(query.dtype)
+
+
 def peer(length: int, group: int, words: dict[str, Any], device: str) -> Callable[..., Any]:
     """Return PyTorch's function as its user must call it."""
     given: dict[str, Any] = {"enable_gqa": group > 1}
@@ -104,6 +114,8 @@ def rows(
     query = torch.randn(batch, heads, length, dim, **kind)
     key, value = (torch.randn(batch, heads // group, length, dim, **kind) for _ in range(2))
     inputs, upstream = (query, key, value), torch.randn_like(query)
+    if "attn_mask" in words:
+        words = {"attn_mask": mask_of(length, words["attn_mask"], query)}
     ours = partial(attend, enable_gqa=True, backend="hopper" if on_gpu else "reference", **words)
     steps = {FAST: backward(ours, inputs, upstream, False)}
     steps[ORDERED] = backward(ours, inputs, upstream, True)
@@ -111,7 +123,7 @@ def rows(
     assert all(map(torch.equal, found, again)), f"{name}: not the same each time"
     if length * length * heads * batch <= 1 << 28:
         _hold(inputs, upstream, found, {"enable_gqa": True, **words}, length * group + dim)
-    if "window" not in words and on_gpu:
+    if "window" not in words and "attn_mask" not in words and on_gpu:
 
         def flash(*given: torch.Tensor) -> torch.Tensor:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -158,6 +170,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--beside", action="store_true", help="time F.sdpa too, and both passes together"
     )
+    parser.add_argument("--masks", action="store_true", help="masks of all pairs, too")
     options = parser.parse_args(given)
     wanted = (cell for cell in cells(options) if options.only in cell[0])
     found = [made for cell in wanted for made in rows(cell, options)]

@@ -34,6 +34,16 @@ def test_it_times_what_a_user_of_pytorch_has_beside_it(tmp_path: Path) -> None:
     assert set(rows[1]["timings"]) == {"adaattn", "F.sdpa"}
 
 
+def test_masks_are_given_to_both(tmp_path: Path) -> None:
+    program = importlib.import_module("benchmarks.deterministic")
+    how = ["--device", "cpu", "--rounds", "1", "--beside", "--masks", "--lengths", "48"]
+    only = ["--dims", "64", "128", "--only", "D128 S48 ", "--out", str(tmp_path)]
+    assert program.main([*how, *only]) == 0
+    rows = json.loads((tmp_path / "backward_cpu.json").read_text())["rows"]
+    assert [row["cell"] for row in rows][-4::2] == ["D128 S48 mask", "D128 S48 bias"]
+    assert all("F.sdpa" in row["timings"] for row in rows)
+
+
 def test_the_window_of_pytorch_is_ours() -> None:
     program = importlib.import_module("benchmarks.deterministic")
     given = [torch.randn(1, 1, 40, 8) for _ in range(3)]

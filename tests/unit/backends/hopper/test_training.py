@@ -13,7 +13,7 @@ import torch
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
-from adaattn.spec import Align, HeadGroup, Precision
+from adaattn.spec import Align, HeadGroup, MaskKind, Precision
 from adaattn.testing import Layout, assert_training_matches, make_problem, make_tensors
 
 pytestmark = [
@@ -68,6 +68,15 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     "256 columns, ALiBi": GROUPS
     | {"len_q": 500, "has_alibi": True, "is_causal": True, "head_dim": 256},
+    "a bias": {"len_q": 1024, "mask": MaskKind.ADDITIVE},
+    "a bias of odd rows, narrow": {"len_q": 333, "mask": MaskKind.ADDITIVE, "head_dim": 64},
+    "a bias in groups, 256 columns": GROUPS
+    | {"len_q": 700, "mask": MaskKind.ADDITIVE, "is_causal": True, "head_dim": 256},
+    "a wide bias": {"len_q": 700, "mask": MaskKind.ADDITIVE, "mask_is_wide": True},
+    "a mask": {"len_q": 1024, "mask": MaskKind.BOOLEAN, "batch": 2},
+    "a mask, 160 columns": {"len_q": 700, "len_k": 300, "mask": MaskKind.BOOLEAN, "head_dim": 160},
+    "padding": {"batch": 2, "len_q": 700, "mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 700)},
+    "a mask, packed": {"lengths_q": (700, 0, 128, 37), "mask": MaskKind.BOOLEAN, "head_dim": 64},
     "packed": {"lengths_q": (700, 0, 128, 1037, 3), "is_causal": True},
     "packed, 256 columns": {
         **{"lengths_q": (700, 0, 128, 1037, 3), "is_causal": True, "head_dim": 256},
