@@ -210,9 +210,12 @@ def list_strides(shape: tuple[int, ...]) -> tuple[int, int]:
 def listed_first(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how many blocks of keys each row of a mask has, and all numbers, those first: int32.
 
+    Both are contiguous, of a transposed mask too: FlexAttention's kernels take that for granted.
+
     Args:
         mask: boolean [..., Nk].
     """
+    mask = mask.contiguous()
     order = mask.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return mask.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

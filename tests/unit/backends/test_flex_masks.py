@@ -93,6 +93,7 @@ def _check(tensors: Tensors, problem: AttentionProblem, batch: int = 1, heads: i
         "full_q_indices",
     ):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert getattr(found, name).is_contiguous(), f"{name}: kernels know no strides"
     assert found.seq_lengths == expected.seq_lengths
     assert found.BLOCK_SIZE == expected.BLOCK_SIZE
 
@@ -228,6 +229,7 @@ OTHER: dict[str, Any] = {"lengths_q": (64, 64), "lengths_k": (60, 100)}
 FEATURES: dict[str, dict[str, Any]] = {
     "everything seen": {},
     "causal": {"is_causal": True, "len_k": 150, "align": Align.BOTTOM_RIGHT},
+    "causal over several tiles": {"len_q": 300, "is_causal": True},
     "softcap and ALiBi": {"softcap": 5.0, "has_alibi": True},
     "grouped heads": {"num_heads": 4, "num_kv_heads": 2, "window": (20, 3), "dilation": 2},
     "boolean mask": {"mask": MaskKind.BOOLEAN, "is_causal": True},

@@ -252,7 +252,8 @@ def test_few_rows_are_computed_in_a_graph_and_without_waiting(
     given = {"is_causal": True, "align": "bottom_right", "backend": "small"}
     expected = attend(*tensors, **given)
     with waiting_is_an_error():
-        assert torch.equal(attend(*tensors, **given), expected)
+        output = attend(*tensors, **given)
+    assert torch.equal(output, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = attend(*tensors, **given)

@@ -283,5 +283,4 @@ def _layout(
 def _listing(blocks: BlockList, len_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks of rows that list each block of keys; made on the device."""
     mask = blocks.to_mask(-(-len_k // blocks.block_k))
-    counts, indices = listed_first(mask.mT.contiguous())
-    return counts, indices.contiguous()
+    return listed_first(mask.mT)
