@@ -44,14 +44,12 @@ _CALLS: Final = 50
 """Calls of few rows in one CUDA graph."""
 
 _SPLITS: Final[dict[str, dict[str, Any]]] = {
-    "32 rows": {"_MANY_COLUMNS": 0},
-    "16 rows": {"_MANY_COLUMNS": 1 << 20},
-    "16 splits": {"_MOST_SPLITS": 16},
-    "64 splits": {"_MOST_SPLITS": 64, "_PROGRAMS": 4},
-    "1 program": {"_PROGRAMS": 1},
-    "slices of 64": {"_SLICE": {True: 64, False: 64}},
-    "slices of 128": {"_SLICE": {True: 128, False: 128}},
-    "slices of 256": {"_SLICE": {True: 256, False: 256}},
+    "32 rows": {"_ROWS": 32},
+    "64 rows": {"_ROWS": 64},
+    "8 splits": {"_MOST_SPLITS": 8},
+    "32 splits": {"_MOST_SPLITS": 32},
+    "slices of 64": {"_SLICE": 64},
+    "slices of 256": {"_SLICE": 256},
 }
 """What stands for constants of `split`, where it is not what they are."""
 

@@ -75,6 +75,7 @@ _COMPILED: Final = (
 )
 _FOLDED: Final = ("causal", "full", "mask of keys", "mask")
 _WIDE: Final = ("causal", "full")
+_WIDE_FEATURES: Final = ("softcap", "sinks", "alibi", "narrow window", "mask", "bias")
 _TRAINED: Final = ("causal", "full", *_MASKED)
 _FEATURES: Final = ("alibi", "softcap", "sinks", "dilation", "mask of keys", "mask", "bias")
 
@@ -105,6 +106,7 @@ class _Grid:
         masked: of what is a mask to SDPA, windows and packed sequences, in training too.
         folded: of grouped heads that SDPA serves by math, short and in training too.
         wide: of head dimensions above 256, in training too.
+        wide_features: of these with masks and changes of scores, in training too.
         training: of the rest where gradients are wanted.
         decode: of a single query; the lengths are of its keys.
         statistics: of prefill with the entropy of rows, which few executors know.
@@ -125,6 +127,7 @@ class _Grid:
     unaligned: tuple[_Lists, ...] = ()
     folded: tuple[_Lists, ...] = ()
     wide: tuple[_Lists, ...] = ()
+    wide_features: tuple[_Lists, ...] = ()
     trained: tuple[str, ...] = _TRAINED
     deterministic: tuple[str, ...] = ()
     omitted: tuple[str, ...] = ()
@@ -200,6 +203,15 @@ _GRIDS: Final = {
                 lengths=(2048, 64, 8192, 16, 512, 128),
             ),
         ),
+        wide_features=(
+            _Lists(
+                precisions=(Precision.BF16,),
+                head_dims=(512, 2048),
+                sizes=((1, 8),),
+                groups=(1,),
+                lengths=(2048, 8192, 512),
+            ),
+        ),
         decode=replace(_CUDA, groups=(4, 8, 1), lengths=(8192, 2048, 512, 1024, 4096, 16384)),
         statistics=(replace(_CUDA, head_dims=(128,), sizes=((1, 32),)),),
         unaligned=(
@@ -264,8 +276,9 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
                 if name in grid.trained:
                     training = replace(problem, requires_grad=True)
                     yield place + _class_place(name) + 2.5, training, False
-        if name in _WIDE:
-            for place, values in chain.from_iterable(grid.wide):
+        if name in (*_WIDE, *_WIDE_FEATURES):
+            lists = chain.from_iterable(grid.wide if name in _WIDE else grid.wide_features)
+            for place, values in lists:
                 problem = _problem(name, *values)
                 yield place + _class_place(name) + 1.0, problem, False
                 training = replace(problem, requires_grad=True)

@@ -103,6 +103,7 @@ def make_tensors(
     lengths_k: Sequence[int] = (),
     layout: Layout = Layout.CONTIGUOUS,
     num_hidden_rows: int = 0,
+    step: float = 0.0,
 ) -> Tensors:
     """Return random tensors that fit the problem, on its device, with gradients where it says.
 
@@ -113,11 +114,13 @@ def make_tensors(
         lengths_k: the same for keys; empty means those of the queries.
         layout: how q, k and v lie in memory.
         num_hidden_rows: leading query rows that the mask hides every key from.
+        step: q, k and v are multiples of it: with 1/8 their products in fp32 have no rounding,
+            whatever the order of sums; 0 leaves them as drawn.
 
     Raises:
         ArgumentError: the lengths do not fit the problem.
     """
-    draw = _Draw(problem, seed)
+    draw = _Draw(problem, seed, step)
     heads_q, heads_k = problem.num_heads, problem.num_kv_heads
     bounds_q, bounds_k = _bounds(problem, lengths_q, lengths_k)
     wide = torch.float64 if problem.precision is Precision.FP64 else torch.float32
@@ -145,8 +148,9 @@ def make_tensors(
 class _Draw:
     """One seeded source of tensors for a problem."""
 
-    def __init__(self, problem: AttentionProblem, seed: int) -> None:
+    def __init__(self, problem: AttentionProblem, seed: int, step: float) -> None:
         self.problem = problem
+        self.step = step
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype = torch_dtype(problem.precision)
 
@@ -162,6 +166,8 @@ class _Draw:
         """Return [B, H, S, D] in a memory layout."""
         shape = (self.problem.batch, num_heads, length, dim)
         dense = self.leaf(torch.randn, *shape, grad=False)
+        if self.step:
+            dense = (dense / self.step).round() * self.step
         if layout is Layout.TRANSPOSED:
             dense = dense.transpose(1, 2).contiguous().transpose(1, 2)
         if layout is Layout.STRIDED:

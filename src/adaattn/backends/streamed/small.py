@@ -23,7 +23,7 @@ from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.capability import SMALL
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.planes import with_statistics
-from adaattn.backends.streamed.split import choose_splits, partials, slices
+from adaattn.backends.streamed.split import choose_splits, is_wide, partials, slices
 from adaattn.backends.training import Differentiated, drawn_seed
 from adaattn.hardware import on_clear, probe
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup
@@ -186,7 +186,7 @@ def _forward(
 ) -> _Made:
     """Return the launches of a forward pass, and the parts of scores."""
     query, key, value, output = read
-    overlaps = _overlaps(facts)
+    overlaps = _overlaps(problem, facts)
     chunk = _whole(problem)
     pitch = pitch_of(chunk)
     splits = choose_splits(problem, problem.head_dim, facts.num_processors)
@@ -250,7 +250,7 @@ def _backward_launches(
 ) -> _Made:
     """Return the launches of a backward pass, and the parts of scores and of products."""
     query, key, value, upstream, of_query, of_key, of_value = read
-    overlaps = _overlaps(facts)
+    overlaps = _overlaps(problem, facts)
     chunk = _whole(problem)
     pitch, scale = pitch_of(chunk), problem.scale
     splits, others = (
@@ -298,10 +298,11 @@ def _parts(like: torch.Tensor, prepared: _Prepared, place: int) -> torch.Tensor:
     return unfilled(like, shape, dtype=torch.float32)
 
 
-def _overlaps(facts: HardwareFacts) -> bool:
+def _overlaps(problem: AttentionProblem, facts: HardwareFacts) -> bool:
     """Return whether kernels may begin before those they wait for have ended."""
-    # On AMD's GPUs the numbers are others.
-    return torch.version.hip is None and facts.compute_capability >= _OVERLAPS_FROM
+    if torch.version.hip is not None or is_wide(problem):  # on AMD's GPUs the numbers are others
+        return False
+    return facts.compute_capability >= _OVERLAPS_FROM
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,27 +10,27 @@ from adaattn.backends.device.launch import Launch
 from adaattn.backends.streamed.arguments import chained
 from adaattn.spec import AttentionProblem, Precision
 
-__all__ = ["MOST_LINES", "Splits", "choose_splits", "partials", "slices"]
+__all__ = ["MOST_LINES", "Splits", "choose_splits", "is_wide", "partials", "slices"]
 
 MOST_LINES: Final = 128
 """Rows of a plane, and keys, at most: they are one tile."""
 
-_LEAST: Final = 16
+_ROWS: Final = 16
+"""Rows of a tile. Tiles of 32 and 64 read keys fewer times, and took as long or longer (H200; of
+fp32 at D 8192 and 64 rows those of 64 took 6 % less)."""
+
 _STEP: Final = 64
 """Columns that are summed over at once, and split at least."""
 
-_MOST_SPLITS: Final = 32
-"""Parts of a sum at most: adding them up reads as much as the products do at D 8192 and 64 rows."""
+_MOST_SPLITS: Final = 16
+"""Parts of a sum at most: 32 took 1.5 to 3 us longer wherever they are as many programs (H200)."""
 
-_PROGRAMS: Final = 2
-"""Of a multiprocessor, that splits are for."""
+_WIDE: Final = 64
+"""Keys from which on fp32 is another case: 8 warps a tile, slices of 128 columns instead of 64, and
+launches that do not overlap, which took 1.6 times as long at D 2048 and 64 rows (H200)."""
 
-_MANY_COLUMNS: Final = 2048
-"""Columns from which on tiles of 32 rows are taken, whose keys fewer programs read again."""
-
-_SLICE: Final = {True: 128, False: 64}
-"""Columns of a result that one program computes, by whether numbers have 16 bits. Like all of these
-not timed yet."""
+_SLICE: Final = 128
+"""Columns of a result that one program computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,10 @@ class Splits:
     Args:
         count: of parts.
         columns: of each.
-        rows: of a tile.
     """
 
     count: int
     columns: int
-    rows: int
 
 
 def choose_splits(problem: AttentionProblem, columns: int, num_processors: int) -> Splits:
@@ -58,17 +56,16 @@ def choose_splits(problem: AttentionProblem, columns: int, num_processors: int) 
 
     Example:
         >>> from adaattn.testing import make_problem
-        >>> problem = make_problem(num_heads=4, len_q=64)
+        >>> problem = make_problem(num_heads=4, len_q=16)
         >>> [choose_splits(problem, columns, 132).count for columns in (512, 2048, 8192)]
-        [8, 16, 32]
+        [8, 16, 16]
     """
     lines = problem.group_size * problem.len_q
-    rows = min(_tile(lines), 2 * _LEAST if columns > _MANY_COLUMNS else _LEAST)
-    programs = max(problem.batch * problem.num_kv_heads * -(-lines // rows), 1)
-    wanted = max(_PROGRAMS * num_processors // programs, 1)
+    programs = max(problem.batch * problem.num_kv_heads * -(-lines // _ROWS), 1)
+    wanted = max(num_processors // programs, 1)
     most = min(1 << math.floor(math.log2(wanted)), _MOST_SPLITS, -(-columns // _STEP))
     of_split = -(-columns // most // _STEP) * _STEP
-    return Splits(count=-(-columns // of_split), columns=of_split, rows=rows)
+    return Splits(count=-(-columns // of_split), columns=of_split)
 
 
 def partials(
@@ -93,7 +90,7 @@ def partials(
         overlaps: what comes next may do so.
     """
     batch, kv_heads, len_k, columns = right.shape
-    blocks = -(-problem.group_size * left.shape[2] // splits.rows)
+    blocks = -(-problem.group_size * left.shape[2] // _ROWS)
     return Launch(
         module="streamed.split_products",
         name="partial_products",
@@ -103,7 +100,7 @@ def partials(
             *(kv_heads, left.shape[2], len_k, columns, splits.columns, pitch, 1.0),
         ),
         constants=(
-            *(splits.rows, _tile(pitch), _STEP, problem.group_size),
+            *(_ROWS, _tile(pitch), _STEP, problem.group_size),
             *(_align(left, right), _dot(problem), follows, overlaps),
         ),
         options=(*_warps(problem, _tile(pitch)), ("num_stages", 3), *chained(follows)),
@@ -137,18 +134,18 @@ def slices(
     if is_transposed:
         out_rows, inner = inner, out_rows
     columns = right.shape[3]
-    rows = min(_tile(out_rows), 2 * _LEAST if columns > _MANY_COLUMNS else _LEAST)
-    width = _SLICE[problem.precision.bits <= 16]
+    is_narrow = problem.precision is Precision.FP32 and not is_wide(problem)
+    width = _SLICE // 2 if is_narrow else _SLICE
     return Launch(
         module="streamed.split_products",
         name="slice_products",
-        grid=(batch * kv_heads * -(-out_rows // rows), -(-columns // width), 1),
+        grid=(batch * kv_heads * -(-out_rows // _ROWS), -(-columns // width), 1),
         numbers=(
             *(*right.stride()[:3], *out.stride()[:3]),
             *(kv_heads, line_rows, key_rows, columns, scale, pitch),
         ),
         constants=(
-            *(rows, _tile(inner), width, group, is_transposed),
+            *(_ROWS, _tile(inner), width, group, is_transposed),
             *(_align(right, out), _dot(problem), overlaps, overlaps),
         ),
         options=(*_warps(problem, _tile(inner)), *chained(overlaps)),
@@ -157,7 +154,7 @@ def slices(
 
 def _tile(count: int) -> int:
     """Return the power of two from 16 on that holds a number of rows."""
-    return max(_LEAST, 1 << (count - 1).bit_length())
+    return max(_ROWS, 1 << (count - 1).bit_length())
 
 
 def _align(*tensors: torch.Tensor) -> int:
@@ -167,10 +164,15 @@ def _align(*tensors: torch.Tensor) -> int:
     return 1 if any(size % step for size in sizes) else step
 
 
+def is_wide(problem: AttentionProblem) -> bool:
+    """Return whether keys are many for fp32, whose products hold three numbers for one."""
+    return problem.precision is Precision.FP32 and _tile(problem.len_k) >= _WIDE
+
+
 def _warps(problem: AttentionProblem, keys: int) -> tuple[tuple[str, int], ...]:
-    """Return the warps of a tile: fp32's products hold three numbers for one, and spilled in 4."""
-    is_wide = problem.precision is Precision.FP32 and keys >= _STEP
-    return (("num_warps", 8 if is_wide else 4),)
+    """Return the warps of a tile: many keys in fp32 spilled in 4."""
+    many = problem.precision is Precision.FP32 and keys >= _WIDE
+    return (("num_warps", 8 if many else 4),)
 
 
 def _dot(problem: AttentionProblem) -> str:

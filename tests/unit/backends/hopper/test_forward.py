@@ -12,6 +12,7 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.hopper import forward, prepared, views
 from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.operator_arguments import taken_apart
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors, with_tensors
@@ -263,16 +264,10 @@ def test_what_tma_cannot_read_is_copied_in_a_graph_whose_layouts_nobody_knew() -
 def test_a_graph_has_one_operator(launches: Launches) -> None:
     problem = _problem(value_dim=32, is_causal=True)
     tensors = make_tensors(problem)
-    arguments = (tensors.query, tensors.key, tensors.value, *[None] * 7)
-    settings = (
-        [problem.scale, 0.0, 0.0],
-        [True, False, False, False, False],
-        [-1, -1, 1, 0, 0, 0, 0, 0],
-    )
+    given = (tensors.query, tensors.key, tensors.value, *[None] * 7)
+    words = (*taken_apart(problem), *[None] * 4)
     operator = torch.ops.adaattn.hopper.default
-    torch.library.opcheck(
-        operator, (*arguments, *settings, *[None] * 4), test_utils="test_faketensor"
-    )
+    torch.library.opcheck(operator, (*given, *words), test_utils="test_faketensor")
 
     def attend(query: torch.Tensor) -> torch.Tensor:
         return _run(problem, replace(tensors, query=query)).output

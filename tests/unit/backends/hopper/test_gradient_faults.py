@@ -48,7 +48,7 @@ Fault = tuple[str, str, str, dict[str, Any]]
 
 SCORES: dict[str, Fault] = {
     "scale dropped": ("capped", "s = s * c.scale", "s = s * 1.0", PLAIN),
-    "base of the next row": ("weighed", "beside(c, lse)", "beside(c, lse.roll(1))", PLAIN),
+    "base of the next row": ("weights_of", "beside(c, lse)", "beside(c, lse.roll(1))", PLAIN),
     "softcap without its cap": ("capped", "s = c.cap * tangent", "s = tangent", SOFTCAP),
     "softcap of another base": ("capped", "1.0 - 2.0 * inverse", "1.0 - inverse", SOFTCAP | FP16),
     "softcap's derivative dropped": ("keep_slope", "1.0 - tangent * tangent", "1.0 + 0.0 * tangent",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,8 +139,7 @@ def same_bits(one: Result, other: Result) -> bool:
     return found
 
 
-@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "precision"), [*zip(DENSE, cycle(BOTH), strict=False)], ids=str)
 def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
     name: str, precision: Precision
 ) -> None:
@@ -154,8 +154,7 @@ def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
         assert same_bits(Result(**own), run(*row_of(tensors, problem, row)))
 
 
-@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
     name: str, precision: Precision
 ) -> None:
@@ -171,8 +170,7 @@ def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
             assert same_bits(cut(whole, rows), cut(part, own))
 
 
-@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_and_the_same_unpacked_take_the_same_steps(
     name: str, precision: Precision
 ) -> None:

@@ -12,7 +12,7 @@ from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors, with_tensors
 
-MADE = ("num_hidden_rows", "layout")
+MADE = ("num_hidden_rows", "layout", "step")
 
 Case = tuple[AttentionProblem, Tensors, HeadGroup]
 

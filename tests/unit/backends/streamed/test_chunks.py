@@ -243,15 +243,12 @@ def test_what_it_serves_has_nothing_against_it(values: dict[str, Any]) -> None:
         (TRAINED, "sdpa.efficient"),
         ({"window": (1000, 0)}, "chunked"),
         ({"mask": MaskKind.BOOLEAN}, "sdpa.efficient"),
-        ({"softcap": 30.0}, "streamed"),
-        (CAUSAL | TRAINED | {"has_sinks": True}, "streamed"),
-        ({"aux": Aux.ENTROPY}, "streamed"),
-        ({"softcap": 30.0, "head_dim": 128}, "chunked"),
+        ({"softcap": 30.0}, "chunked"),
+        (CAUSAL | TRAINED | {"has_sinks": True}, "chunked"),
+        ({"aux": Aux.ENTROPY}, "chunked"),
     ],
 )
-def test_without_measured_times_it_is_first_where_others_write_scores_out_too(
-    values: dict[str, Any], first: str
-) -> None:
+def test_it_is_first_nowhere_without_measured_times(values: dict[str, Any], first: str) -> None:
     problem = make_problem(**(GPU | {"len_q": 4096} | values))
     usable = (replace(STREAMED, unavailable=""), *_without("streamed"))
     decision = decide(problem, None, _untimed(), Policy(name="exact"), usable)

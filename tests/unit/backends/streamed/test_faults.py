@@ -13,9 +13,12 @@ import torch
 from adaattn.spec import Align, MaskKind, Precision
 from adaattn.testing import Layout
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
-)
+pytestmark = [
+    pytest.mark.no_cover,  # a third of the time; others run the same lines
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
+    ),
+]
 
 FILES = {"softmax", "score_changes", "split_products"}
 SHARED = {"rows", "scores"}
@@ -35,7 +38,12 @@ MASK: dict[str, Any] = {"len_q": 20, "mask": MaskKind.ADDITIVE, "batch": 2}
 DILATED: dict[str, Any] = {"len_q": 40, "dilation": 3, "num_heads": 1, "chunk_rows": 16}
 CAP: dict[str, Any] = {"len_q": 20, "softcap": 1.5}
 TRAINED: dict[str, Any] = {"requires_grad": True, "len_q": 20, "chunk_rows": 7}
-REST: dict[str, Any] = TRAINED | {"precision": Precision.FP32, "scale": 30.0, "len_k": 90}
+REST: dict[str, Any] = TRAINED | {
+    "precision": Precision.FP32,
+    "scale": 29.7,
+    "step": 0.125,  # of which sums are exact
+    "len_k": 90,
+}
 SMALL: dict[str, Any] = {"executor": "small", "len_q": 20, "len_k": 35, "batch": 2,
                          "num_heads": 4, "num_kv_heads": 2}  # fmt: skip
 SPLIT: dict[str, Any] = {"executor": "small", "len_q": 20, "len_k": 35, "num_heads": 1,

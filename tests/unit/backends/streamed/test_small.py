@@ -288,23 +288,33 @@ def test_what_is_prepared_is_dropped_with_the_facts_that_it_rests_on(made: Made)
 @pytest.mark.parametrize(
     ("values", "columns", "expected"),
     [
-        ({"len_q": 64}, 512, (8, 64, 16)),
-        ({"len_q": 64}, 2048, (16, 128, 16)),
-        ({"len_q": 64}, 4096, (32, 128, 32)),
-        ({"len_q": 64}, 8192, (32, 256, 32)),
-        ({"len_q": 16}, 2048, (32, 64, 16)),
-        ({"len_q": 16}, 264, (5, 64, 16)),
-        ({"len_q": 128, "num_heads": 32}, 8192, (2, 4096, 32)),
-        ({"len_q": 128, "num_heads": 64}, 512, (1, 512, 16)),
+        ({"len_q": 64}, 512, (8, 64)),
+        ({"len_q": 64}, 8192, (8, 1024)),
+        ({"len_q": 16}, 512, (8, 64)),
+        ({"len_q": 16}, 2048, (16, 128)),
+        ({"len_q": 16}, 264, (5, 64)),
+        ({"len_q": 128, "num_heads": 8}, 8192, (2, 4096)),
+        ({"len_q": 128, "num_heads": 64}, 512, (1, 512)),
     ],
 )
 def test_products_are_split_until_the_card_is_full(
-    values: dict[str, Any], columns: int, expected: tuple[int, int, int]
+    values: dict[str, Any], columns: int, expected: tuple[int, int]
 ) -> None:
     problem = make_problem(**({"num_heads": 4, "head_dim": columns} | values))
     found = choose_splits(problem, columns, 132)
-    assert (found.count, found.columns, found.rows) == expected
+    assert (found.count, found.columns) == expected
     assert (found.count - 1) * found.columns < columns <= found.count * found.columns
+
+
+@pytest.mark.parametrize("len_k", [16, 33])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16], ids=str)
+def test_only_launches_of_many_keys_in_fp32_wait_for_one_another(
+    precision: Precision, len_k: int
+) -> None:
+    hopper = fake_facts("h200")
+    problem = make_problem(len_q=16, len_k=len_k, head_dim=512, precision=precision)
+    apart = precision is Precision.FP32 and len_k > 32
+    assert small._overlaps(problem, hopper) == (not apart)
 
 
 GPU: dict[str, Any] = {"num_heads": 4, "len_q": 64, "head_dim": 2048, "device_type": "cuda"}
@@ -336,11 +346,9 @@ def test_what_it_does_not_serve_is_refused_with_a_reason(
 
 @pytest.mark.parametrize(
     ("values", "first"),
-    [({}, "sdpa.efficient"), ({"softcap": 30.0}, "small"), ({"aux": Aux.ENTROPY}, "small")],
+    [({}, "sdpa.efficient"), ({"softcap": 30.0}, "chunked"), ({"aux": Aux.ENTROPY}, "chunked")],
 )
-def test_without_measured_times_it_is_first_where_others_write_scores_out_too(
-    values: dict[str, Any], first: str
-) -> None:
+def test_it_is_first_nowhere_without_measured_times(values: dict[str, Any], first: str) -> None:
     usable = tuple(
         replace(it, unavailable="") if it.name in ("small", "streamed") else it
         for it in capabilities()
@@ -351,14 +359,14 @@ def test_without_measured_times_it_is_first_where_others_write_scores_out_too(
 
 
 def test_on_hopper_kernels_begin_while_the_one_before_them_ends() -> None:
-    problem = make_problem(**(GPU | {"requires_grad": True}))
-    read = tuple(torch.empty(1, 4, 64, 2048) for _ in range(7))
+    values = GPU | {"requires_grad": True, "precision": Precision.BF16}
+    problem, read = make_problem(**values), tuple(torch.empty(1, 4, 64, 2048) for _ in range(7))
     for major, chained in ((9, True), (8, False)):
         facts = replace(fake_facts("h200"), compute_capability=(major, 0))
         launches, counts = small._backward_launches(problem, facts, read, Beside())
         follows = [dict(it.options).get("launch_pdl", False) for it in launches]
         assert follows == [False, *[chained] * 5]
-        assert counts == (16, 16)
+        assert counts == (8, 8)
         launches, _ = small._forward(problem, facts, read[:4], Beside())
         follows = [dict(it.options).get("launch_pdl", False) for it in launches]
         assert follows == [False, chained, chained]

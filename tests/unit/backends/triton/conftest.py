@@ -31,8 +31,9 @@ def _made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors, HeadGroup]
     values = {"precision": Precision.FP16, "aux": STATISTICS} | values
     small, sinks = values.pop("small_rows", None), values.pop("sinks", None)
     lengths = {key: values.pop(key) for key in ("lengths_q", "lengths_k") if key in values}
+    step = values.pop("step", 0.0)
     problem = make_problem(**lengths, **values)
-    tensors = make_tensors(problem, **lengths)
+    tensors = make_tensors(problem, **lengths, step=step)
     if small is not None:
         rows = torch.ones(problem.len_k, 1)
         rows[1::2] = small

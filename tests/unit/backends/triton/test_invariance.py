@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from adaattn.testing import make_problem, make_tensors
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="tests/unit/test_batch_invariance.py runs them on the GPU"
 )
+
+BOTH = (Precision.FP32, Precision.FP16)
+"""Cases take them in turns: each is right or wrong whatever the numbers."""
 
 STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
@@ -85,8 +89,7 @@ def assert_same_bits(whole: Result, alone: Result, rows: tuple[Any, ...]) -> Non
 
 
 @interpreted
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16], ids=lambda it: it.label)
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "precision"), [*zip(DENSE, cycle(BOTH), strict=False)], ids=str)
 def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
     name: str, precision: Precision
 ) -> None:
@@ -167,8 +170,7 @@ def among(
 
 
 @interpreted
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16], ids=lambda it: it.label)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
     name: str, precision: Precision
 ) -> None:
