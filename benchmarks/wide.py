@@ -1,13 +1,13 @@
-"""Head dimensions above 256: our ways of computing them in all variants, beside PyTorch's.
+"""Head dimensions above 256: our ways of computing them, beside PyTorch's.
 
     python -m benchmarks.wide --device cuda --limit-s 500
-    python -m benchmarks.wide --device cuda --only "small" --limit-s 200
+    python -m benchmarks.wide --device cuda --variants --only "small" --limit-s 200
 
 Each cell of `benchmarks.ops` of the kinds `wide` and `small` is checked first, by its rule, and
-then timed in turns: PyTorch's function and each of its kernels, attention written out, and ours by
-number of rows in a chunk, keys in a block, and how products of few rows are split. Few rows are
-timed as CUDA graphs of many calls, warm; all else as in `benchmarks.ops`. On a CPU, where Triton's
-interpreter multiplies no bf16, to see that all runs.
+then timed in turns: PyTorch's function and each of its kernels, attention written out, and ours.
+``--variants`` adds ours by number of rows in a chunk, keys in a block, and how products are split.
+Few rows are timed as CUDA graphs of many calls, warm; all else as in `benchmarks.ops`. On a CPU,
+where Triton's interpreter multiplies no bf16, to see that all runs.
 """
 
 import argparse
@@ -145,22 +145,34 @@ def peers(cell: Cell, inputs: Inputs) -> Iterator[tuple[str, Make]]:
 
 
 def right_ones(
-    cell: Cell, inputs: Inputs, skipped: dict[str, str]
+    cell: Cell, inputs: Inputs, skipped: dict[str, str], peaks: dict[str, int], has_variants: bool
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Return the calls whose results are right; why others are not timed is noted."""
     exact, found = Exact(cell, inputs), {}
-    for name, make in (*peers(cell, inputs), *variants(cell, inputs)):
+    ours = [it for it in variants(cell, inputs) if has_variants or "," not in it[0]]
+    for name, make in (*peers(cell, inputs), *ours):
         try:
             with blamed(name):
                 run = make()
                 if inputs.gradient is not None:
                     run = with_backward(run, inputs.qkv, inputs.gradient)
                 exact.hold(name, Call(run=run), run())
+                peaks[name] = peak_bytes(run)
         except (FailedError, RefusedError) as error:
             skipped[name] = str(error)
             continue
         found[name] = run
     return found
+
+
+def peak_bytes(function: Callable[[], torch.Tensor]) -> int:
+    """Return what a call allocates at most, its result among it; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def graphed(function: Callable[[], torch.Tensor]) -> Callable[[], None]:
@@ -203,8 +215,9 @@ def timed_graphs(
 def row_of(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """Return the result row of a cell."""
     skipped: dict[str, str] = {}
+    peaks: dict[str, int] = {}
     inputs = make_inputs(cell, options.device)
-    runs = right_ones(cell, inputs, skipped)
+    runs = right_ones(cell, inputs, skipped, peaks, options.variants)
     in_graphs = cell.kind == "small" and options.device == "cuda"
     if in_graphs:
         timings = timed_graphs(runs, options)
@@ -213,12 +226,14 @@ def row_of(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     peer = SDPA if SDPA in timings else next(iter(timings))
     rates = {name: cell.flops / it.median_ms / 1e9 for name, it in timings.items()}
     facts = {"kind": cell.kind, "shape": cell.shape, "value_dim": cell.dim_v, "tflops": rates}
+    facts |= {"peak_bytes": peaks}
     return ratio_row(cell.name, timings, peer, in_graphs=in_graphs, skipped=skipped, **facts)
 
 
 def main(given: list[str] | None = None) -> int:
     """Return 1 if a result of ours was wrong or the device was lost, else 0."""
     parser = arguments((__doc__ or "").splitlines()[0], selects_many=True)
+    parser.add_argument("--variants", action="store_true", help="time our other ways, too")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no cell begins later")
     parser.add_argument("--cell-limit-s", type=float, default=180, help="a cell hangs after that")
     options = parser.parse_args(given)

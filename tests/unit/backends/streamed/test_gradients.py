@@ -88,6 +88,7 @@ def training(group: HeadGroup) -> Callable[[Tensors, AttentionProblem], Result]:
     return partial(load("streamed"), group=group)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("chunk_rows", [0, 17])
 @pytest.mark.parametrize(
     ("name", "precision"),

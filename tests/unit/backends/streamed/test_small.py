@@ -116,6 +116,7 @@ def computing(group: HeadGroup) -> Callable[[Tensors, AttentionProblem], Result]
     return partial(load("small"), group=group)
 
 
+@pytest.mark.no_cover
 @on_a_cpu
 @pytest.mark.parametrize(("name", "precision"), EACH, ids=str)
 def test_it_computes_what_is_defined(name: str, precision: Precision, made: Made) -> None:
@@ -124,6 +125,7 @@ def test_it_computes_what_is_defined(name: str, precision: Precision, made: Made
     assert_executor_matches(computing(group), tensors, problem)
 
 
+@pytest.mark.no_cover
 @on_a_cpu
 @pytest.mark.parametrize(("name", "precision"), EACH, ids=str)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision, made: Made) -> None:

@@ -152,6 +152,7 @@ def made(name: str, precision: Precision, **others: Any) -> tuple[AttentionProbl
 run = partial(load("triton"), group=GROUP)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("name", "precision"),
     [(name, Precision.FP16) for name in CASES] + [(name, Precision.FP32) for name in IN_FULL],
