@@ -15,9 +15,13 @@ def test_every_variant_is_checked_and_timed(tmp_path: Path) -> None:
     program = importlib.import_module("benchmarks.wide")
     given = ["--device", "cpu", "--rounds", "1", "--commit", "abc1234", "--out", str(tmp_path)]
     cells = ["small D512 S16 fp32", "wide D512 S2048 full backward"]
-    assert program.main([*given, "--only", *cells]) == 0
+    assert program.main([*given, "--variants", "--only", *cells]) == 0
     rows = json.loads((tmp_path / "wide_cpu.json").read_text())["rows"]
     wide, small = (set(row["timings"]) for row in rows)
     assert {"F.sdpa", "adaattn", "streamed"} <= wide
     names = {"small", "small, launches apart", "streamed", "streamed, blocks of 8192"}
     assert names | {f"small, {name}" for name in program._SPLITS} <= small
+    assert program.main([*given, "--only", cells[0]]) == 0
+    (row,) = json.loads((tmp_path / "wide_cpu.json").read_text())["rows"]
+    assert {"F.sdpa", "adaattn", "small", "streamed"} <= set(row["timings"])
+    assert not any("," in name for name in row["timings"])
