@@ -24,6 +24,7 @@ __all__ = [
     "Training",
     "is_observed",
     "is_watched",
+    "keeps_rest",
     "no_second_derivative",
     "operator",
     "trained",
@@ -110,6 +111,15 @@ def is_observed(query: torch.Tensor) -> bool:
 def is_watched(query: torch.Tensor) -> bool:
     """Return whether a call is to be one operator: it is observed, or a graph is made."""
     return torch.compiler.is_compiling() or is_observed(query)
+
+
+def keeps_rest(query: torch.Tensor, mask: _Optional) -> bool:
+    """Return whether a backward pass takes what rounding took from the log-sum-exp.
+
+    16 bits are as right without it, but beside an additive mask: where all keys of a row have -1e9
+    rounding takes up to 32.
+    """
+    return query.dtype == torch.float32 or (mask is not None and mask.is_floating_point())
 
 
 def trained(problem: AttentionProblem) -> AttentionProblem:
@@ -294,8 +304,8 @@ def _fake(
     statistics = [
         query.new_empty(shape if flag in aux else (0,), dtype=torch.float32) for flag in STATISTICS
     ]
-    keeps_rest = flags[_TRAINED] and query.dtype == torch.float32
-    kept = query.new_empty(shape if keeps_rest else (0,), dtype=torch.float32)
+    has_rest = flags[_TRAINED] and keeps_rest(query, rest[0])
+    kept = query.new_empty(shape if has_rest else (0,), dtype=torch.float32)
     return [output_like(query, value.shape[-1]), *statistics, kept]
 
 

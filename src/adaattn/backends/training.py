@@ -15,6 +15,7 @@ from adaattn.backends.operators import (
     Training,
     is_observed,
     is_watched,
+    keeps_rest,
     no_second_derivative,
     operator,
     trained,
@@ -143,7 +144,7 @@ class Differentiated:
         self, tensors: Tensors, problem: AttentionProblem, seed: _Optional, chunk_rows: int
     ) -> tuple[Result, _Optional]:
         """Return the result of the operator's forward pass, and what it keeps beside it."""
-        rest = _kept_rest(tensors.query)
+        rest = _kept_rest(tensors.query, tensors.mask)
         given = tensors.as_direct()
         chunked = _chunked(chunk_rows)
         return self.compute(problem, *given, seed=seed, lse_rest=rest, **chunked), rest
@@ -177,9 +178,11 @@ def _chunked(chunk_rows: int) -> dict[str, int]:
     return {"chunk_rows": chunk_rows} if chunk_rows else {}
 
 
-def _kept_rest(query: torch.Tensor) -> _Optional:
-    """Return room for what rounding takes from the log-sum-exp; 16 bits are as right without."""
-    return query.new_empty(query.shape[:3]) if query.dtype == torch.float32 else None
+def _kept_rest(query: torch.Tensor, mask: _Optional) -> _Optional:
+    """Return room for what rounding takes from the log-sum-exp; None where it does not matter."""
+    if not keeps_rest(query, mask):
+        return None
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 class _Attention(torch.autograd.Function):
@@ -208,7 +211,7 @@ class _Attention(torch.autograd.Function):
         terms = HeadTerms.given(scale, window, softcap)
         seed = drawn_seed(query) if problem.dropout_p else None
         given = (query, key, value, mask, sinks, slopes, starts_q, starts_k, blocks, terms)
-        rest = _kept_rest(query)
+        rest = _kept_rest(query, mask)
         found = kernels.compute(problem, *given, seed=seed, lse_rest=rest, **_chunked(chunk_rows))
         ctx.chunk_rows = chunk_rows
         ctx.problem = problem

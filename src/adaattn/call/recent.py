@@ -30,7 +30,7 @@ _KEPT: Final = 4096
 _MOST_MISSED: Final = 8
 """Times in a row that something else was found, after which nobody looks for a while."""
 _LOOKED_AGAIN: Final = 256
-"""Calls of that while."""
+"""Calls of that while, counted from the first miss."""
 _SCALE, _SOFTCAP, _CAUSAL, _DILATION = 0, 1, 3, 6
 """Places among the settings; a dilation of 2.0 equals 2, and is none."""
 

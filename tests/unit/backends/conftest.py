@@ -29,6 +29,20 @@ Fault = tuple[str, str, str, dict[str, Any]]
 
 Case = tuple[AttentionProblem, Tensors, HeadGroup]
 
+SIMULATED = {Path(__file__).parent / name for name in ("hopper", "streamed", "triton")}
+"""Folders of tests that run kernels in Python."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count lines in the first case of each such test alone: a kernel takes twice as long then."""
+    seen = set()
+    for item in items:
+        if item.path.parent in SIMULATED:
+            function = item.nodeid.split("[")[0]
+            if function in seen:
+                item.add_marker("no_cover")
+            seen.add(function)
+
 
 @pytest.fixture
 def rewritten(tmp_path: Path) -> Rewrite:

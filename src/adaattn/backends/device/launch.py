@@ -45,7 +45,8 @@ class Launch:
     numbers: tuple[float, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
-    _kernel: Any = field(default=None, init=False)
+    _kernels: dict[int, Any] = field(default_factory=dict, init=False)
+    """What is compiled for calls without some of the tensors, whose places are bits of a key."""
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         """Launch it.
@@ -63,17 +64,20 @@ class Launch:
             with torch.cuda.device(first.device):
                 self(*tensors)
             return
-        places = 0
+        places = missing = 0
         for item in tensors:
-            if item is not None:
+            missing <<= 1
+            if item is None:
+                missing |= 1
+            else:
                 places |= item.data_ptr()
         if places % _ALIGNED_BYTES:
             self._by_triton(tensors)
             return
-        if self._kernel is None:
-            self._kernel = self._known_or_compiled(tensors)
+        kernel = self._kernels.get(missing)
+        if kernel is None:
+            self._kernels[missing] = self._known_or_compiled(tensors)
             return
-        kernel = self._kernel
         head = (*self.grid, stream_of(first), kernel.function, kernel.packed_metadata)
         # As `kernel[grid]` does, but for profilers' hooks, which are called even where none is set.
         kernel.run(*head, None, None, None, *tensors, *self.numbers, *self.constants)

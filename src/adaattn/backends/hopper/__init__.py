@@ -1,4 +1,4 @@
-"""Exact attention forward for GPUs of compute capability 9.0, written in Gluon.
+"""Exact attention for GPUs of compute capability 9.0, written in Gluon.
 
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their

@@ -15,7 +15,7 @@ __all__ = ["KERNELS", "direct", "is_ready", "run"]
 
 
 def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
-    """Return a result; there is no dropout, and 16 bits keep nothing beside the log-sum-exp."""
+    """Return a result; there is no dropout, and nothing is kept beside the log-sum-exp."""
     del others
     return bound(problem)(*given)
 

@@ -15,7 +15,8 @@ from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 __all__ = ["Arguments", "Beside", "chained"]
 
 _MOST_KEYS: Final = 4096
-"""Keys of a block: longer rows are read twice, the second time from the L2 cache. Not timed yet."""
+"""Keys of a block: longer rows are read twice, the second time from the L2 cache. Over 8K keys 2048
+are 13 % slower, 8192 1 % faster (H200)."""
 
 _LEAST_KEYS: Final = 16
 _SCORES: Final = 2048

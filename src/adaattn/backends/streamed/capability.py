@@ -1,6 +1,9 @@
 """What exact attention by written-out scores can do: in chunks, and of few rows and keys."""
 
+import os
 from typing import Final
+
+import torch
 
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.streamed.chunks import choose_chunk_rows, overhead, row_bytes
@@ -26,6 +29,10 @@ _MOST_ROWS: Final = 2048
 
 _STEP: Final = 8
 
+_CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
+_FIXED_WORKSPACES: Final = (":4096:8", ":16:8")
+"""Values with which PyTorch takes cuBLAS to be deterministic."""
+
 _NOT: Final = (
     Feature.MASK_GRADIENT
     | Feature.ALIBI_GRADIENT
@@ -37,7 +44,7 @@ _NOT: Final = (
     | Feature.HEAD_TERMS
     | Feature.HEAD_TERMS_GRADIENT
 )
-"""Of these, results of any batch alike are beyond matrix products that PyTorch chooses by size."""
+"""Among them batch-invariant results: cuBLAS picks its algorithm by all sizes."""
 
 
 def _narrow(problem: AttentionProblem) -> str:
@@ -46,6 +53,17 @@ def _narrow(problem: AttentionProblem) -> str:
         return ""
     dims = f"{problem.head_dim} and {problem.value_dim}"
     return f"it is for D or Dv above {_NARROW}, got {dims}"
+
+
+def _unset(problem: AttentionProblem) -> str:
+    """Return why PyTorch would raise an error at a product, or ""."""
+    if not problem.deterministic or not torch.are_deterministic_algorithms_enabled():
+        return ""
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        return ""
+    if os.environ.get(_CUBLAS) in _FIXED_WORKSPACES:
+        return ""
+    return f"deterministic matrix products need {_CUBLAS} to be :4096:8 or :16:8"
 
 
 def _many(problem: AttentionProblem) -> str:
@@ -115,7 +133,7 @@ CAPABILITIES = (
         efficiency=0.9,
         num_launches=3,
         unavailable=why_no_triton() or WHY_NO_PRODUCTS,
-        rules=(_narrow,),
+        rules=(_narrow, _unset),
         # Behind what a user of PyTorch has: measured times bring it forward.
         order=lambda problem: 72,
         compiles=True,

@@ -16,7 +16,13 @@ from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.gradients import gradients
-from adaattn.backends.streamed.planes import Planes, Space, num_entries, with_statistics
+from adaattn.backends.streamed.planes import (
+    Planes,
+    Space,
+    fill_for_nothing,
+    num_entries,
+    with_statistics,
+)
 from adaattn.backends.streamed.products import multiply
 from adaattn.backends.training import Differentiated, drawn_seed
 from adaattn.hardware import on_clear
@@ -114,6 +120,9 @@ class _Launcher:
         check_untransformed(query, key, value)
         query, key, value = map(with_dense_columns, (query, key, value))
         output = output_like(query, value.shape[3])
+        if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
+            fill_for_nothing(output, *statistics, lse_rest)
+            return output
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
@@ -128,7 +137,8 @@ class _Launcher:
         rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
         with torch.no_grad():
             self._run(prepared, (query, key, value, output), entries, rest)
-        if query.is_cuda and not self._is_noted:
+        # What a backward pass takes is compiled there.
+        if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
             note(Arguments(self._problem).known_by)
         return output

@@ -13,6 +13,7 @@ import torch
 
 from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.common import with_dense_columns
+from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Tensors
 from adaattn.backends.operators import Kept
@@ -90,6 +91,7 @@ class _Backward:
         self._problem = problem
         self._chunk_rows = chunk_rows
         self._prepared: _Prepared | None = None
+        self._is_noted = False
 
     def __call__(
         self,
@@ -102,9 +104,11 @@ class _Backward:
         """Return the gradients that are wanted."""
         given = (tensors.query, tensors.key, tensors.value, upstream)
         read = dict(zip((*_PRODUCTS, "upstream"), map(with_dense_columns, given), strict=True))
-        found = {}
-        if wanted & set(_PRODUCTS):
-            found = {name: output_like(read[name], read[name].shape[3]) for name in _PRODUCTS}
+        named = [name for name in _PRODUCTS if name in wanted]
+        found: dict[str, torch.Tensor]
+        found = {name: output_like(read[name], read[name].shape[3]) for name in named}
+        if not (read["query"].numel() and read["key"].numel()):  # in a graph of any sizes
+            return {name: torch.zeros_like(getattr(tensors, name)) for name in wanted}
         mask = tensors.mask
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
@@ -124,7 +128,10 @@ class _Backward:
         if "sinks" in wanted:
             assert tensors.sinks is not None
             found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
-        return {name: found[name] for name in wanted}
+        if upstream.is_cuda and not self._is_noted and {"query", "key", "value"} <= found.keys():
+            self._is_noted = True
+            note(Arguments(self._problem).known_by)
+        return found
 
     def _known(
         self,
@@ -187,9 +194,10 @@ class _Work:
             rest: what the kernel reads beside scores and products.
         """
         first, _ = steps[0]
-        written = {
+        written: dict[str, torch.Tensor] = {
             name: self._found[name].part(first.planes, self._keys).squeeze(1)
             for name in ("key", "value")
+            if name in self._found
         }
         sums = written
         is_whole = len(steps) == 1 and first.keys == self._keys
@@ -219,6 +227,9 @@ class _Work:
         multiply(upstream, value.mT, products)
         launch(scores, products, weights, changes, *rest)
         keys = slice(chunk.keys.start, chunk.keys.stop)
-        multiply(weights.mT, upstream, sums["value"][:, keys], adds=adds)
-        multiply(changes.mT, query, sums["key"][:, keys], scale=self._scale, adds=adds)
-        self._found["query"].write(chunk, changes, key, self._scale)
+        if "value" in sums:
+            multiply(weights.mT, upstream, sums["value"][:, keys], adds=adds)
+        if "key" in sums:
+            multiply(changes.mT, query, sums["key"][:, keys], scale=self._scale, adds=adds)
+        if "query" in self._found:
+            self._found["query"].write(chunk, changes, key, self._scale)

@@ -1,5 +1,6 @@
 """Tensors of a call as chunks take them: views of planes, and the memory that scores are in."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Planes", "Space", "num_entries", "with_statistics"]
+__all__ = ["Planes", "Space", "fill_for_nothing", "num_entries", "with_statistics"]
 
 
 def with_statistics(
@@ -36,6 +37,13 @@ def with_statistics(
     output = launcher(*given, statistics=statistics, **others)
     lse, row_max, entropy = statistics
     return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
+
+
+def fill_for_nothing(*results: torch.Tensor | None) -> None:
+    """Fill the output and the statistics of a call without rows or keys, and what lse_rest is."""
+    for item, number in zip(results, (0.0, -math.inf, -math.inf, 0.0, 0.0), strict=True):
+        if item is not None:
+            item.fill_(number)
 
 
 def num_entries(*tensors: torch.Tensor) -> int:

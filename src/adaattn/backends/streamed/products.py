@@ -1,4 +1,7 @@
-"""Matrix products with sums in fp32, written to where their numbers belong."""
+"""Matrix products as PyTorch computes them, written to where their numbers belong.
+
+Its settings hold: TF32 in fp32, and sums of parts that are rounded to 16 bits, which it allows.
+"""
 
 import torch
 
@@ -7,7 +10,7 @@ __all__ = ["WHY_NO_PRODUCTS", "multiply"]
 WHY_NO_PRODUCTS = (
     ""
     if hasattr(torch.ops.aten.baddbmm, "dtype_out")
-    else "it needs a PyTorch whose `torch.baddbmm` has an `out_dtype`"
+    else "`torch.baddbmm` has no `out_dtype` here: it needs a later PyTorch"
 )
 
 

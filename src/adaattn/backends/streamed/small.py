@@ -66,8 +66,9 @@ def is_ready(problem: AttentionProblem) -> bool:
 
 def _known_by(problem: AttentionProblem) -> tuple[object, ...]:
     """Return what says, before there are tensors, which kernels a problem takes."""
-    splits = choose_splits(problem, problem.head_dim, 132)
-    return ("small", splits, *Arguments(problem).known_by)
+    dims = problem.head_dim, problem.value_dim
+    splits = tuple(choose_splits(problem, columns, 132) for columns in dims)
+    return ("small", *splits, *Arguments(problem).known_by)
 
 
 def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
@@ -161,7 +162,7 @@ class _Launcher:
         check_untransformed(query, key, value)
         query, key, value = map(_readable, (query, key, value))
         output = output_like(query, value.shape[3])
-        mask = _numbers(mask)
+        mask = _as_bytes(mask)
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)
@@ -172,7 +173,8 @@ class _Launcher:
         first(query, key, scores)
         softmax(scores, weights, *statistics, lse_rest, mask, sinks, slopes, seed)
         last(weights, value, output)
-        if query.is_cuda and not self._is_noted:
+        # What a backward pass takes is compiled there.
+        if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
             note(_known_by(self._problem))
         return output
@@ -202,7 +204,9 @@ class _Backward:
     """The backward pass of one problem: all scores again, their gradients, three products."""
 
     def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
         self._launches = _Launches(problem, _backward_launches)
+        self._is_noted = False
 
     def __call__(
         self,
@@ -219,7 +223,7 @@ class _Backward:
             name: output_like(item, item.shape[3])
             for name, item in (("query", query), ("key", key), ("value", value))
         }
-        mask = _numbers(tensors.mask)
+        mask = _as_bytes(tensors.mask)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         if lse_upstream is not None:
             lse_upstream = lse_upstream.contiguous()
@@ -233,12 +237,18 @@ class _Backward:
         second(upstream, value, products)
         rest = (kept.lse, delta, lse_upstream, kept.lse_rest, mask, slopes, kept.seed)
         between(scores, products, weights, changes, *rest)
-        of_query(changes, key, found["query"])
-        of_key(changes, query, found["key"])
-        of_value(weights, upstream, found["value"])
+        if "query" in wanted:
+            of_query(changes, key, found["query"])
+        if "key" in wanted:
+            of_key(changes, query, found["key"])
+        if "value" in wanted:
+            of_value(weights, upstream, found["value"])
         if "sinks" in wanted:
             assert tensors.sinks is not None
             found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
+        if query.is_cuda and not self._is_noted and {"query", "key", "value"} <= wanted:
+            self._is_noted = True
+            note(_known_by(self._problem))
         return {name: found[name] for name in wanted}
 
 
@@ -314,6 +324,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % _ALIGNED_BYTES == 0 else tensor.clone()
 
 
-def _numbers(mask: _Optional) -> _Optional:
+def _as_bytes(mask: _Optional) -> _Optional:
     """Return a mask as kernels read it: booleans as bytes."""
     return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask

@@ -81,7 +81,6 @@ def held_to_the_oracle(tensors: Tensors, problem: AttentionProblem) -> Result:
     return assert_executor_matches(run, tensors, problem)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("name", CALLS)
 def test_each_head_has_its_numbers(name: str) -> None:
     problem, tensors = made(CALLS[name])

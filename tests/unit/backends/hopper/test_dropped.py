@@ -90,7 +90,6 @@ def bound(tensors: Tensors, problem: AttentionProblem, columns: int) -> torch.Te
     return torch.where(dropped > 0, dropped / (dropped + listed.lse.exp()), 0.0)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("name", CASES)
 def test_the_bound_is_no_smaller_than_what_is_left_out(name: str) -> None:
     problem = make_problem(**(USUAL | CASES[name]))
@@ -98,7 +97,6 @@ def test_the_bound_is_no_smaller_than_what_is_left_out(name: str) -> None:
     assert (result.lse is not None) is problem.wants(Aux.LSE)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "mask" not in case])
 def test_it_is_the_bound_that_it_is_said_to_be(name: str) -> None:
     problem = make_problem(**(USUAL | CASES[name]))

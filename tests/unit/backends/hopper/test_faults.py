@@ -23,8 +23,6 @@ from adaattn.testing import (
     with_tensors,
 )
 
-pytestmark = pytest.mark.no_cover  # a third of the time; others run the same lines
-
 ROW_MAX: dict[str, Any] = {"aux": Aux.ROW_MAX}
 """With it, as in fp16, the running maximum is the reference; else, in bf16, a fixed one."""
 

@@ -23,8 +23,6 @@ from adaattn.testing import (
     with_tensors,
 )
 
-pytestmark = pytest.mark.no_cover  # a third of the time; others run the same lines
-
 PLAIN: dict[str, Any] = {"len_q": 70, "len_k": 140}
 WIDE: dict[str, Any] = {"len_q": 140, "head_dim": 128}
 ROWS: dict[str, Any] = {"len_q": 300, "len_k": 70}

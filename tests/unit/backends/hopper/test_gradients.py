@@ -116,7 +116,6 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
 run = partial(hopper.run, group=GROUP)
 
 
-@pytest.mark.no_cover
 @simulated
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16], ids=lambda it: it.label)
 @pytest.mark.parametrize("name", CASES)
@@ -153,7 +152,6 @@ def random_case(seed: int) -> dict[str, Any]:
     return values | (SINKS if draw.random() < 0.2 else {})
 
 
-@pytest.mark.no_cover
 @simulated
 @pytest.mark.parametrize("seed", range(40))
 def test_any_problem_in_its_scope(seed: int) -> None:
@@ -166,7 +164,6 @@ ORDERED = ("one row", "whole blocks", "causal, ragged", "causal, keys that no ro
            "128 columns, causal", "softcap, 128 columns, causal", "all else")  # fmt: skip
 
 
-@pytest.mark.no_cover
 @simulated
 @pytest.mark.parametrize("mode", ["deterministic", "batch_invariant"])
 @pytest.mark.parametrize("name", ORDERED)

@@ -139,7 +139,6 @@ def same_bits(one: Result, other: Result) -> bool:
     return found
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("name", "precision"), [*zip(DENSE, cycle(BOTH), strict=False)], ids=str)
 def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
     name: str, precision: Precision
@@ -155,7 +154,6 @@ def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
         assert same_bits(Result(**own), run(*row_of(tensors, problem, row)))
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
     name: str, precision: Precision
@@ -172,7 +170,6 @@ def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
             assert same_bits(cut(whole, rows), cut(part, own))
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_and_the_same_unpacked_take_the_same_steps(
     name: str, precision: Precision

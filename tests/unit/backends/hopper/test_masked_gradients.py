@@ -81,7 +81,6 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
     return problem, tensors
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name: str) -> None:
     problem, tensors = made(CASES[name])

@@ -68,7 +68,6 @@ def packed(leaves: list[torch.Tensor], starts: torch.Tensor) -> Tensors:
     return Tensors.of(query, key, value, cu_seqlens_q=starts, cu_seqlens_k=starts)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("mode", ["any order", "deterministic"])
 @pytest.mark.parametrize("name", CASES)
 def test_packed_sequences_are_each_a_problem_of_its_own(name: str, mode: str) -> None:
@@ -99,7 +98,6 @@ def random_case(seed: int) -> dict[str, Any]:
     return values | (SINKS if draw.random() < 0.2 else {})
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(30))
 def test_any_packed_problem_in_its_scope(seed: int) -> None:
     problem, tensors = made(random_case(seed))

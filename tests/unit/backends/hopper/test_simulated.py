@@ -285,7 +285,6 @@ def made_listed(
     return problem, replace(make_tensors(problem), blocks=blocks)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("shape", [(False, False), (False, True), (True, True)], ids=str)
 @pytest.mark.parametrize("name", LISTS)
 def test_only_listed_blocks_are_seen(name: str, shape: tuple[bool, bool]) -> None:

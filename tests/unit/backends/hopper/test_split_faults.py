@@ -14,8 +14,6 @@ from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import assert_training_matches, make_problem, make_tensors, with_tensors
 
-pytestmark = pytest.mark.no_cover  # a third of the time; others run the same lines
-
 PLAIN: dict[str, Any] = {"len_q": 70, "len_k": 140}
 ROWS: dict[str, Any] = {"len_q": 300, "len_k": 70}
 SQUARE: dict[str, Any] = {"len_q": 200}

@@ -115,7 +115,6 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
     return problem, tensors
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16], ids=lambda it: it.label)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision) -> None:
@@ -155,7 +154,6 @@ def random_case(seed: int) -> dict[str, Any]:
     return values | (SINKS if draw.random() < 0.2 else {})
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(40))
 def test_any_problem_in_their_scope(seed: int) -> None:
     problem, tensors = made(random_case(seed))

@@ -265,6 +265,23 @@ def _untimed() -> HardwareFacts:
     return replace(fake_facts("h200"), timings=None)
 
 
+@pytest.mark.parametrize(("value", "served"), [("", False), (":4096:8", True), (":16:8", True)])
+def test_products_in_a_fixed_order_need_a_fixed_workspace(
+    value: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch raises a RuntimeError at a product, which nothing steps down from."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    usable = replace(STREAMED, unavailable="")
+    problem = make_problem(**(GPU | {"deterministic": True}))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = reasons(usable, problem, fake_facts("h200"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any("CUBLAS_WORKSPACE_CONFIG" in why for why in found) != served
+    assert not reasons(usable, problem, fake_facts("h200"))  # warnings alone, or none
+
+
 def test_kernels_that_were_compiled_for_training_are_known(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,6 @@ from adaattn.spec import Align, MaskKind, Precision
 from adaattn.testing import Layout
 
 pytestmark = [
-    pytest.mark.no_cover,  # a third of the time; others run the same lines
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
     ),
@@ -160,7 +159,7 @@ FAULTS: dict[str, Fault] = {
     "row of a result unwritten": (
         "slice_products", "inside = is_row[:, None] & (columns",
         "inside = (is_row & (rows != 3))[:, None] & (columns", SMALL),
-    "sums of rows without the log-sum-exp's gradient, sinks": (
+    "sums of rows without weights, sinks": (
         "score_changes", "delta = tl.sum(weights * change, 1)", "delta = tl.sum(change, 1)",
         SMALL_TRAINED | {"has_sinks": True, "sinks_require_grad": True}),
     "sums of another head": ("row_sums", "times(head, stride_gh, 1)",

@@ -66,7 +66,6 @@ def drawn(seed: int) -> dict[str, Any]:
     return values | sometimes(mask=kind, mask_shape=shape)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(14))
 def test_a_random_problem_is_computed_as_defined(seed: int, made: Made) -> None:
     values = drawn(seed)

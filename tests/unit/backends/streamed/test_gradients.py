@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from adaattn.backends import load
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
-from adaattn.backends.streamed import direct, executor
+from adaattn.backends.streamed import direct, executor, planes
 from adaattn.backends.streamed import gradients as backward
 from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
@@ -88,7 +88,6 @@ def training(group: HeadGroup) -> Callable[[Tensors, AttentionProblem], Result]:
     return partial(load("streamed"), group=group)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("chunk_rows", [0, 17])
 @pytest.mark.parametrize(
     ("name", "precision"),
@@ -102,6 +101,21 @@ def test_gradients_are_those_of_the_definition(
     values = TRAINED | {"precision": precision, "chunk_rows": chunk_rows}
     problem, tensors, group = made(values | CASES[name])
     assert_training_matches(training(group), tensors, problem)
+
+
+@pytest.mark.parametrize("executor", ["streamed", "small"])
+@pytest.mark.parametrize("number", [-1e8, -3e9])
+def test_rows_that_a_mask_makes_low_have_gradients_in_16_bits(
+    number: float, executor: str, made: Made
+) -> None:
+    """Rounding takes more than a whole from such a log-sum-exp."""
+    low = {"mask": MaskKind.ADDITIVE, "mask_is_wide": True, "len_q": 20, "len_k": 37}
+    problem, tensors, group = made(TRAINED | low | {"executor": executor})
+    assert tensors.mask is not None
+    mask = tensors.mask.clone()
+    mask[:, :, 3] = number
+    run = partial(load(executor), group=group)
+    assert_training_matches(run, with_tensors(tensors, mask=mask), problem)
 
 
 @pytest.mark.parametrize("name", ["sinks", "to the end", "softcap"])
@@ -309,3 +323,46 @@ def test_the_operators_keep_the_rules_of_operators(made: Made) -> None:
     operator = torch.ops.adaattn.streamed_backward.default
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(operator, (*kept, *plain, *words, wanted), test_utils=checks)
+
+
+@pytest.mark.parametrize("wanted", ["query", "key", "value"])
+def test_products_of_gradients_that_nobody_wants_are_left_out(
+    wanted: str, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, tensors, group = made(TRAINED | {"precision": Precision.FP32})
+    whole = torch.autograd.grad(
+        training(group)(tensors, problem).output.sum(), getattr(tensors, wanted)
+    )
+    alone = {
+        name: getattr(tensors, name).detach().requires_grad_(name == wanted)
+        for name in ("query", "key", "value")
+    }
+    output = training(group)(with_tensors(tensors, **alone), problem).output
+    products: list[torch.Tensor] = []
+    multiply = backward.multiply
+
+    def noting(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **how: Any) -> None:
+        products.append(out)
+        multiply(left, right, out, **how)
+
+    for module in (backward, planes):
+        monkeypatch.setattr(module, "multiply", noting)
+    found = torch.autograd.grad(output.sum(), alone[wanted])
+    assert torch.equal(found[0], whole[0])
+    assert len(products) == 3  # scores, those of upstream gradients, and the one
+
+
+@pytest.mark.parametrize("sizes", [{"len_q": 0}, {"len_k": 0}, {"batch": 0}], ids=str)
+def test_an_operator_of_nothing_gives_nothing(sizes: dict[str, int], made: Made) -> None:
+    """The planner sends nothing of the kind here, but a graph of any sizes may."""
+    problem, _, _ = made(TRAINED | {"precision": Precision.FP32, "len_q": 5, "len_k": 5})
+    shape = {"batch": 1, "len_q": 5, "len_k": 5} | sizes
+    lines, keys = (
+        torch.randn(shape["batch"], 2, shape[name], 264, requires_grad=True)
+        for name in ("len_q", "len_k")
+    )
+    words = (*taken_apart(problem), *[None] * 4)
+    output, lse, *_ = torch.ops.adaattn.streamed(lines, keys, keys, *[None] * 7, *words)
+    assert not output.any() and output.shape == lines.shape
+    assert (lse == float("-inf")).all()
+    assert not any(it.any() for it in torch.autograd.grad(output.sum(), (lines, keys)))

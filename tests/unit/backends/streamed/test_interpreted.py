@@ -95,7 +95,6 @@ CASES: dict[str, dict[str, Any]] = {
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda it: it.label)
 @pytest.mark.parametrize("chunk_rows", [0, 17])
 @pytest.mark.parametrize("name", CASES)

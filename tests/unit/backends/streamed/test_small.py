@@ -116,7 +116,6 @@ def computing(group: HeadGroup) -> Callable[[Tensors, AttentionProblem], Result]
     return partial(load("small"), group=group)
 
 
-@pytest.mark.no_cover
 @on_a_cpu
 @pytest.mark.parametrize(("name", "precision"), EACH, ids=str)
 def test_it_computes_what_is_defined(name: str, precision: Precision, made: Made) -> None:
@@ -125,7 +124,6 @@ def test_it_computes_what_is_defined(name: str, precision: Precision, made: Made
     assert_executor_matches(computing(group), tensors, problem)
 
 
-@pytest.mark.no_cover
 @on_a_cpu
 @pytest.mark.parametrize(("name", "precision"), EACH, ids=str)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision, made: Made) -> None:
@@ -376,7 +374,8 @@ def test_on_hopper_kernels_begin_while_the_one_before_them_ends() -> None:
 
 def test_kernels_that_were_compiled_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(**(GPU | {"requires_grad": True}))
-    known = ("small", choose_splits(problem, 2048, 132), *Arguments(trained(problem)).known_by)
+    splits = choose_splits(problem, 2048, 132)
+    known = ("small", splits, splits, *Arguments(trained(problem)).known_by)
     monkeypatch.setattr(small, "is_noted", lambda found: found == known)
     assert small.is_ready(problem)
     assert not small.is_ready(replace(problem, requires_grad=False))

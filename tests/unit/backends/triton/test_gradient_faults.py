@@ -12,7 +12,6 @@ import torch
 from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
 
 pytestmark = [
-    pytest.mark.no_cover,  # a third of the time; others run the same lines
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="functions are replaced where Triton's interpreter looks"
     ),

@@ -203,7 +203,6 @@ def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(("name", "precision"), [*zip(CASES, cycle(BOTH), strict=False)], ids=str)
 def test_the_kernels_compute_what_is_defined(name: str, precision: Precision) -> None:
     problem, tensors = made(name, precision)
@@ -259,7 +258,6 @@ def test_a_head_of_a_narrow_window_reads_no_keys_beyond_it(len_q: int) -> None:
     assert torch.equal(found[:, 0, last], seen[:, 0, last])
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_numbers_of_heads_that_nobody_checked_are_clamped(dtype: torch.dtype) -> None:
     """A GPU's are not read on the host: below -1 is unlimited, a softcap below 0 is none."""

@@ -88,7 +88,6 @@ def assert_same_bits(whole: Result, alone: Result, rows: tuple[Any, ...]) -> Non
             assert torch.equal(ours[rows], theirs), field.name
 
 
-@pytest.mark.no_cover
 @interpreted
 @pytest.mark.parametrize(("name", "precision"), [*zip(DENSE, cycle(BOTH), strict=False)], ids=str)
 def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
@@ -170,7 +169,6 @@ def among(
     return part, replace(problem, **sizes, max_len_q=longest, max_len_k=longest, mask_shape=shape)
 
 
-@pytest.mark.no_cover
 @interpreted
 @pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
 def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(

@@ -233,7 +233,7 @@ def test_a_repeated_launch_is_tritons_own_without_hooks(monkeypatch: pytest.Monk
         module="triton.forward", name="forward", grid=(3, 2, 1), numbers=(0.5, 7),
         constants=(64, True), options=(("num_warps", 4),),
     )  # fmt: skip
-    launch._kernel = kernel
+    launch._kernels[0b010] = kernel  # of calls whose second tensor is None
     tensors = (torch.zeros(8), None, torch.ones(8))
     launch(*tensors)
     kernel[launch.grid](*tensors, *launch.numbers, *launch.constants)
@@ -241,3 +241,27 @@ def test_a_repeated_launch_is_tritons_own_without_hooks(monkeypatch: pytest.Monk
     assert ours[6:9] == (None, None, None)
     assert ours[:6] == theirs[:6] == (3, 2, 1, 0, "function", "packed")
     assert all(a is b for a, b in zip(ours[9:], theirs[9:], strict=True))
+
+
+def test_calls_without_a_tensor_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is None is a constant of what is compiled: a gradient that came later was once lost."""
+    compiled: list[tuple[bool, ...]] = []
+    launched: list[int] = []
+
+    def compiling(self: Launch, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+        number = len(compiled)
+        compiled.append(tuple(item is None for item in tensors))
+        return SimpleNamespace(
+            function=0, packed_metadata=0, run=lambda *given: launched.append(number)
+        )
+
+    monkeypatch.setattr(Launch, "_known_or_compiled", compiling)
+    launch = Launch(
+        module="triton.forward", name="forward", grid=(1, 1, 1), numbers=(1,), constants=(),
+        options=(),
+    )  # fmt: skip
+    first, second = torch.zeros(8), torch.zeros(8)
+    for given in ((first, None), (first, second), (first, None), (first, second)):
+        launch(*given)
+    assert compiled == [(False, True), (False, False)]
+    assert launched == [0, 1]
