@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn import AuxRequest
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capability_named
 from adaattn.spec import Feature
@@ -285,3 +286,28 @@ def test_fp32_on_a_gpu_agrees_with_a_cpu(
     held_to_the_definition(on_cpu, tensors, **keywords)
     held_to_the_definition(on_gpu, tensors, **keywords)
     assert float((on_gpu - on_cpu).abs().max()) <= AGREED
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["without, then with", "with, then without"])
+@pytest.mark.parametrize("name", ["streamed", "small"])
+def test_the_gradient_of_the_log_sum_exp_may_come_and_go(name: str, first: bool) -> None:
+    """What a kernel was compiled without was once missing, or read at address 0, ever after."""
+    if capability_named(name).unavailable:
+        pytest.skip(capability_named(name).unavailable)
+    tensors = [it.requires_grad_() for it in drawn(512, 16, dtype=torch.float32)]
+    wide = [it.detach().double().requires_grad_() for it in tensors]
+
+    def gradients(
+        given: list[torch.Tensor], backend: str, with_lse: bool
+    ) -> tuple[torch.Tensor, ...]:
+        asked = {"backend": backend, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        output, aux = attend(*given, **asked)
+        total = output.sum() + (aux.lse.sum() if with_lse else 0.0)
+        return torch.autograd.grad(total, given)
+
+    for with_lse in (first, not first):
+        found = gradients(tensors, name, with_lse)
+        exact = gradients(wide, "reference", with_lse)
+        eager = gradients(tensors, "reference", with_lse)
+        for which in zip(found, exact, eager, strict=True):
+            assert_matches(*which, summands=64 * 512)
