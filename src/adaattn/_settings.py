@@ -1,7 +1,7 @@
 """The only reader of environment variables.
 
 ``ADAATTN_CACHE`` names the folder of the cache; ``ADAATTN_DEBUG=1`` checks what only a wait for the
-GPU can check.
+GPU can check; ``CUBLAS_WORKSPACE_CONFIG`` is read as PyTorch does.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from adaattn.errors import ArgumentError, expected_got
 
-__all__ = ["cache_folder", "is_debugging"]
+__all__ = ["cache_folder", "has_fixed_workspace", "is_debugging"]
 
 
 def cache_folder() -> Path:
@@ -21,6 +21,11 @@ def cache_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".cache") / "adaattn"
+
+
+def has_fixed_workspace() -> bool:
+    """Return whether PyTorch takes cuBLAS's products to be the same each time."""
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
 
 
 def is_debugging() -> bool:

@@ -1,10 +1,10 @@
 """What exact attention by written-out scores can do: in chunks, and of few rows and keys."""
 
-import os
 from typing import Final
 
 import torch
 
+from adaattn._settings import has_fixed_workspace
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.streamed.chunks import choose_chunk_rows, overhead, row_bytes
 from adaattn.backends.streamed.products import WHY_NO_PRODUCTS
@@ -28,10 +28,6 @@ _MOST_ROWS: Final = 2048
 """Rows of all heads beyond which products fill a card by themselves."""
 
 _STEP: Final = 8
-
-_CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
-_FIXED_WORKSPACES: Final = (":4096:8", ":16:8")
-"""Values with which PyTorch takes cuBLAS to be deterministic."""
 
 _NOT: Final = (
     Feature.MASK_GRADIENT
@@ -61,9 +57,9 @@ def _unset(problem: AttentionProblem) -> str:
         return ""
     if torch.is_deterministic_algorithms_warn_only_enabled():
         return ""
-    if os.environ.get(_CUBLAS) in _FIXED_WORKSPACES:
+    if has_fixed_workspace():
         return ""
-    return f"deterministic matrix products need {_CUBLAS} to be :4096:8 or :16:8"
+    return "deterministic matrix products need CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8"
 
 
 def _many(problem: AttentionProblem) -> str:
