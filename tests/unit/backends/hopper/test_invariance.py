@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,7 +138,8 @@ def same_bits(one: Result, other: Result) -> bool:
     return found
 
 
-@pytest.mark.parametrize(("name", "precision"), [*zip(DENSE, cycle(BOTH), strict=False)], ids=str)
+@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
+@pytest.mark.parametrize("name", DENSE)
 def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
     name: str, precision: Precision
 ) -> None:
@@ -154,7 +154,8 @@ def test_a_sequence_of_a_batch_has_the_bits_that_it_has_alone(
         assert same_bits(Result(**own), run(*row_of(tensors, problem, row)))
 
 
-@pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
+@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
+@pytest.mark.parametrize("name", PACKED)
 def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
     name: str, precision: Precision
 ) -> None:
@@ -170,7 +171,8 @@ def test_a_packed_sequence_has_the_same_bits_whatever_its_neighbours(
             assert same_bits(cut(whole, rows), cut(part, own))
 
 
-@pytest.mark.parametrize(("name", "precision"), [*zip(PACKED, cycle(BOTH), strict=False)], ids=str)
+@pytest.mark.parametrize("precision", BOTH, ids=lambda it: it.label)
+@pytest.mark.parametrize("name", PACKED)
 def test_a_packed_sequence_and_the_same_unpacked_take_the_same_steps(
     name: str, precision: Precision
 ) -> None:
