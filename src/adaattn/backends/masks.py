@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = [
     "additive_mask",
     "aligned_bias",
+    "as_bytes",
     "broadcast_strides",
     "kept_beside",
     "kept_bias",
@@ -29,6 +30,11 @@ def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
     if mask is None or mask.dtype != torch.bool:
         return mask
     return mask.new_full(mask.shape, float("-inf"), dtype=dtype).masked_fill_(mask, 0.0)
+
+
+def as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a mask as Triton's kernels read it: a view of booleans as bytes; numbers stay."""
+    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
 
 
 def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

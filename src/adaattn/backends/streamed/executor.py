@@ -11,6 +11,7 @@ from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
@@ -123,8 +124,7 @@ class _Launcher:
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
             fill_for_nothing(output, *statistics, lse_rest)
             return output
-        if mask is not None and mask.dtype == torch.bool:
-            mask = mask.view(torch.uint8)
+        mask = as_bytes(mask)
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)

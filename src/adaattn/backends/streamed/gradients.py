@@ -16,6 +16,7 @@ from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Tensors
+from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
@@ -109,9 +110,7 @@ class _Backward:
         found = {name: output_like(read[name], read[name].shape[3]) for name in named}
         if not (read["query"].numel() and read["key"].numel()):  # in a graph of any sizes
             return {name: torch.zeros_like(getattr(tensors, name)) for name in wanted}
-        mask = tensors.mask
-        if mask is not None and mask.dtype == torch.bool:
-            mask = mask.view(torch.uint8)
+        mask = as_bytes(tensors.mask)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         entries = num_entries(*read.values(), *found.values())
         prepared = self._known(kept.output, read, entries, Beside.of(mask, slopes))

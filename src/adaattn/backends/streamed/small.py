@@ -17,6 +17,7 @@ from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept, trained
 from adaattn.backends.own_kernels import check_untransformed, sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
@@ -162,7 +163,7 @@ class _Launcher:
         check_untransformed(query, key, value)
         query, key, value = map(_readable, (query, key, value))
         output = output_like(query, value.shape[3])
-        mask = _as_bytes(mask)
+        mask = as_bytes(mask)
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)
@@ -223,7 +224,7 @@ class _Backward:
             name: output_like(item, item.shape[3])
             for name, item in (("query", query), ("key", key), ("value", value))
         }
-        mask = _as_bytes(tensors.mask)
+        mask = as_bytes(tensors.mask)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         if lse_upstream is not None:
             lse_upstream = lse_upstream.contiguous()
@@ -310,7 +311,9 @@ def _parts(like: torch.Tensor, prepared: _Prepared, place: int) -> torch.Tensor:
 
 def _overlaps(problem: AttentionProblem, facts: HardwareFacts) -> bool:
     """Return whether kernels may begin before those they wait for have ended."""
-    if torch.version.hip is not None or is_wide(problem):  # on AMD's GPUs the numbers are others
+    if torch.version.hip is not None or is_wide(
+        problem, problem.len_k
+    ):  # on AMD's GPUs the numbers are others
         return False
     return facts.compute_capability >= _OVERLAPS_FROM
 
@@ -322,8 +325,3 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.stride(3) != 1 or odd:
         return tensor.contiguous()
     return tensor if tensor.data_ptr() % _ALIGNED_BYTES == 0 else tensor.clone()
-
-
-def _as_bytes(mask: _Optional) -> _Optional:
-    """Return a mask as kernels read it: booleans as bytes."""
-    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask

@@ -134,8 +134,8 @@ def slices(
     if is_transposed:
         out_rows, inner = inner, out_rows
     columns = right.shape[3]
-    is_narrow = problem.precision is Precision.FP32 and not is_wide(problem)
-    width = _SLICE // 2 if is_narrow else _SLICE
+    few = problem.precision is Precision.FP32 and not is_wide(problem, problem.len_k)
+    width = _SLICE // 2 if few else _SLICE
     return Launch(
         module="streamed.split_products",
         name="slice_products",
@@ -164,15 +164,14 @@ def _align(*tensors: torch.Tensor) -> int:
     return 1 if any(size % step for size in sizes) else step
 
 
-def is_wide(problem: AttentionProblem) -> bool:
+def is_wide(problem: AttentionProblem, keys: int) -> bool:
     """Return whether keys are many for fp32, whose products hold three numbers for one."""
-    return problem.precision is Precision.FP32 and _tile(problem.len_k) >= _WIDE
+    return problem.precision is Precision.FP32 and _tile(keys) >= _WIDE
 
 
 def _warps(problem: AttentionProblem, keys: int) -> tuple[tuple[str, int], ...]:
     """Return the warps of a tile: many keys in fp32 spilled in 4."""
-    many = problem.precision is Precision.FP32 and keys >= _WIDE
-    return (("num_warps", 8 if many else 4),)
+    return (("num_warps", 8 if is_wide(problem, keys) else 4),)
 
 
 def _dot(problem: AttentionProblem) -> str:

@@ -13,7 +13,7 @@ from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
-from adaattn.backends.masks import with_rank
+from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.training import Differentiated, drawn_seed
@@ -159,7 +159,7 @@ class _Launcher:
         if mask is not None:
             mask = with_rank(mask, 4)
             seen = MaskLayout.of(mask)
-            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+            mask = as_bytes(mask)
         if sinks is not None:
             sinks = with_dense_columns(sinks)
         slope_stride = 0

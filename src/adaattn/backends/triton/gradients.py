@@ -20,7 +20,7 @@ from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
-from adaattn.backends.masks import with_rank
+from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
@@ -114,13 +114,12 @@ class _Backward:
         mask = None if tensors.mask is None else with_rank(tensors.mask, 4)
         if lse_upstream is not None:
             lse_upstream = lse_upstream.contiguous()
-        asked = (wanted, lse_upstream is None)
-        launches = self._prepared(tensors, kept, upstream, found, mask, asked)
+        launches = self._prepared(tensors, kept, upstream, found, mask, wanted)
         delta = unfilled(kept.lse, kept.lse.shape)
         launches.sums(kept.output, upstream, lse_upstream, delta)
         if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
             delta.masked_fill_(kept.lse == -torch.inf, 0.0)
-        given = mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+        given = as_bytes(mask)
         terms = tensors.head_terms or HeadTerms()
         read = (tensors.query, tensors.key, tensors.value, upstream, kept.lse, delta, given)
         beside = (tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kept.seed)
@@ -174,17 +173,17 @@ class _Backward:
         upstream: torch.Tensor,
         found: dict[str, torch.Tensor],
         mask: _Optional,
-        asked: tuple[frozenset[str], bool],
+        wanted: frozenset[str],
     ) -> _Launches:
         """Return the launches for tensors that lie as these."""
         layout = _layout(tensors, kept, upstream, found, mask)
         terms = tensors.head_terms or HeadTerms()
         others = (tensors.alibi_slopes, terms.scale, terms.window, terms.softcap)
         dtypes = (None if it is None else it.dtype for it in (*others, kept.lse_rest))
-        known = (layout, asked, tensors.query.get_device(), *dtypes)
+        known = (layout, wanted, tensors.query.get_device(), *dtypes)
         if self._launches is None or self._launches.known != known:
             arguments, of_mask = self._arguments, None
-            if mask is not None and "mask" in asked[0]:
+            if mask is not None and "mask" in wanted:
                 of_mask = arguments.mask(layout, tuple(mask.shape))
             self._launches = _Launches(
                 known=known,
