@@ -311,9 +311,8 @@ def _parts(like: torch.Tensor, prepared: _Prepared, place: int) -> torch.Tensor:
 
 def _overlaps(problem: AttentionProblem, facts: HardwareFacts) -> bool:
     """Return whether kernels may begin before those they wait for have ended."""
-    if torch.version.hip is not None or is_wide(
-        problem, problem.len_k
-    ):  # on AMD's GPUs the numbers are others
+    # On AMD's GPUs the numbers are others.
+    if torch.version.hip is not None or is_wide(problem, problem.len_k):
         return False
     return facts.compute_capability >= _OVERLAPS_FROM
 
