@@ -128,15 +128,16 @@ class _Backward:
         lists: tuple[_Optional, _Optional] = (None, None)
         if blocks is not None:
             lists = blocks.counts, blocks.indices
-        if "key" in found:
-            listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
-            launches.keys(*read, *beside, *listing, *numbers, found["key"], found["value"])
         sums: dict[str, torch.Tensor] = {
             name: torch.zeros_like(delta) for name in _SUMS if name in wanted
         }
         if "query" in found:
             of_heads = (sums.get(name) for name in _SUMS)
-            launches.rows(*read, *beside, *lists, *numbers, found["query"], *of_heads)
+            exact = (lse_upstream, delta) if wanted & _ADDED_UP else (None, None)
+            launches.rows(*read, *beside, *lists, *numbers, found["query"], *of_heads, *exact)
+        if "key" in found:
+            listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
+            launches.keys(*read, *beside, *listing, *numbers, found["key"], found["value"])
         if launches.mask is not None:
             assert tensors.mask is not None and mask is not None
             made = unfilled(mask, mask.shape)
@@ -198,11 +199,14 @@ class _Backward:
 _SUMS: Final = ("slopes", "scale", "softcap")
 """What a head has one of, in the order in which the kernel of rows takes their sums."""
 
+_ADDED_UP: Final = frozenset({"mask", *_SUMS})
+"""Sums over scores whose terms cancel: the kernel of rows finds delta for them, not the output."""
+
 
 def _outputs(tensors: Tensors, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
     """Return empty gradients of queries, keys and values, by kernel; tokens of no sequence: 0."""
     named = {}
-    if wanted & {"query", *_SUMS}:
+    if wanted & {"query", *_ADDED_UP}:
         named["query"] = tensors.query
     if wanted & {"key", "value"}:
         named |= {"key": tensors.key, "value": tensors.value}

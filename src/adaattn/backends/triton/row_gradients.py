@@ -53,6 +53,8 @@ def row_gradients(
     slope_sums_ptr,
     scale_sums_ptr,
     cap_sums_ptr,
+    lse_gradient_ptr,
+    delta_out_ptr,
     scale,
     softcap,
     natural,
@@ -122,6 +124,10 @@ def row_gradients(
             None where nobody wants it.
         scale_sums_ptr: likewise of the scale, less the factor ``natural``.
         cap_sums_ptr: likewise of the softcap.
+        lse_gradient_ptr: fp32 [B, Hq, Sq], or None; read where ``delta_out_ptr`` is given.
+        delta_out_ptr: ``delta_ptr`` where it is to be replaced by sums of weights times their
+            gradients, None else. The output's rounding is in what it holds, and where terms of
+            many rows, or of a row of few keys, cancel, that would be most of what is left.
     """
     tile = tl.program_id(0) % num_tiles
     head = (tl.program_id(0) // num_tiles) % num_heads
@@ -233,6 +239,12 @@ def row_gradients(
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     scale_sum = tl.zeros([BLOCK_M], tl.float32)
     cap_sum = tl.zeros([BLOCK_M], tl.float32)
+    # The same with weights alone: what a change of delta adds to each.
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    change_sum = tl.zeros([BLOCK_M], tl.float32)
+    slope_share = tl.zeros([BLOCK_M], tl.float32)
+    scale_share = tl.zeros([BLOCK_M], tl.float32)
+    cap_share = tl.zeros([BLOCK_M], tl.float32)
     for PHASE in tl.static_range(2):
         count = whole
         if PHASE == 1:
@@ -308,17 +320,25 @@ def row_gradients(
                 )
                 change = tl.where(kept, change * inverse, 0.0)
             change = weights * (change - delta[:, None])
+            if delta_out_ptr is not None:
+                weight_sum += tl.sum(weights, 1)
+                change_sum += tl.sum(change, 1)
             if slope_sums_ptr is not None:
-                steps = tl.abs(positions[:, None] - keys[None, :]) * dilation
-                slope_sum -= tl.sum(change * steps.to(tl.float32), 1)
+                steps = (tl.abs(positions[:, None] - keys[None, :]) * dilation).to(tl.float32)
+                slope_sum -= tl.sum(change * steps, 1)
+                slope_share -= tl.sum(weights * steps, 1)
             if cap_sums_ptr is not None:
                 inner = raw * scale
                 grown = tangent - inner * (1.0 - tangent * tangent)
                 cap_sum += tl.sum(change * grown, 1)
+                cap_share += tl.sum(weights * grown, 1)
             if HAS_SOFTCAP:
-                change *= 1.0 - tangent * tangent
+                steepness = 1.0 - tangent * tangent
+                change *= steepness
+                weights *= steepness
             if scale_sums_ptr is not None:
                 scale_sum += tl.sum(change * raw, 1)
+                scale_share += tl.sum(weights * raw, 1)
             query_sum = tl.dot(
                 change.to(key_block.dtype), key_block, query_sum, input_precision=DOT
             )
@@ -328,6 +348,14 @@ def row_gradients(
     out_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
     query_out = query_gradient_ptr + times(batch, stride_db, 1) + times(head, stride_dh, 1)
     store_rows(query_out + times(out_rows, stride_dm, 1), query_sum * natural, is_row, D)
+    if delta_out_ptr is not None:
+        missing = change_sum - delta * (1.0 - weight_sum)
+        if lse_gradient_ptr is not None:
+            missing -= load_number(lse_gradient_ptr, row_of_all, is_row, 0.0)
+        tl.store(delta_out_ptr + row_of_all, delta + missing, mask=is_row)
+        slope_sum -= missing * slope_share
+        scale_sum -= missing * scale_share
+        cap_sum -= missing * cap_share
     if slope_sums_ptr is not None:
         tl.store(slope_sums_ptr + row_of_all, slope_sum, mask=is_row)
     if scale_sums_ptr is not None:

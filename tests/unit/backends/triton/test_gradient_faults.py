@@ -54,8 +54,8 @@ FAULTS: dict[str, Fault] = {
         TRAINED | {"precision": Precision.FP32, "len_q": 20}),
     "slope of the cap, keys": ("key_gradients", "1.0 - tangent * tangent", "1.0 - tangent",
                                CAP),
-    "slope of the cap, queries": ("row_gradients", "change *= 1.0 - tangent * tangent",
-                                  "change *= 1.0 - tangent", CAP),
+    "slope of the cap, queries": ("row_gradients", "steepness = 1.0 - tangent * tangent",
+                                  "steepness = 1.0 - tangent", CAP),
     "one head of a group": ("key_gradients", "key_head * GROUP + member", "key_head * GROUP",
                             GROUPS),
     "keys of another group": ("row_gradients", "head // GROUP", "head % (num_heads // GROUP)",
@@ -76,7 +76,10 @@ FAULTS: dict[str, Fault] = {
     "list of the first head": ("key_gradients", "head * stride_lh", "0 * stride_lh", BLOCKS),
     "list of the keys before": ("key_gradients", "first_key // LIST_KEYS",
                                 "tl.maximum(first_key // LIST_KEYS - 1, 0)", BLOCKS),
-    "slopes turned round": ("row_gradients", "slope_sum -=", "slope_sum +=", ALIBI),
+    "slopes turned round": ("row_gradients", "slope_sum -= tl", "slope_sum += tl", ALIBI),
+    "delta of rows whose sink has the rest": (
+        "row_gradients", "delta * (1.0 - weight_sum)", "0.0",
+        ALIBI | {"has_sinks": True, "len_q": 40}),
     "scale of the first head, keys": (
         "key_gradients", "change *= tl.load(head_scales_ptr + head)",
         "change *= tl.load(head_scales_ptr + head * 0)", HEADS),

@@ -85,6 +85,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks over hidden rows": SINKS | {"mask": MaskKind.BOOLEAN, "num_hidden_rows": 2},
     "ALiBi": ALIBI | {"len_q": 100, "batch": 2, "num_heads": 1},
     "ALiBi, dilation": ALIBI | {"len_q": 60, "dilation": 2, "is_causal": True},
+    # Sums that cancel: what rounding takes from the output is most of what is left of them.
+    "ALiBi over few keys": ALIBI | SINKS | {"len_q": 200, "len_k": 9, "aux": Aux.LSE},
     "groups": GROUPS | {"len_q": 20},
     "one key head": {"num_heads": 3, "num_kv_heads": 1, "len_q": 40, "is_causal": True},
     "values of other widths": {"head_dim": 20, "value_dim": 8, "len_q": 65},
@@ -162,6 +164,27 @@ def test_gradients_are_those_of_the_definition(name: str, precision: Precision) 
     assert_training_matches(run, tensors, problem)
 
 
+@pytest.mark.parametrize("name", ["ALiBi", "added, causal in groups", "all else", MANY])
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32])
+def test_sums_over_scores_take_nothing_from_the_output(
+    name: str, precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their terms cancel, and the output's rounding would be left; so it is taken for 0 here."""
+    problem, tensors = made(name, precision)
+
+    def nothing(arguments: GradientArguments, layout: Any) -> Any:
+        return lambda output, upstream, of_lse, delta: delta.zero_()
+
+    monkeypatch.setattr(GradientArguments, "sums", nothing)
+    found = gradients_of(run(tensors, problem), tensors)
+    del found["query"]  # it is made while the sums are
+    exact = gradients_of(attention(wide := cast_tensors(tensors, torch.float64), problem), wide)
+    eager = gradients_of(attention(tensors, problem, compute_dtype=tensors.query.dtype), tensors)
+    sizes = term_sizes(tensors, problem)
+    del exact["query"]
+    assert_gradients_match(found, exact, eager, sizes=sizes, problem=problem)
+
+
 @pytest.mark.parametrize("number", [-1e8, -3e9])
 def test_rows_that_a_mask_makes_low_have_gradients_in_16_bits(number: float) -> None:
     """Rounding takes more than a whole from such a log-sum-exp."""
@@ -174,11 +197,11 @@ def test_rows_that_a_mask_makes_low_have_gradients_in_16_bits(number: float) -> 
     assert_training_matches(run, with_tensors(tensors, mask=mask), problem)
 
 
-@pytest.mark.parametrize("name", ["sinks", "to the end", "softcap"])
+@pytest.mark.parametrize("name", ["sinks", "to the end", "softcap", "ALiBi"])
 def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(name: str) -> None:
     problem, tensors = made(name, Precision.FP32, aux=Aux.LSE)
     wide = cast_tensors(tensors, torch.float64)
-    leaves = ("query", "key", "value")
+    leaves = ("query", "key", "value", *(["alibi_slopes"] if name == "ALiBi" else []))
 
     def gradients(result: Result, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(5)
