@@ -40,6 +40,8 @@ _ALIGNED_BYTES: Final = 16
 _DOCUMENTS: Final = 4
 """Packed sequences of a problem, of equal lengths."""
 
+_PACKED: Final = {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True}
+
 _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "causal": {"is_causal": True},
     "full": {},
@@ -51,7 +53,7 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "softcap": {"is_causal": True, "softcap": 30.0},
     "sinks": {"is_causal": True, "has_sinks": True},
     "dilation": {"is_causal": True, "dilation": 4},
-    "packed": {"is_causal": True, "num_sequences": _DOCUMENTS, "packed_square": True},
+    "packed": _PACKED,
     "blocks": {"is_causal": True, "listed": 8},
     "bias": {"mask": MaskKind.ADDITIVE},
     "unaligned mask": {"mask": MaskKind.BOOLEAN},
@@ -64,6 +66,8 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "all blocks": {"listed": 1},
     "statistics": {"is_causal": True, "aux": Aux.ENTROPY},
     "full statistics": {"aux": Aux.ENTROPY},
+    "packed window": _PACKED | {"window": 8},
+    "packed window with a softcap": _PACKED | {"window": 8, "softcap": 30.0},
 }
 """Fields of each class; a window, and the listed blocks, are a share of the length."""
 
@@ -162,6 +166,8 @@ _GRIDS: Final = {
             "thin window",
             "thin window both ways",
             "wide window both ways",
+            "packed window",
+            "packed window with a softcap",
         ),
     ),
     "cuda": _Grid(

@@ -1,8 +1,11 @@
-"""Cards that ``adaattn plan --device`` knows without having them, from their data sheets."""
+"""Cards that ``adaattn plan --device`` knows without having them: data sheets and shipped tables."""
+
+from dataclasses import replace
 
 from adaattn.errors import DeviceError, expected_got
 from adaattn.hardware import probe
 from adaattn.hardware.datasheet import datasheet_rates
+from adaattn.hardware.tables import timings_of
 from adaattn.spec import HardwareFacts, Precision
 
 __all__ = ["CARDS", "facts_of"]
@@ -49,7 +52,7 @@ def facts_of(name: str) -> HardwareFacts:
     driver_name, capability, memory, processors, cache, formats = CARDS[name.lower()]
     rates = datasheet_rates(driver_name)
     assert rates is not None, f"{driver_name} has no data sheet"
-    return HardwareFacts(
+    facts = HardwareFacts(
         device_type="cuda",
         name=driver_name,
         compute_capability=capability,
@@ -59,3 +62,4 @@ def facts_of(name: str) -> HardwareFacts:
         instructions=formats,
         rates=rates,
     )
+    return replace(facts, timings=timings_of(facts))

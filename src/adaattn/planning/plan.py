@@ -25,7 +25,7 @@ from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
-from adaattn.planning.trace import format_ms, trace_of
+from adaattn.planning.trace import format_ms, shown_time, trace_of
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -331,6 +331,14 @@ def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
     return math.ceil(best.measured.compile_ms / max(gain, 1e-6))
 
 
+def _why_later(best: Candidate, calls: int) -> str:
+    """Return when a candidate takes over that has to be compiled."""
+    price = format_ms(_compile_ms(best))
+    return f"taken from call {calls + 1} on, when calls have lost the {price} of compiling it: " + (
+        shown_time(best)
+    )
+
+
 def _exact_decision(
     problem: AttentionProblem,
     ranked: tuple[Candidate, ...],
@@ -348,9 +356,14 @@ def _exact_decision(
     ]
     if problem.batch_invariant:
         judged = behind(judged, exact)
-    later = None
+    later, calls = None, 0
     if len(ranked) > 1:
-        later = _plan_of(ranked[0], problem, policy)
+        later, calls = _plan_of(ranked[0], problem, policy), _calls_before(*ranked)
+        wait = _why_later(ranked[0], calls)
+        judged = [
+            replace(item, refusal=wait, why=Why.SLOWER) if item.group == ranked[0].group else item
+            for item in judged
+        ]
     return Decision(
         plan=_plan_of(exact, problem, policy),
         trace=trace_of(
@@ -358,7 +371,7 @@ def _exact_decision(
         ),
         policy=policy.name,
         later=later,
-        calls_before=_calls_before(*ranked) if len(ranked) > 1 else 0,
+        calls_before=calls,
         cost=exact.cost,
         exact_cost=exact.cost,
     )

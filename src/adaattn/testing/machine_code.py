@@ -227,15 +227,17 @@ def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> Machin
     if name == "mask":
         return built((*given, kind), arguments.mask(layout, problem.mask_shape))
     launch = arguments.keys(layout) if name == "keys" else arguments.rows(layout)
-    sums = (
+    sums = [
         "*fp32" if wanted else None
         for wanted in (
             problem.alibi_requires_grad,
             problem.head_terms_require_grad and problem.by_head(HeadTerm.SCALE),
             problem.head_terms_require_grad and problem.by_head(HeadTerm.SOFTCAP),
         )
-    )
-    return built((*given, *[kind] * outputs, *(sums if name == "rows" else ())), launch)
+    ]
+    delta = "*fp32" if any(sums) or problem.mask_requires_grad else None
+    of_rows = (*sums, None, delta) if name == "rows" else ()
+    return built((*given, *[kind] * outputs, *of_rows), launch)
 
 
 def mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:

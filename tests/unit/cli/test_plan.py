@@ -155,3 +155,9 @@ def test_memory_is_read_with_its_unit(text: str, expected: int) -> None:
 def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(DeviceError, match=r"expected auto, .*h200.*got abacus"):
         facts_of("abacus")
+
+
+def test_a_card_that_is_not_here_is_planned_for_by_its_shipped_times() -> None:
+    table = facts_of("h200").timings
+    assert table is not None and table.cells
+    assert facts_of("v100").timings is None
