@@ -1,4 +1,4 @@
-"""Cards that ``adaattn plan --device`` knows without having them: data sheets and shipped tables."""
+"""Cards that ``adaattn plan --device`` knows without having them, by data sheets and tables."""
 
 from dataclasses import replace
 
