@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, samplers
+from adaattn.backends.allocation import on_device
 from adaattn.backends.common import accumulation_dtype, grouped_product
 from adaattn.backends.sampling import Estimate, Sampled, choose_rows, relative_errors, row_weights
-from adaattn.call.arriving import Arriving, on_device
+from adaattn.call.arriving import Arriving
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.spec import (
     AttentionProblem,

@@ -153,13 +153,17 @@ _random_matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=_KEPT_MATRICES)
 def _drawn(dim: int, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what `_random_matrix` does; the host does not wait for the copy."""
+    """Return what `_random_matrix` does; the host does not wait for the copy.
+
+    While a CUDA graph is captured it is refused: what would be kept has no numbers yet.
+    """
     generator = torch.Generator().manual_seed(dim)
     numbers = torch.randn(dim, rank, generator=generator, dtype=torch.float64) / dim**0.5
     numbers = numbers.to(dtype)
-    if device.type == "cuda":
+    pins = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    if pins:
         numbers = numbers.pin_memory()
-    placed: torch.Tensor = numbers.to(device, non_blocking=True)
+    placed: torch.Tensor = numbers.to(device, non_blocking=pins)
     return placed
 
 
