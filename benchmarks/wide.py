@@ -2,10 +2,12 @@
 
     python -m benchmarks.wide --device cuda --limit-s 500
     python -m benchmarks.wide --device cuda --variants --only "small" --limit-s 200
+    python -m benchmarks.wide --device cuda --low-rank
 
 Each cell of `benchmarks.ops` of the kinds `wide` and `small` is checked first, by its rule, and
 then timed in turns: PyTorch's function and each of its kernels, attention written out, and ours.
 ``--variants`` adds ours by number of rows in a chunk, keys in a block, and how products are split.
+``--low-rank`` times `benchmarks.wide_low_rank` instead.
 Few rows are timed as CUDA graphs of many calls, warm; all else as in `benchmarks.ops`. On a CPU,
 where Triton's interpreter multiplies no bf16, to see that all runs.
 """
@@ -36,6 +38,8 @@ from benchmarks.ops.contestants import NAIVE, OURS, SDPA, Call, contestants
 from benchmarks.ops.inputs import Inputs, make_inputs, tiny
 from benchmarks.ops.registry import Cell, cells, selected
 from benchmarks.timing import Timing, arguments, behind_spin, interleaved, ratio_row, save
+from benchmarks.wide_low_rank import CELLS, LowRankCell
+from benchmarks.wide_low_rank import row_of as low_rank_row
 
 _KERNELS: Final = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _ROWS: Final = (512, 1024, 2048, 4096, 8192, 16384)
@@ -212,8 +216,10 @@ def timed_graphs(
     }
 
 
-def row_of(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+def row_of(cell: Cell | LowRankCell, options: argparse.Namespace) -> dict[str, Any]:
     """Return the result row of a cell."""
+    if isinstance(cell, LowRankCell):
+        return low_rank_row(cell, options)
     skipped: dict[str, str] = {}
     peaks: dict[str, int] = {}
     inputs = make_inputs(cell, options.device)
@@ -234,14 +240,16 @@ def main(given: list[str] | None = None) -> int:
     """Return 1 if a result of ours was wrong or the device was lost, else 0."""
     parser = arguments((__doc__ or "").splitlines()[0], selects_many=True)
     parser.add_argument("--variants", action="store_true", help="time our other ways, too")
+    parser.add_argument("--low-rank", action="store_true", help="time low rank under a budget")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no cell begins later")
     parser.add_argument("--cell-limit-s", type=float, default=180, help="a cell hangs after that")
     options = parser.parse_args(given)
-    chosen = [it for it in selected(cells("cuda"), options.only) if _is_ours(it)]
+    chosen = chosen_cells(options)
     end = time.monotonic() + options.limit_s
     rows: list[dict[str, Any]] = []
     path = None
-    for cell in chosen if options.device == "cuda" else map(tiny, chosen):
+    name = f"wide_low_rank_{options.device}" if options.low_rank else f"wide_{options.device}"
+    for cell in chosen:
         if time.monotonic() > end:
             print(f"stopped after {options.limit_s:g} s and {len(rows)} cells", flush=True)
             break
@@ -251,11 +259,21 @@ def main(given: list[str] | None = None) -> int:
         told = " ".join(f"{name} {1e3 * it['median_ms']:.1f}" for name, it in best)
         wrong = {name: text[:80] for name, text in rows[-1]["skipped"].items() if "wrong" in text}
         print(f"{cell.name} [us]: {told} {wrong or ''}", flush=True)
-        path = save(f"wide_{options.device}", options, rows)
+        path = save(name, options, rows)
         if is_lost(options.device):
             return 1
     print(path)
     return int(any("wrong" in text for row in rows for text in row["skipped"].values()))
+
+
+def chosen_cells(options: argparse.Namespace) -> list[Cell] | list[LowRankCell]:
+    """Return what is timed, at toy sizes on a CPU."""
+    is_whole = options.device == "cuda"
+    if options.low_rank:
+        named = [it for it in CELLS if any(text in it.name for text in options.only)]
+        return [it if is_whole else it.tiny() for it in named]
+    ours = [it for it in selected(cells("cuda"), options.only) if _is_ours(it)]
+    return [it if is_whole else tiny(it) for it in ours]
 
 
 def _is_ours(cell: Cell) -> bool:

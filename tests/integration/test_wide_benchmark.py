@@ -25,3 +25,18 @@ def test_every_variant_is_checked_and_timed(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "wide_cpu.json").read_text())["rows"]
     assert {"F.sdpa", "adaattn", "small", "streamed"} <= set(row["timings"])
     assert not any("," in name for name in row["timings"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes are those of a CPU")
+def test_low_rank_under_a_budget_is_settled_checked_and_timed(tmp_path: Path) -> None:
+    program = importlib.import_module("benchmarks.wide")
+    given = ["--device", "cpu", "--rounds", "1", "--commit", "abc1234", "--out", str(tmp_path)]
+    assert program.main([*given, "--low-rank"]) == 0
+    rows = json.loads((tmp_path / "wide_low_rank_cpu.json").read_text())["rows"]
+    assert len(rows) == len(program.CELLS)
+    for row in rows:
+        assert set(row["timings"]) == {"F.sdpa", "adaattn", "adaattn, 2 %"}
+        assert row["executors"]["adaattn"] and row["trace"]
+    planted, _, full = (row["executors"]["adaattn, 2 %"] for row in rows)
+    assert not any(label.startswith("low_rank") for label in full)
+    assert planted

@@ -21,6 +21,7 @@ from adaattn.backends import (
     triton,
 )
 from adaattn.backends.interface import Direct, Executor
+from adaattn.backends.low_rank import sketched
 from adaattn.backends.sampling import Sampler
 from adaattn.backends.streamed import small
 from adaattn.errors import ArgumentError, expected_got
@@ -189,7 +190,7 @@ def exact_in_bounded_memory(
 
 for _module in (
     *(sdpa, grouped, flex, hopper, triton, small, streamed, chunked),
-    *(low_rank, block_sparse, reference),
+    *(low_rank, sketched, block_sparse, reference),
 ):
     register(
         _module.CAPABILITIES,

@@ -10,7 +10,7 @@ import logging
 import time
 import zlib
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -231,9 +231,10 @@ def _measured(
     it exactly: training skips such steps itself, and one rank that raised would hang the others.
     """
     if not call.problem.may_wait:
-        place.entry.arriving.append(
-            measure_later(call.tensors, call.problem, wanted, choice.policy)
+        later = measure_later(
+            call.tensors, call.problem, wanted, choice.policy, **_allowed_ways(choice, place)
         )
+        place.entry.arriving.append(later)
         return None, ""
     try:
         return _stats_now(call, choice, place, wanted), ""
@@ -257,7 +258,6 @@ def _stats_now(
     magnitude = check_finite(call.tensors)
     if magnitude > FP16_SAFE:
         wanted = tuple(variant for variant in wanted if variant[1] is not Precision.FP16)
-    budgets = () if choice.is_forced else head_budgets(policy, problem.num_heads, choice.layer)
     stats, _ = measure(
         call.tensors,
         problem,
@@ -265,10 +265,17 @@ def _stats_now(
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
-        allowed=serving(place.problem, place.facts, choice.allowed),
-        budgets=budgets,
+        **_allowed_ways(choice, place),
     )
     return stats
+
+
+def _allowed_ways(choice: Choice, place: Place) -> dict[str, Any]:
+    """Return which executors are sampled, and against which budgets."""
+    num_heads = place.problem.num_heads
+    budgets = () if choice.is_forced else head_budgets(choice.policy, num_heads, choice.layer)
+    allowed = serving(place.problem, place.facts, choice.allowed)
+    return {"allowed": allowed, "budgets": budgets}
 
 
 def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:

@@ -1,4 +1,4 @@
-"""Numbers between host and device, for which nobody waits."""
+"""Numbers on their way from a device, for which nobody waits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Arriving", "on_device"]
+__all__ = ["Arriving"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,10 +39,3 @@ class Arriving:
     def value(self) -> Any:
         """Return what the numbers mean."""
         return self.read(self.host.tolist())
-
-
-def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Return numbers on a device; the host does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

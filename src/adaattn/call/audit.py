@@ -9,8 +9,9 @@ from typing import Final
 import torch
 
 from adaattn.backends import Result, exact_in_bounded_memory, run_group, slice_heads
+from adaattn.backends.allocation import on_device
 from adaattn.backends.interface import combine
-from adaattn.call.arriving import Arriving, on_device
+from adaattn.call.arriving import Arriving
 from adaattn.call.describe import Call
 from adaattn.call.measure import audit, sample_rows
 from adaattn.errors import UnsupportedError

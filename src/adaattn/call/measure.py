@@ -7,7 +7,7 @@ the same rows audit the result after the plan has run, at no further cost.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, samplers
+from adaattn.backends.allocation import on_device
 from adaattn.backends.common import accumulation_dtype, grouped_product
 from adaattn.backends.sampling import Estimate, Sampled, choose_rows, relative_errors, row_weights
-from adaattn.call.arriving import Arriving, on_device
+from adaattn.call.arriving import Arriving
 from adaattn.errors import NonFiniteError, expected_got
 from adaattn.spec import (
     AttentionProblem,
@@ -90,37 +91,123 @@ def _magnitudes(tensors: Tensors) -> torch.Tensor:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Errors:
+    """What the rows say of approximations, on the device.
+
+    Args:
+        precisions: number formats below the input's.
+        format_errors: [Hq] of each.
+        estimates: of methods, with the capability that each is for.
+    """
+
+    precisions: tuple[Precision, ...]
+    format_errors: tuple[torch.Tensor, ...]
+    estimates: tuple[tuple[str, Estimate], ...]
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """All numbers, [Hq] each."""
+        found = list(self.format_errors)
+        for _, estimate in self.estimates:
+            found.append(estimate.errors)
+            if estimate.densities is not None:
+                found.append(estimate.densities)
+        return found
+
+    def fields(self, found: list[list[float]]) -> dict[str, Any]:
+        """Return the fields of statistics that `rows` are, once they are on the host."""
+        numbers = iter(map(tuple, found))
+        return {
+            "precision_errors": tuple((format_, next(numbers)) for format_ in self.precisions),
+            "method_errors": tuple(
+                MethodErrors(
+                    capability=name,
+                    method=estimate.method,
+                    errors=next(numbers),
+                    densities=() if estimate.densities is None else next(numbers),
+                )
+                for name, estimate in self.estimates
+            ),
+        }
+
+
+def _errors(
+    sampled: Sampled,
+    wanted: Sequence[Variant],
+    stats: TensorStats,
+    policy: Policy,
+    allowed: Sequence[Capability],
+    budgets: tuple[float, ...],
+) -> tuple[TensorStats, _Errors]:
+    """Return the errors of what is wanted, and what samplers learnt beside them.
+
+    Args:
+        sampled: the rows.
+        wanted: as for `measure`.
+        stats: what is known of the tensors.
+        policy: as for `measure`.
+        allowed: likewise.
+        budgets: likewise.
+    """
+    problem = sampled.problem
+    precisions = tuple(sorted({p for _, p in wanted if p is not problem.precision}))
+    estimates: list[tuple[str, Estimate]] = []
+    for sample, items in samplers(allowed, {method for method, _ in wanted}).items():
+        own = {item.name: item.methods_for(problem, policy) for item in items}
+        every = tuple(dict.fromkeys(method for methods in own.values() for method in methods))
+        if not every:
+            continue
+        stats, found = sample(sampled, every, stats, budgets)
+        by_method = {estimate.method: estimate for estimate in found}
+        estimates += [
+            (name, by_method[method])
+            for name, methods in own.items()
+            for method in methods
+            if method in by_method
+        ]
+    return stats, _Errors(
+        precisions=precisions,
+        format_errors=tuple(sampled.errors(_cast_rows(sampled, format_)) for format_ in precisions),
+        estimates=tuple(estimates),
+    )
+
+
 @torch.no_grad()
 def measure_later(
-    tensors: Tensors, problem: AttentionProblem, wanted: Sequence[Variant], policy: Policy
+    tensors: Tensors,
+    problem: AttentionProblem,
+    wanted: Sequence[Variant],
+    policy: Policy,
+    *,
+    allowed: Sequence[Capability] = (),
+    budgets: tuple[float, ...] = (),
 ) -> Arriving:
-    """Return errors of number formats and entropies of sampled rows, as they will arrive.
+    """Return errors of approximations and entropies of sampled rows, as they will arrive.
 
     Args:
         tensors: canonical, on a GPU.
         problem: simplified.
-        wanted: the formats; methods that read the device are not among them.
+        wanted: as for `measure`.
         policy: says how many rows.
+        allowed: as for `measure`, none of which reads the device.
+        budgets: as for `measure`.
     """
     chosen = choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)
     sampled = Sampled.of(tensors, problem, chosen, on_device(chosen, tensors.query.device))
     entropies = _entropies(sampled)
-    precisions = sorted({precision for _, precision in wanted})
-    errors = [sampled.errors(_cast_rows(sampled, precision)).double() for precision in precisions]
+    _, errors = _errors(sampled, wanted, TensorStats(), policy, allowed, budgets)
     magnitude = _magnitudes(tensors).amax().expand(problem.num_heads)
-    rows = torch.stack([magnitude, *entropies.double(), *errors])
+    rows = torch.stack([magnitude, *entropies.double(), *(row.double() for row in errors.rows)])
 
     def read(found: list[list[float]]) -> TensorStats:
         largest = found[0][0]
-        stats = _entropy_stats(found[1 : 1 + len(ENTROPY_SCALES)])
+        count = 1 + len(ENTROPY_SCALES)
         return replace(
-            stats,
+            _entropy_stats(found[1:count]),
             sampled_rows=len(sampled.rows),
             max_magnitude=largest if largest < float("inf") else float("inf"),
-            precision_errors=tuple(
-                (precision, tuple(row))
-                for precision, row in zip(precisions, found[1 + len(ENTROPY_SCALES) :], strict=True)
-            ),
+            **errors.fields(found[count:]),
         )
 
     return Arriving.of(rows, read)
@@ -158,41 +245,12 @@ def measure(
     index = torch.tensor(chosen, device=tensors.query.device)
     sampled = Sampled.of(tensors, problem, chosen, index)
     stats = _entropy_stats(_entropies(sampled).tolist())
-    precisions = sorted({p for _, p in wanted if p is not problem.precision})
-    columns = [sampled.errors(_cast_rows(sampled, precision)) for precision in precisions]
-    estimates: list[tuple[str, Estimate]] = []
-    for sample, items in samplers(allowed, {method for method, _ in wanted}).items():
-        own = {item.name: item.methods_for(problem, policy or Policy()) for item in items}
-        every = tuple(dict.fromkeys(method for methods in own.values() for method in methods))
-        if not every:
-            continue
-        stats, found = sample(sampled, every, stats, budgets)
-        by_method = {estimate.method: estimate for estimate in found}
-        estimates += [
-            (name, by_method[method])
-            for name, methods in own.items()
-            for method in methods
-            if method in by_method
-        ]
-    for _, estimate in estimates:
-        columns.append(estimate.errors)
-        if estimate.densities is not None:
-            columns.append(estimate.densities)
-    numbers = iter(torch.stack(columns).tolist() if columns else [])
+    stats, errors = _errors(sampled, wanted, stats, policy or Policy(), allowed, budgets)
     stats = replace(
         stats,
         sampled_rows=len(sampled.rows),
         max_magnitude=max_magnitude,
-        precision_errors=tuple((precision, tuple(next(numbers))) for precision in precisions),
-        method_errors=tuple(
-            MethodErrors(
-                capability=name,
-                method=estimate.method,
-                errors=tuple(next(numbers)),
-                densities=() if estimate.densities is None else tuple(next(numbers)),
-            )
-            for name, estimate in estimates
-        ),
+        **errors.fields(torch.stack(errors.rows).tolist() if errors.rows else []),
         measure_ms=1e3 * (time.perf_counter() - start),
     )
     return stats, Sample(rows=index, exact=sampled.exact)

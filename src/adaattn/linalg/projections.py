@@ -4,17 +4,33 @@ The best rank-r approximation of the score matrix Q K^T follows from two D x D G
 matrices, whatever the sequence length: with R = (K^T K)^(1/2) and R (Q^T Q) R = V S^2 V^T,
 the pair A = R V_r S_r^(-1/2), B = R^(-1) V_r S_r^(1/2) gives (Q A)(K B)^T, the truncated
 SVD of Q K^T (Eckart and Young, 1936), by two symmetric eigenproblems.
+
+An eigenproblem of a large D takes a GPU longer than attention. `range_bases` has none: a random
+sketch with one power iteration (Halko, Martinsson and Tropp, SIAM Review 2011) and a shifted
+Cholesky QR (Fukaya et al., SIAM J. Sci. Comput. 2020) give a basis of the leading row directions
+of K alone, without a number that the host reads.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 import torch
 
 from adaattn.linalg._spectral import exp_entropy
 
-__all__ = ["ScoreProjections", "score_projections", "value_basis"]
+__all__ = ["ScoreProjections", "range_bases", "score_projections", "value_basis"]
 
 _RELATIVE_FLOOR = 1e-7
+
+_SHIFT: Final = 1e-12
+"""What is added to the diagonal of a sketch's Gram matrix, over its trace.
+
+The factorisation's own rounding stays below a hundredth of it up to rank 1024, so that zeros and an
+exact low rank have a factor too. Directions below its root, 1e-6 of the sketch, are shortened.
+"""
+
+_KEPT_MATRICES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +102,82 @@ def value_basis(value: torch.Tensor, rank: int) -> torch.Tensor:
     _, vectors = torch.linalg.eigh(_gram(value))
     basis: torch.Tensor = vectors.flip(-1)[..., :rank].to(value.dtype)
     return basis
+
+
+def range_bases(*tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+    """Return near-orthonormal columns [..., D, r] that hold most of each tensor's energy.
+
+    They span the leading row directions as far as these stand out: with one power iteration the
+    rest is damped by the square of the ratio of singular values. Where fewer than r directions
+    hold anything, columns that are left over are shorter than 1. Equal input gives equal columns
+    in each process. Products are in the input's dtype, the orthonormalisation is in fp64 and one
+    for all tensors of a width; nothing is read on the host.
+
+    Args:
+        *tokens: [..., S, D] each, with equal leading dimensions.
+        rank: r, at most D.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(50, 3) @ torch.randn(3, 16)
+        >>> (basis,) = range_bases(x, rank=4)
+        >>> bool(torch.dist(x @ basis @ basis.mT, x) < 1e-4 * x.norm())
+        True
+    """
+    sketches = [_sketch(item, rank) for item in tokens]
+    if len({sketch.shape for sketch in sketches}) == 1:
+        stacked: torch.Tensor = _orthonormal(torch.stack(sketches))
+        return stacked.unbind(0)
+    return tuple(map(_orthonormal, sketches))
+
+
+def _sketch(tokens: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return X^T X times a random matrix, [..., D, r]."""
+    key = (tokens.shape[-1], rank, tokens.dtype, tokens.device)
+    mixed = tokens @ _random_matrix(*key)
+    if tokens.dtype is torch.float16:  # a sum over tokens may exceed its range
+        largest = mixed.abs().amax((-2, -1), keepdim=True)
+        mixed = mixed / largest.clamp_min(torch.finfo(mixed.dtype).tiny) / tokens.shape[-2]
+    sketch: torch.Tensor = tokens.mT @ mixed
+    return sketch
+
+
+def _random_matrix(dim: int, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return fixed normal numbers [D, r] of variance 1 / D, drawn on the host."""
+    return _drawn(dim, rank, dtype, device)
+
+
+# What `torch.compiler.assume_constant_result` does; it would load the compiler at import.
+_random_matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=_KEPT_MATRICES)
+def _drawn(dim: int, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what `_random_matrix` does; the host does not wait for the copy.
+
+    While a CUDA graph is captured it is refused: what would be kept has no numbers yet.
+    """
+    generator = torch.Generator().manual_seed(dim)
+    numbers = torch.randn(dim, rank, generator=generator, dtype=torch.float64) / dim**0.5
+    numbers = numbers.to(dtype)
+    pins = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    if pins:
+        numbers = numbers.pin_memory()
+    placed: torch.Tensor = numbers.to(device, non_blocking=pins)
+    return placed
+
+
+def _orthonormal(sketch: torch.Tensor) -> torch.Tensor:
+    """Return the columns of [..., D, r] made orthonormal, in its dtype; see `_SHIFT`."""
+    wide = sketch.double()
+    tiny = torch.finfo(torch.float64).tiny
+    wide = wide / wide.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)
+    gram = wide.mT @ wide
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += _SHIFT * diagonal.sum(-1, keepdim=True) + tiny
+    factor, _ = torch.linalg.cholesky_ex(gram, check_errors=False)
+    basis: torch.Tensor = torch.linalg.solve_triangular(factor.mT, wide, upper=True, left=False)
+    return basis.to(sketch.dtype)
 
 
 def _gram(tokens: torch.Tensor) -> torch.Tensor:

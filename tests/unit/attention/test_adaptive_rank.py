@@ -146,7 +146,7 @@ class TestRefusals:
         said = [
             entry.reason
             for entry in events[0].decision.trace
-            if entry.candidate.startswith("low_rank")
+            if entry.candidate.startswith("low_rank/")
         ]
         assert said
         assert all("heads are expected to need rank" in reason for reason in said)
@@ -298,7 +298,7 @@ def test_every_decision_names_low_rank_once_for_each_rank(planted: AdaptiveRankA
     with record_events(events.append):
         planted(torch.randn(1, LENGTH, EMBED))
     names = [entry.candidate for entry in events[0].decision.trace]
-    assert [name for name in names if name.startswith("low_rank")] == [
+    assert [name for name in names if name.startswith("low_rank/")] == [
         f"low_rank/fp32 rank={rank},{rank}" for rank in (8, 16, 32)
     ]
     groups = {group.heads: group.method.kind for group in events[0].decision.plan.groups}

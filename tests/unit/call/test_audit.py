@@ -200,7 +200,7 @@ def test_dropout_is_no_error(events: list[AttentionEvent]) -> None:
     reasons = {
         entry.candidate.split("/")[0]: entry.reason
         for entry in aux.decision.trace
-        if entry.candidate.startswith(("low_rank", "block_sparse"))
+        if entry.candidate.startswith(("low_rank/", "block_sparse"))
     }
     assert reasons == {
         "low_rank": "it does not support dropout",

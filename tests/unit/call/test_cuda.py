@@ -1,5 +1,6 @@
 """On a GPU no call waits for the device, whatever the policy; what it measures arrives later."""
 
+import time
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from adaattn.call.adapt import PROCESS
 from adaattn.call.bind import bound_calls
 from adaattn.call.ledger import ledger_of
 from adaattn.integrations.transformers import register
+from adaattn.testing import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +127,35 @@ def test_a_format_that_does_not_pay_is_dropped() -> None:
     assert ledger.dropped
     _, aux = adaattn.scaled_dot_product_attention(*tensors, policy=policy, return_aux=True)
     assert aux.decision.plan.groups[0].scheme.inputs is adaattn.Precision.FP32
+
+
+@pytest.mark.usefixtures("never_waiting")
+@pytest.mark.parametrize("rank", [96, 1024], ids=["planted", "full"])
+def test_wide_heads_are_sketched_without_waiting_where_keys_and_values_are_of_low_rank(
+    rank: int, events: list[adaattn.AttentionEvent]
+) -> None:
+    def draw_one() -> torch.Tensor:
+        normal = torch.randn(1, 32, 4096, 1024, device="cuda")
+        if rank == 1024:
+            return normal.bfloat16()
+        left, right = (torch.randn(1, 32, size, rank, device="cuda") for size in (4096, 1024))
+        return (left @ right.mT / rank**0.5 + 0.01 * normal).bfloat16()
+
+    policy = adaattn.Policy(name="two percent", error_budget=0.02)
+    query = torch.randn(1, 32, 4096, 1024, device="cuda").bfloat16()
+    key, value = draw_one(), draw_one()
+    with torch.no_grad():
+        for _ in range(40):
+            output = adaattn.scaled_dot_product_attention(query, key, value, policy=policy)
+            time.sleep(0.01)  # what is on its way arrives
+    torch.cuda.set_sync_debug_mode("default")
+    names = {group.capability for group in events[-1].decision.plan.groups}
+    assert ("low_rank.sketch" in names) is (rank == 96), events[-1].decision
+    assert events[-1].decision.plan.is_exact is (rank == 1024)
+    rows = torch.arange(0, 4096, 64, device="cuda")
+    scores = query[:, :, rows].double() @ key.double().mT / 1024**0.5
+    exact = scores.softmax(-1) @ value.double()
+    assert_within_budget(output[:, :, rows], exact, policy.error_budget)
 
 
 @pytest.mark.usefixtures("never_waiting")

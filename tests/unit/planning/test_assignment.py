@@ -281,7 +281,7 @@ class TestDecisions:
         decision = self.decided(executors, errors, (DENSE,) * 4)
         assert decision.plan.is_exact
         reasons = {
-            entry.reason for entry in decision.trace if entry.candidate.startswith("low_rank")
+            entry.reason for entry in decision.trace if entry.candidate.startswith("low_rank/")
         }
         assert reasons == {
             "error 0.017 is within the 0.02 allowed, but a head takes a new way only below 0.8 "

@@ -5,7 +5,7 @@ from typing import Final
 
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, LowRank, Overhead, Precision
 
-__all__ = ["BACKWARD_FACTOR", "overhead"]
+__all__ = ["BACKWARD_FACTOR", "overhead", "sketch_overhead"]
 
 BACKWARD_FACTOR: Final = 1.0
 """Its backward pass takes all columns, and is counted in `overhead`."""
@@ -17,6 +17,19 @@ _FUSED_SHARE: Final = 0.55
 """Share of the matrix rate of the fused backward: sdpa.flash's own."""
 
 _LAUNCHES: Final = 60
+
+_PRODUCTS_SHARE: Final = 0.37
+"""Share of the matrix rate of sketches and projections.
+
+NVIDIA H200, bf16, D 1024, 8 heads of 4096 tokens, rank 128 (torch 2.11): both sketches, which are
+four products, 82 us, each further product 24 to 27 us.
+"""
+
+_FACTOR_S: Final = (1.7e-4, 4e-6)
+"""Seconds of a Cholesky QR on a GPU, once and for each matrix, at D 1024 and rank 128.
+
+There 16 matrices took 233 us: Gram matrices 23, factorisation 120, solving 90.
+"""
 
 
 def overhead(
@@ -41,6 +54,39 @@ def overhead(
         seconds=_eigen_s(problem, hardware) + whole_s,
         flops_in_seconds=whole,
     )
+
+
+def sketch_overhead(
+    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
+) -> Overhead:
+    """Return what sketches of k and v, their orthonormalisation and projections take."""
+    del density
+    assert isinstance(group.method, LowRank)
+    ranks = group.method.columns(problem.head_dim, problem.value_dim)
+    kv_heads = problem.batch * problem.num_kv_heads
+    keys, rows = problem.len_k * kv_heads, problem.len_q * problem.batch * problem.num_heads
+    widths = zip((problem.head_dim, problem.value_dim), ranks, strict=True)
+    # Two products are a sketch, one projects k or v; one projects q, one widens the output.
+    flops = sum(2.0 * (3 * keys + rows) * dim * rank for dim, rank in widths)
+    columns, size = problem.head_dim + problem.value_dim, group.scheme.inputs.bits / 8
+    rate = hardware.rates.matrix_flops_of(group.scheme.inputs)
+    return Overhead(
+        bytes_moved=2.0 * keys * columns * size,  # k and v are read thrice
+        workspace_bytes=(keys + rows) * sum(ranks) * size,
+        seconds=flops / max(_PRODUCTS_SHARE * rate, 1.0) + _factor_s(problem, ranks[0], hardware),
+        flops_in_seconds=flops,
+    )
+
+
+def _factor_s(problem: AttentionProblem, rank: int, hardware: HardwareFacts) -> float:
+    """Return the seconds of making the columns of both sketches orthonormal."""
+    dim = max(problem.head_dim, problem.value_dim)
+    count = 2 * problem.batch * problem.num_kv_heads
+    if problem.device_type == "cuda":
+        once, each = _FACTOR_S
+        return once * rank / 128 + count * each * dim / 1024 * (rank / 128) ** 2
+    flops = count * (3.0 * dim * rank**2 + rank**3 / 3)
+    return flops / max(_PRODUCTS_SHARE * hardware.rates.flops_of(Precision.FP64), 1.0)
 
 
 def _eigen_s(problem: AttentionProblem, hardware: HardwareFacts) -> float:

@@ -6,6 +6,8 @@ the call; in a causal model they are therefore chosen with later tokens in view.
 exact. Gradients are those of exact attention, see `adaattn.backends.low_rank.projected`.
 """
 
+from typing import Final
+
 import torch
 
 from adaattn.backends.interface import Result, Tensors
@@ -15,7 +17,22 @@ from adaattn.backends.low_rank.ranks import methods, why_unmeasured
 from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, LowRank, Method
 
-__all__ = ["CAPABILITIES", "run"]
+__all__ = ["CAPABILITIES", "SKETCHED_ABOVE", "run"]
+
+SKETCHED_ABOVE: Final = 256
+"""D and Dv above which `adaattn.backends.low_rank.sketched` serves calls without gradients.
+
+Eigenproblems grow with the cube of D. Were both allowed, both would be measured on each such call,
+for keys of full rank under queries of low rank alone.
+"""
+
+
+def _is_sketched(problem: AttentionProblem) -> str:
+    """Return the reason against calls that a sketch serves, or ""."""
+    if problem.requires_grad or min(problem.head_dim, problem.value_dim) <= SKETCHED_ABOVE:
+        return ""
+    return f"without gradients low_rank.sketch serves head dimensions above {SKETCHED_ABOVE}"
+
 
 CAPABILITIES = (
     Capability(
@@ -30,6 +47,7 @@ CAPABILITIES = (
             | Feature.BACKWARD
             | Feature.VALUE_DIM
         ),
+        rules=(_is_sketched,),
         skips_hidden=True,
         efficiency=0.8,
         num_launches=6,

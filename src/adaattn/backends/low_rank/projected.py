@@ -44,7 +44,8 @@ class Projected:
         query: [B, Hq, Sq, rank].
         key: [B, Hkv, Sk, rank].
         value: [B, Hkv, Sk, value_rank].
-        scores: the projections of q and k, one for each key head; None where all columns stay.
+        scores: the projections of q and k, one for each key head; None where all columns stay, and
+            where a basis of k stands for both.
         basis: [B, Hkv, Dv, value_rank] directions of v's columns; None where all columns stay.
     """
 

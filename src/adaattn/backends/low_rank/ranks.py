@@ -12,7 +12,7 @@ since neighbours whose weights move together count as fewer. It screens; errors 
 sampled rows decide.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -24,6 +24,7 @@ __all__ = [
     "predicted_error",
     "predicted_ranks",
     "ranks_to_measure",
+    "sketch_methods",
     "tail_ranks",
     "why_unmeasured",
 ]
@@ -32,6 +33,8 @@ _FRACTIONS: Final = (8, 4, 2)
 """Ranks are D/8, D/4 and D/2: below, products waste their tiles; above, nothing is saved."""
 
 _MIN_RANK: Final = 8
+
+_SKETCHED: Final = (64, 128, 256)
 
 _TAILS: Final = 16
 """Spectra are read at this many ranks up to D."""
@@ -53,8 +56,19 @@ def methods(problem: AttentionProblem, policy: Policy) -> tuple[LowRank, ...]:
         policy: its ``ranks``, where it names them; else a few fractions of D.
     """
     width = max(problem.head_dim, problem.value_dim)
-    ranks = set(policy.ranks) or {max(width // fraction, _MIN_RANK) for fraction in _FRACTIONS}
-    usable = sorted(rank for rank in ranks if rank < min(problem.head_dim, problem.value_dim))
+    ranks = policy.ranks or [max(width // fraction, _MIN_RANK) for fraction in _FRACTIONS]
+    return _below(min(problem.head_dim, problem.value_dim), ranks)
+
+
+def sketch_methods(problem: AttentionProblem, policy: Policy) -> tuple[LowRank, ...]:
+    """Return the same for sketches: ranks for which fused kernels are made, up to D/4."""
+    width = min(problem.head_dim, problem.value_dim)
+    return _below(width, policy.ranks or [rank for rank in _SKETCHED if rank <= width // 4])
+
+
+def _below(width: int, ranks: Iterable[int]) -> tuple[LowRank, ...]:
+    """Return the ranks below a width, each for q, k and v, in ascending order."""
+    usable = sorted({rank for rank in ranks if rank < width})
     return tuple(LowRank(rank=rank, value_rank=rank) for rank in usable)
 
 

@@ -17,7 +17,7 @@ from adaattn.backends.low_rank.ranks import ranks_to_measure, tail_ranks
 from adaattn.backends.sampling import Estimate, Sampled, row_weights
 from adaattn.spec import HeadMethod, LowRank, TensorStats
 
-__all__ = ["sample"]
+__all__ = ["estimate", "sample"]
 
 
 def sample(
@@ -37,11 +37,11 @@ def sample(
     stats = _spectral_stats(projected, sampled, stats, ranks)
     if budgets:
         tried = ranks_to_measure(stats, tried, budgets)
-    return stats, [_estimate(sampled, projected, method) for method in tried]
+    return stats, [estimate(sampled, projected, method) for method in tried]
 
 
-def _estimate(sampled: Sampled, projected: Projected, method: LowRank) -> Estimate:
-    """Return the errors of one rank."""
+def estimate(sampled: Sampled, projected: Projected, method: LowRank) -> Estimate:
+    """Return the errors of one rank, by its first columns of what was projected."""
     part = replace(
         sampled.tensors,
         query=projected.query[..., : method.rank],

@@ -286,7 +286,7 @@ class TestScreening:
         )
         policy = Policy(error_budget=0.02)
         decision = decide(problem, stats, fake_facts("cpu"), policy, capabilities())
-        reasons = {e.reason for e in decision.trace if e.candidate.startswith("low_rank")}
+        reasons = {e.reason for e in decision.trace if e.candidate.startswith("low_rank/")}
         (reason,) = reasons
         assert reason.endswith("expected to need rank 64 (effective rank 31, row entropy 5 bits)")
 
@@ -323,7 +323,7 @@ class TestNamedRanks:
         policy = Policy(error_budget=0.02, ranks=(12, 40))
         decision = decide(problem, stats, fake_facts("cpu"), policy, capabilities())
         assert [(g.method.rank, g.method.value_rank) for g in decision.plan.groups] == [(12, 12)]
-        tried = [e.candidate for e in decision.trace if e.candidate.startswith("low_rank")]
+        tried = [e.candidate for e in decision.trace if e.candidate.startswith("low_rank/")]
         assert tried == ["low_rank/fp32 rank=12,12", "low_rank/fp32 rank=40,40"]
 
     def test_they_alone_are_measured(self) -> None:
@@ -399,4 +399,4 @@ class TestTailRanks:
 
 
 def _low_rank(trace: tuple[TraceEntry, ...]) -> list[TraceEntry]:
-    return [entry for entry in trace if entry.candidate.startswith("low_rank")]
+    return [entry for entry in trace if entry.candidate.startswith("low_rank/")]
