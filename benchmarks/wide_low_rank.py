@@ -119,6 +119,7 @@ def row_of(cell: LowRankCell, options: argparse.Namespace) -> dict[str, Any]:
     }
     skipped: dict[str, str] = {}
     with torch.no_grad():
+        adaattn.warmup(runs["adaattn"])  # else the exact calls would wait for what they compile
         taken, last = settled(runs[budgeted], cell)
         events: list[adaattn.AttentionEvent] = []
         with adaattn.record_events(events.append):
