@@ -25,7 +25,7 @@ from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
-from adaattn.planning.trace import format_ms, shown_time, trace_of
+from adaattn.planning.trace import format_ms, trace_of, when_compiled
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -331,14 +331,6 @@ def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
     return math.ceil(best.measured.compile_ms / max(gain, 1e-6))
 
 
-def _why_later(best: Candidate, calls: int) -> str:
-    """Return when a candidate takes over that has to be compiled."""
-    price = format_ms(_compile_ms(best))
-    return f"taken from call {calls + 1} on, when calls have lost the {price} of compiling it: " + (
-        shown_time(best)
-    )
-
-
 def _exact_decision(
     problem: AttentionProblem,
     ranked: tuple[Candidate, ...],
@@ -359,7 +351,7 @@ def _exact_decision(
     later, calls = None, 0
     if len(ranked) > 1:
         later, calls = _plan_of(ranked[0], problem, policy), _calls_before(*ranked)
-        wait = _why_later(ranked[0], calls)
+        wait = when_compiled(ranked[0], calls, _compile_ms(ranked[0]))
         judged = [
             replace(item, refusal=wait, why=Why.SLOWER) if item.group == ranked[0].group else item
             for item in judged

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from adaattn.planning.candidates import Candidate
 from adaattn.spec import TraceEntry, Variant, Why
 
-__all__ = ["format_ms", "shown_time", "trace_of"]
+__all__ = ["format_ms", "shown_time", "trace_of", "when_compiled"]
 
 
 def trace_of(
@@ -110,6 +110,13 @@ def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
 def shown_time(item: Candidate) -> str:
     """Return the time of all heads, measured if anybody measured it, and its source."""
     return f"{format_ms(_best_ms(item))} ({_source(item)})"
+
+
+def when_compiled(item: Candidate, calls: int, compile_ms: float) -> str:
+    """Return from which call on a candidate is taken that has to be compiled first."""
+    price = format_ms(compile_ms)
+    words = f"taken from call {calls + 1} on, when calls have lost the {price} of compiling it"
+    return f"{words}: {shown_time(item)}"
 
 
 def _best_ms(item: Candidate) -> float:
