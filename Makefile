@@ -22,7 +22,7 @@ says-how-long:
 	@echo "make demo takes about 4 minutes on 2 CPU cores, 1 for the installation, and 2 GB of memory"
 
 test: $(READY)/test $(READY)/package
-	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 $(if $(ARGS),,--cov=adaattn) $(ARGS)
+	env -u PYTHONPATH OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(RUN) pytest -n 2 --dist worksteal $(if $(ARGS),,--cov=adaattn) $(ARGS)
 
 lint: workflows $(READY)/lint
 	$(RUN) ruff check .

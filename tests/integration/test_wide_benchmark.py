@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="it runs kernels in Triton's interpreter")
 
 
+@pytest.mark.uncounted
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter takes the place of one")
 def test_every_variant_is_checked_and_timed(tmp_path: Path) -> None:
     program = importlib.import_module("benchmarks.wide")

@@ -7,9 +7,8 @@ made (`made`).
 import importlib
 import inspect
 import itertools
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,35 +28,6 @@ Fault = tuple[str, str, str, dict[str, Any]]
 """A device function, a text of it, what takes its place, and the problem that shows it."""
 
 Case = tuple[AttentionProblem, Tensors, HeadGroup]
-
-SIMULATED = {Path(__file__).parent / name for name in ("hopper", "streamed", "triton")}
-"""Folders of tests that run kernels in Python."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but the first case of each such test: lines are counted in that alone."""
-    seen = set()
-    for item in items:
-        if item.path.parent in SIMULATED:
-            function = item.nodeid.split("[")[0]
-            if function in seen:
-                item.add_marker("uncounted")
-            seen.add(function)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Count no lines where a test is marked: kernels that run in Python take twice as long then.
-
-    pytest-cov's own mark hands over to a second tracer where tests are run in several processes.
-    """
-    tracer = sys.gettrace()
-    if item.get_closest_marker("uncounted"):
-        sys.settrace(None)
-    try:
-        return (yield)
-    finally:
-        sys.settrace(tracer)
 
 
 @pytest.fixture
