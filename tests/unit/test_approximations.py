@@ -109,7 +109,7 @@ class TestLowRank:
         tensors = full_rank_heads()
         decision = plan_attention(*tensors, policy="speed")
         assert decision.plan.is_exact
-        refusals = reasons_of(decision, "low_rank")
+        refusals = reasons_of(decision, "low_rank/")
         assert refusals
         assert all("heads are expected to need rank" in reason for reason in refusals)
 
