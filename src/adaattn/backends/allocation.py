@@ -1,12 +1,11 @@
-"""Memory that kernels write as a whole, and nobody else has to; numbers for which nobody waits."""
+"""Memory that kernels write as a whole, and nobody else has to."""
 
 import torch
 
-__all__ = ["on_device", "output_like", "unfilled"]
+__all__ = ["output_like", "unfilled"]
 
 _Sizes = torch.Size | tuple[int, ...]
 
-is_compiling = torch.compiler.is_compiling
 _is_deterministic = torch._C._get_deterministic_algorithms
 _fills = torch._C._get_deterministic_fill_uninitialized_memory
 
@@ -53,14 +52,3 @@ def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
     order = sorted(range(3), key=query.stride, reverse=True)
     made = unfilled(query, (*(query.shape[dim] for dim in order), columns))
     return made.permute(*(order.index(dim) for dim in range(3)), 3)
-
-
-def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-    """Return numbers on a device; the host does not wait for the copy.
-
-    A graph that is captured would copy from memory that others have by the time of a replay: there
-    the copy is one that capturing refuses.
-    """
-    if device.type != "cuda" or is_compiling() or torch.cuda.is_current_stream_capturing():
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)

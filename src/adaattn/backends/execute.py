@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from adaattn._dtypes import torch_dtype
-from adaattn.backends.allocation import on_device
+from adaattn._transfer import on_device
 from adaattn.backends.interface import Result, Tensors, combine
 from adaattn.backends.registry import load
 from adaattn.spec import AttentionProblem, HeadGroup, Plan
@@ -29,7 +29,8 @@ def execute(tensors: Tensors, problem: AttentionProblem, plan: Plan) -> Result:
         part, part_problem = slice_heads(tensors, problem, group.heads)
         parts.append(run_group(part, part_problem, replace(group, heads=())))
         order.extend(group.heads)
-    inverse = on_device(sorted(range(len(order)), key=order.__getitem__), tensors.query.device)
+    inverse = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+    inverse = on_device(inverse, tensors.query.device)
     return combine(parts, lambda columns: torch.cat(columns, dim=1).index_select(1, inverse))
 
 
@@ -59,8 +60,8 @@ def slice_heads(
     kv_of = [head // size for head in heads]
     kv_heads = sorted(set(kv_of))
     whole = [kv * size + member for kv in kv_heads for member in range(size)] == list(heads)
-    rows = on_device(list(heads), device)
-    cols = on_device(kv_heads if whole else kv_of, device)
+    rows = on_device(torch.tensor(heads), device)
+    cols = on_device(torch.tensor(kv_heads if whole else kv_of), device)
     mask = tensors.mask
     if mask is not None and mask.shape[1] > 1:
         mask = mask.index_select(1, rows)

@@ -10,7 +10,7 @@ import logging
 import time
 import zlib
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -39,6 +39,7 @@ from adaattn.planning import (
     worth_measuring,
 )
 from adaattn.spec import (
+    Capability,
     Decision,
     Method,
     Precision,
@@ -232,7 +233,12 @@ def _measured(
     """
     if not call.problem.may_wait:
         later = measure_later(
-            call.tensors, call.problem, wanted, choice.policy, **_allowed_ways(choice, place)
+            call.tensors,
+            call.problem,
+            wanted,
+            choice.policy,
+            allowed=_able(choice, place),
+            budgets=_budgets(choice, place),
         )
         place.entry.arriving.append(later)
         return None, ""
@@ -246,7 +252,7 @@ def _measured(
 
 def _measuring_cost_ms(choice: Choice, place: Place, wanted: tuple[Variant, ...]) -> float:
     """Return what measuring these approximations should cost."""
-    able = serving(place.problem, place.facts, choice.allowed)
+    able = _able(choice, place)
     return measuring_cost_ms(place.problem, place.facts, choice.policy, able, wanted)
 
 
@@ -265,17 +271,22 @@ def _stats_now(
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
-        **_allowed_ways(choice, place),
+        allowed=_able(choice, place),
+        budgets=_budgets(choice, place),
     )
     return stats
 
 
-def _allowed_ways(choice: Choice, place: Place) -> dict[str, Any]:
-    """Return which executors are sampled, and against which budgets."""
-    num_heads = place.problem.num_heads
-    budgets = () if choice.is_forced else head_budgets(choice.policy, num_heads, choice.layer)
-    allowed = serving(place.problem, place.facts, choice.allowed)
-    return {"allowed": allowed, "budgets": budgets}
+def _able(choice: Choice, place: Place) -> tuple[Capability, ...]:
+    """Return which of the allowed executors can serve the call."""
+    return serving(place.problem, place.facts, choice.allowed)
+
+
+def _budgets(choice: Choice, place: Place) -> tuple[float, ...]:
+    """Return the budgets that errors are held against; () for an approximation asked for."""
+    if choice.is_forced:
+        return ()
+    return head_budgets(choice.policy, place.problem.num_heads, choice.layer)
 
 
 def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:

@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
+from adaattn._transfer import on_device
 from adaattn.backends import Result, exact_in_bounded_memory, run_group, slice_heads
-from adaattn.backends.allocation import on_device
 from adaattn.backends.interface import combine
 from adaattn.call.arriving import Arriving
 from adaattn.call.describe import Call
@@ -162,7 +162,7 @@ def audited_later(call: Call, outcome: Outcome, rows: int, seed: int) -> Arrivin
         head for head, found in enumerate(outcome.variants(own)) if found == (Method.EXACT, own)
     ]
     if exact:
-        errors = errors.index_fill(0, on_device(exact, errors.device), 0.0)
+        errors = errors.index_fill(0, on_device(torch.tensor(exact), errors.device), 0.0)
     return Arriving.of(errors[None], _first_row)
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from adaattn._constants import LN_2
 from adaattn._dtypes import torch_dtype
+from adaattn._transfer import on_device
 from adaattn.backends import Tensors, samplers
-from adaattn.backends.allocation import on_device
 from adaattn.backends.common import accumulation_dtype, grouped_product
 from adaattn.backends.sampling import Estimate, Sampled, choose_rows, relative_errors, row_weights
 from adaattn.call.arriving import Arriving
@@ -194,7 +194,8 @@ def measure_later(
         budgets: as for `measure`.
     """
     chosen = choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)
-    sampled = Sampled.of(tensors, problem, chosen, on_device(chosen, tensors.query.device))
+    index = on_device(torch.tensor(chosen), tensors.query.device)
+    sampled = Sampled.of(tensors, problem, chosen, index)
     entropies = _entropies(sampled)
     _, errors = _errors(sampled, wanted, TensorStats(), policy, allowed, budgets)
     magnitude = _magnitudes(tensors).amax().expand(problem.num_heads)
@@ -267,7 +268,7 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
         seed: of their choice.
     """
     chosen = choose_rows(problem.len_q, rows, seed)
-    index = on_device(chosen, tensors.query.device)
+    index = on_device(torch.tensor(chosen), tensors.query.device)
     return Sample(rows=index, exact=Sampled.of(tensors, problem, chosen, index).exact)
 
 

@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from adaattn._transfer import on_device
 from adaattn.linalg._spectral import exp_entropy
 
 __all__ = ["ScoreProjections", "range_bases", "score_projections", "value_basis"]
@@ -159,12 +160,7 @@ def _drawn(dim: int, rank: int, dtype: torch.dtype, device: torch.device) -> tor
     """
     generator = torch.Generator().manual_seed(dim)
     numbers = torch.randn(dim, rank, generator=generator, dtype=torch.float64) / dim**0.5
-    numbers = numbers.to(dtype)
-    pins = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    if pins:
-        numbers = numbers.pin_memory()
-    placed: torch.Tensor = numbers.to(device, non_blocking=pins)
-    return placed
+    return on_device(numbers.to(dtype), device)
 
 
 def _orthonormal(sketch: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
+import importlib
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +99,19 @@ def test_a_mask_shows_what_its_words_say(name: str, seen: set[tuple[int, int]]) 
     assert all(bool(visible[place]) for place in seen)
     hidden = {"sliding window": (9, 3), "packed documents": (7, 6), "softcap": (3, 4)}[name]
     assert not bool(visible[hidden])
+
+
+def test_the_benchmark_writes_the_chosen_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = importlib.import_module("benchmarks.cases")
+    monkeypatch.setattr(program, "CASES", tuple(SMALL.values()))
+    given = ["--device", "cpu", "--out", str(tmp_path), "--commit", "abc1234", "--only"]
+    assert program.main([*given, "window"]) == 0
+    (row,) = json.loads((tmp_path / "cases_cpu.json").read_text())["rows"]
+    assert row["name"] == "sliding window"
+    assert row["ratio"] == row["peer_ms"] / row["ours_ms"]
+    assert program.main([*given, "no such case"]) == 1
 
 
 def test_a_comparison_holds_what_both_sides_took() -> None:

@@ -14,7 +14,6 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.low_rank.cost import BACKWARD_FACTOR, overhead
 from adaattn.backends.low_rank.projected import attention_with_whole_gradients, project
 from adaattn.backends.low_rank.ranks import methods, why_unmeasured
-from adaattn.backends.sdpa_call import fused_attention
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, LowRank, Method
 
 __all__ = ["CAPABILITIES", "SKETCHED_ABOVE", "run"]
@@ -70,8 +69,4 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
             query, key, value, mask, problem.scale, problem.is_causal, *ranks
         )
         return Result(output=output)
-    found = project(query, key, value, *ranks)
-    output = fused_attention(
-        found.query, found.key, found.value, mask, problem, is_causal=problem.is_causal
-    )
-    return Result(output=found.widened(output))
+    return project(query, key, value, *ranks).attention(mask, problem)

@@ -21,9 +21,11 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.common import accumulation_dtype, grouped_product, with_dense_columns
+from adaattn.backends.interface import Result
 from adaattn.backends.masks import additive_mask
-from adaattn.backends.sdpa_call import careful_sdpa
+from adaattn.backends.sdpa_call import careful_sdpa, fused_attention
 from adaattn.linalg.projections import ScoreProjections, score_projections, value_basis
+from adaattn.spec import AttentionProblem
 
 __all__ = ["Projected", "attention_with_whole_gradients", "project"]
 
@@ -58,6 +60,13 @@ class Projected:
     def widened(self, output: torch.Tensor) -> torch.Tensor:
         """Return an output [B, Hq, Sq, value_rank] with all columns of v again."""
         return output if self.basis is None else grouped_product(output, self.basis.mT)
+
+    def attention(self, mask: torch.Tensor | None, problem: AttentionProblem) -> Result:
+        """Return attention on these columns, with all columns of v again."""
+        output = fused_attention(
+            self.query, self.key, self.value, mask, problem, is_causal=problem.is_causal
+        )
+        return Result(output=self.widened(output))
 
 
 def project(

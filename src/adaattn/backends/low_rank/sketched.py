@@ -15,7 +15,6 @@ from adaattn.backends.low_rank.projected import Projected
 from adaattn.backends.low_rank.ranks import sketch_methods
 from adaattn.backends.low_rank.sample import estimate
 from adaattn.backends.sampling import Estimate, Sampled
-from adaattn.backends.sdpa_call import fused_attention
 from adaattn.linalg.projections import range_bases
 from adaattn.spec import (
     AttentionProblem,
@@ -66,11 +65,7 @@ CAPABILITIES = (
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
     """Return attention at the ranks of ``group.method`` (0 is all columns)."""
     assert isinstance(group.method, LowRank)
-    found = sketch(tensors, group.method)
-    output = fused_attention(
-        found.query, found.key, found.value, tensors.mask, problem, is_causal=problem.is_causal
-    )
-    return Result(output=found.widened(output))
+    return sketch(tensors, group.method).attention(tensors.mask, problem)
 
 
 def sample(
