@@ -6,6 +6,7 @@ a cell gets wrong, such as a warmer card, it gets wrong for all of them.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -37,13 +38,14 @@ _COLUMNS: Final = 4
 
 _OF_COLUMNS: Final = 1.0
 """How much more an octave of D counts than one of a length: tiles change with it. With 0, 1, 2, 3
-the tables of H200 and H100, one cell left out at a time, take 482, 487, 497, 497 places from
-PyTorch's kernel, 25, 19, 20, 22 of them wrongly."""
+the tables of H200 and H100, one cell left out at a time, take 496, 492, 499, 495 places from
+PyTorch's kernel, 21, 12, 11, 10 of them wrongly."""
 
 _GROWTH: Final = 0.5
 """Power of the work by which device times surely grow: a card that is half empty takes more at no
-cost. Leaving out one cell at a time of the tables of H200 and H100, powers of 0, 0.5 and 1 take
-the place of PyTorch's kernel in 309, 321 and 347 cells, wrongly in 12, 14 and 21."""
+cost. With less work they may shrink by all of it. Leaving out one cell at a time of the tables of
+H200 and H100, powers of 0, 0.5 and 1 take the place of PyTorch's kernel in 460, 492 and 526 cells,
+wrongly in 12, 12 and 16; 0.5, were times not to shrink, in 516, wrongly in 22."""
 
 
 def ratio(
@@ -58,7 +60,10 @@ def ratio(
 
     The larger of the ratios of device time and of what a caller waits, so that neither loses;
     and the larger of the nearest cell's and the mean of those around. What a caller of a larger
-    problem waits is the host's time no longer: the device's grows, at least by a root of the work.
+    problem waits is the host's time no longer: the device's grows, at least by a root of the work,
+    and shrinks with less of it.
+    Cells of packed sequences have equal ones. A problem's are known by their mean and a bound:
+    the larger of the ratios at both, or that at the one which the table reaches.
 
     Args:
         table: of the problem's device.
@@ -72,19 +77,43 @@ def ratio(
     for place, (known, factor, is_mix) in enumerate(stand_ins(problem)):
         if place and not by_stand_in and (is_known or is_mix):
             return None
-        logs = []
-        work = _work(known, known.visible_pairs)
-        for distance, cell in _near(table, known, (name, incumbent)):
-            mine, other = cell.times[name], cell.times[incumbent]
-            grown = max(work / _cell_work(cell), 1.0) ** _GROWTH
-            waited = [max(grown * time.device_ms, time.host_ms) for time in (mine, other)]
-            worse = max(mine.device_ms / other.device_ms, waited[0] / waited[1])
-            logs.append((distance, math.log(worse)))
-        if logs:
-            return factor * math.exp(max(logs[0][1], _mean(logs)))
-        if not place and _near(table, known, (incumbent,)):
+        evened = _evened(known)
+        found = [_log_ratio(table, even, name, incumbent) for even in evened]
+        told = [log for log in found if log is not None]
+        if told:
+            return factor * math.exp(max(told))
+        if not place and any(_near(table, even, (incumbent,)) for even in evened):
             return None
     return None
+
+
+def _log_ratio(
+    table: TimingTable, problem: AttentionProblem, name: str, incumbent: str
+) -> float | None:
+    """Return the logarithm of the ratio in the cells around a problem; None without any."""
+    logs = []
+    work = _work(problem, problem.visible_pairs)
+    for distance, cell in _near(table, problem, (name, incumbent)):
+        mine, other = cell.times[name], cell.times[incumbent]
+        more = work / _cell_work(cell)
+        grown = min(more, more**_GROWTH)
+        waited = [max(grown * time.device_ms, time.host_ms) for time in (mine, other)]
+        worse = max(mine.device_ms / other.device_ms, waited[0] / waited[1])
+        logs.append((distance, math.log(worse)))
+    return max(logs[0][1], _mean(logs)) if logs else None
+
+
+def _evened(problem: AttentionProblem) -> tuple[AttentionProblem, ...]:
+    """Return the problem with packed sequences as long as they may be, and as they are on average.
+
+    A caller's bound may be that of all tokens, and many short ones run as short ones.
+    """
+    count = problem.num_sequences
+    if not count:
+        return (problem,)
+    mean_q = min(-(-problem.len_q // count), problem.max_len_q)
+    mean_k = min(-(-problem.len_k // count), problem.max_len_k)
+    return problem, replace(problem, max_len_q=mean_q, max_len_k=mean_k)
 
 
 def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, float]) -> str:
@@ -110,9 +139,10 @@ def interpolated(
 ) -> tuple[Measured, str] | None:
     """Return what an executor should take by the cells around a problem, and their class."""
     for known, _, _ in stand_ins(problem):
-        near = _near(table, known, (name,))
-        if near:
-            return _time_of(known, name, near), problem_class(known)
+        for even in _evened(known):
+            near = _near(table, even, (name,))
+            if near:
+                return _time_of(even, name, near), problem_class(known)
     return None
 
 

@@ -393,3 +393,34 @@ def test_a_mask_that_begins_anywhere_goes_by_aligned_ones_where_nobody_measured_
     own = cell_of(problem, times(chunked=1.0))
     table = table_of(cell_of(aligned, times(fused=0.3, chunked=1.0)), own)
     assert ratio(table, problem, "fused", "chunked") is None
+
+
+@pytest.mark.parametrize(
+    ("bound", "shares", "expected"),
+    [
+        (16384, {512: 0.5}, 0.5),  # of all tokens: beyond the table, which knows the mean
+        (2048, {512: 0.5, 2048: 0.8}, 0.8),
+        (2048, {512: 1.5, 2048: 0.8}, 1.5),  # what wins at the bound may lose at the mean
+        (512, {512: 0.5}, 0.5),
+    ],
+)
+def test_packed_sequences_go_by_their_mean_length_and_by_their_bound(
+    bound: int, shares: dict[int, float], expected: float
+) -> None:
+    """The larger ratio counts: lengths lie between the two."""
+    packed = make_problem(
+        **(SMALL | {"len_q": 16384, "len_k": 16384}),
+        is_causal=True,
+        num_sequences=32,
+        packed_square=True,
+        max_len_q=bound,
+        max_len_k=bound,
+    )
+    table = table_of(
+        *(
+            cell_of(replace(packed, max_len_q=length, max_len_k=length), times(fused=share, flex=1))
+            for length, share in shares.items()
+        )
+    )
+    assert ratio(table, packed, "fused", "flex") == pytest.approx(expected)
+    assert interpolated(table, packed, "fused") is not None
