@@ -63,6 +63,10 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
     starts_q = _starts(problem.len_q, problem.num_sequences, device)
     # That they are the same is known of one tensor, on a GPU of no two.
     starts_k = starts_q if problem.packed_square else _starts(length, problem.num_sequences, device)
+    bounds: dict[str, int] = {}
+    if problem.num_sequences:  # told, as callers tell FlashAttention: a GPU is not read for them
+        bounds["max_seqlen_q"] = -(-problem.len_q // problem.num_sequences)
+        bounds["max_seqlen_k"] = -(-length // problem.num_sequences)
     numbers: dict[str, Any] = {
         "scale": problem.scale,
         "window": (left, 0 if problem.is_causal and mask is not None else right),
@@ -81,7 +85,7 @@ def random_call(problem: AttentionProblem, device: torch.device) -> Call:
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
         blocks=_blocks(problem, device) if problem.has_blocks else None,
-        **(numbers | _by_head(problem, device)),
+        **(numbers | bounds | _by_head(problem, device)),
     )
     return build_call(query, key, value, arguments, problem.aux)
 

@@ -15,6 +15,7 @@ import adaattn
 from adaattn import hardware, tuning, tuning_cell
 from adaattn.backends import Result, registry
 from adaattn.backends.chunk_rows import choose_chunk_rows
+from adaattn.call import describe
 from adaattn.errors import ArgumentError, DeviceError, TableError
 from adaattn.hardware import tables
 from adaattn.hardware.tables import timings_of
@@ -280,6 +281,16 @@ def test_packed_sequences_of_equal_lengths_share_their_bounds(square: bool) -> N
     problem = make_problem(lengths_q=(8, 8), lengths_k=(8, 8))
     call = random_call(replace(problem, packed_square=square), torch.device("cpu"))
     assert (call.tensors.cu_seqlens_q is call.tensors.cu_seqlens_k) == square
+
+
+def test_a_packed_cell_has_the_length_of_a_sequence_where_no_device_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the bound of a call that tells none is the length of all."""
+    problem = make_problem(lengths_q=(8, 8), lengths_k=(16, 16))
+    monkeypatch.setattr(describe, "packed_bounds", lambda *_: ((), ()))
+    found = random_call(problem, torch.device("cpu")).problem
+    assert (found.max_len_q, found.max_len_k) == (8, 16)
 
 
 def test_interrupted_it_keeps_and_saves_what_was_measured(

@@ -152,6 +152,15 @@ def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
     assert [cell.num_sequences for cell in read.cells[several.problem_class]] == [4, 8]
 
 
+@pytest.mark.parametrize("card", CARDS)
+def test_packed_cells_that_ship_have_the_lengths_that_the_grid_asks_for(card: str) -> None:
+    cells = [
+        cell for name, cells in shipped(card).cells.items() if "packed" in name for cell in cells
+    ]
+    assert len(cells) > 100
+    assert all(facts(cell) in problems() for cell in cells)
+
+
 def test_executors_are_compared_in_the_cells_that_measured_both() -> None:
     """Shares of the incumbent's time came from different cells, and the slower one won by them."""
     far = make_problem(**SMALL)
