@@ -271,8 +271,8 @@ def _best_exact(
     """Return (what to run, what to run until then); () where no executor can serve.
 
     The incumbent is what PyTorch would run, else what its user would write. Only a measured
-    time displaces it. The second is there where the first has to be compiled: until calls
-    have lost as much as that costs.
+    time displaces it. The second is there where the first has to be compiled for longer than it:
+    until calls have lost as much as that costs.
     """
     if problem.batch_invariant:
         return first_in_order(candidates, problem)
@@ -299,7 +299,7 @@ def _best_exact(
     ready = {name: share for name, share in faster.items() if not _compile_ms(by_name[name])}
     now = by_name[fastest(hardware.timings, problem, ready)] if ready else incumbent
     best = by_name[fastest(hardware.timings, problem, faster)] if faster else incumbent
-    return (best,) if best is now or not _compile_ms(best) else (best, now)
+    return (best,) if best is now or not _calls_before(best, now) else (best, now)
 
 
 def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:
@@ -325,10 +325,13 @@ def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
     assert best.measured is not None
     if meanwhile.measured is None:
         return 0
+    price = best.measured.compile_ms
+    if meanwhile.capability.compiles:  # it would be compiled first, and then the other
+        price -= meanwhile.measured.compile_ms
     # Times of the two may come from different cells; their ratio in the same ones was below this.
     least = (1.0 - DISPLACES) * meanwhile.measured.wall_ms
     gain = max(meanwhile.measured.wall_ms - best.measured.wall_ms, least)
-    return math.ceil(best.measured.compile_ms / max(gain, 1e-6))
+    return math.ceil(max(price, 0.0) / max(gain, 1e-6))
 
 
 def _exact_decision(

@@ -598,6 +598,23 @@ def test_of_two_that_are_faster_the_cells_that_measured_both_tell_which(compile_
     assert plan is not None and plan.groups[0].capability == "best"
 
 
+@pytest.mark.parametrize(
+    ("compiles", "first_ms", "taken", "calls"),
+    [(True, 100.0, "best", 0), (True, 60.0, "pytorch", 80), (False, 100.0, "pytorch", 200)],
+)
+def test_what_serves_until_then_and_has_to_be_compiled_itself_is_part_of_the_price(
+    compiles: bool, first_ms: float, taken: str, calls: int
+) -> None:
+    """A first call that is slow for other reasons is none: libraries are loaded once."""
+    best = Capability(name="best", backend="x", features=~Feature(0), is_fused=True, compiles=True)
+    offered = (best, replace(best, name="pytorch", compiles=compiles))
+    problem = _problem("cpu", sdpa_default="pytorch")
+    times = {"best": _time(0.5, compile_ms=100.0), "pytorch": _time(1.0, compile_ms=first_ms)}
+    facts = replace(fake_facts("cpu"), timings=_table(problem, times))
+    decision = decide(problem, None, facts, Policy(), offered)
+    assert decision.plan.groups[0].capability == taken and decision.calls_before == calls
+
+
 def test_what_has_to_be_compiled_waits_until_calls_have_lost_what_that_costs() -> None:
     decision, taken = _taken({"best": _time(0.5, compile_ms=100.0), "pytorch": _time(1.0)})
     assert taken == "pytorch" and decision.calls_before == 200
