@@ -319,9 +319,9 @@ def _costed(
     if item.is_exact and hardware.timings is not None:
         found = interpolated(hardware.timings, problem, capability.name)
         if found is not None:
-            measured, known = found
+            measured, known, source = found
             borrowed = f", of {known}" if known != problem_class(problem) else ""
-            item = replace(item, measured=measured, source=hardware.timings.source + borrowed)
+            item = replace(item, measured=measured, source=source + borrowed)
     limit = policy.memory_budget_bytes
     if limit is None:
         limit = hardware.memory_bytes or cost.workspace_bytes

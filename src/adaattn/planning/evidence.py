@@ -136,13 +136,14 @@ def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, 
 
 def interpolated(
     table: TimingTable, problem: AttentionProblem, name: str
-) -> tuple[Measured, str] | None:
-    """Return what an executor should take by the cells around a problem, and their class."""
+) -> tuple[Measured, str, str] | None:
+    """Return what an executor should take by cells around a problem, their class and source."""
     for known, _, _ in stand_ins(problem):
         for even in _evened(known):
             near = _near(table, even, (name,))
             if near:
-                return _time_of(even, name, near), problem_class(known)
+                source = near[0][1].source or table.source
+                return _time_of(even, name, near), problem_class(known), source
     return None
 
 

@@ -5,7 +5,7 @@ the same run: their ratio means something where lone times do not.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from adaattn.errors import TableError, expected_got
@@ -59,6 +59,7 @@ class Cell:
         times: by executor.
         default: the executor that ``F.scaled_dot_product_attention`` would run; "" where it
             cannot express the problem.
+        source: of the table that it was read from; "" is its table's own.
     """
 
     problem_class: str
@@ -71,6 +72,7 @@ class Cell:
     times: Mapping[str, Measured]
     default: str = ""
     num_sequences: int = 0
+    source: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
@@ -138,7 +140,7 @@ class TimingTable:
                 date=str(data["date"]),
                 commit=str(data["commit"]),
                 cells={
-                    name: tuple(_cell(name, row) for row in rows if not _is_old(name, row))
+                    name: tuple(_cell(name, row, source) for row in rows if not _is_old(name, row))
                     for name, rows in data["cells"].items()
                 },
             )
@@ -162,6 +164,19 @@ class TimingTable:
             cells=cells,
         )
 
+    def completed(self, other: "TimingTable") -> "TimingTable":
+        """Return this table with the cells of another that timed an executor which its own lack."""
+        names = dict.fromkeys((*self.cells, *other.cells))
+        cells = {}
+        for name in names:
+            own = self.cells.get(name, ())
+            timed = {_place(cell): cell.times.keys() for cell in own}
+            more = other.cells.get(name, ())
+            cells[name] = own + tuple(
+                it for it in more if it.times.keys() - timed.get(_place(it), ())
+            )
+        return replace(self, source=f"{self.source} and {other.source}", cells=cells)
+
 
 def _row(cell: Cell) -> list[Any]:
     """Return a cell as JSON values."""
@@ -172,7 +187,7 @@ def _row(cell: Cell) -> list[Any]:
     return [*_place(cell), cell.default, times]
 
 
-def _cell(name: str, row: Sequence[Any]) -> Cell:
+def _cell(name: str, row: Sequence[Any], source: str) -> Cell:
     """Return the cell that `_row` wrote.
 
     Raises:
@@ -201,6 +216,7 @@ def _cell(name: str, row: Sequence[Any]) -> Cell:
         times=found,
         default=str(default),
         num_sequences=num_sequences,
+        source=source,
     )
 
 

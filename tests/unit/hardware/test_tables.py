@@ -153,6 +153,29 @@ def test_a_gpu_table_serves_the_card_that_the_data_sheets_call_the_same(
     assert (tables.timings_of(replace(H200, name=name)) is not None) is serves
 
 
+def test_what_a_table_lacks_is_told_by_that_of_a_card_with_the_same_chip(shipped: Path) -> None:
+    """A cell of its own stays the first, also where the other card timed an executor more."""
+    h100 = replace(H200, name="NVIDIA H100 80GB HBM3")
+    more = replace(cell(512, 9.0), times=cell(512, 9.0).times | {"new": cell().times["sdpa.flash"]})
+    ship(shipped, "cuda-h200.json", H200, cell(512, 1.0), cell(1024, 2.0))
+    ship(shipped, "cuda-h100-sxm.json", h100, more, cell(1024, 8.0), cell(2048, 4.0))
+    table = tables.timings_of(H200)
+    assert table is not None and table.device == "NVIDIA H200"
+    assert table.source == "table of NVIDIA H200 and table of NVIDIA H100 80GB HBM3"
+    (cells,) = table.cells.values()
+    found = [(item.len_q, item.times["sdpa.flash"].device_ms, item.source) for item in cells]
+    own, other = "table of NVIDIA H200", "table of NVIDIA H100 80GB HBM3"
+    assert found == [(512, 1.0, own), (1024, 2.0, own), (512, 9.0, other), (2048, 4.0, other)]
+
+    tables.save(H200, tables.stamped(H200, [replace(more, len_k=512)]))
+
+    table = tables.timings_of(H200)
+    assert table is not None
+    (cells,) = table.cells.values()
+    found = [(item.len_q, item.times["sdpa.flash"].device_ms, item.source) for item in cells]
+    assert found == [(512, 9.0, "measured here"), (1024, 2.0, own), (2048, 4.0, other)]
+
+
 def test_a_shipped_file_whose_contents_are_of_another_card_is_refused(
     shipped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
