@@ -37,7 +37,7 @@ _SHIPPED: Final = Path(__file__).parent / "tables"
 _PACKAGE: Final = Path(__file__).parents[1]
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Raised when what is measured changes its meaning."""
 
 _ALIKE: Final = 2

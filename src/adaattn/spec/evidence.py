@@ -16,9 +16,6 @@ __all__ = ["Cell", "Measured", "TimingTable", "problem_class"]
 
 _INFINITY: Final = float("inf")
 
-_OLD_LENGTH: Final = 8
-"""Entries of a row that does not say how many sequences are packed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -140,7 +137,7 @@ class TimingTable:
                 date=str(data["date"]),
                 commit=str(data["commit"]),
                 cells={
-                    name: tuple(_cell(name, row, source) for row in rows if not _is_old(name, row))
+                    name: tuple(_cell(name, row, source) for row in rows)
                     for name, rows in data["cells"].items()
                 },
             )
@@ -218,11 +215,6 @@ def _cell(name: str, row: Sequence[Any], source: str) -> Cell:
         num_sequences=num_sequences,
         source=source,
     )
-
-
-def _is_old(name: str, row: Sequence[Any]) -> bool:
-    """Return whether a row of packed sequences does not say how many, as in older tables."""
-    return "packed" in name.split() and len(row) == _OLD_LENGTH
 
 
 def _merged(old: tuple[Cell, ...], new: tuple[Cell, ...]) -> tuple[Cell, ...]:

@@ -18,6 +18,7 @@ from adaattn.spec import Cell, HardwareFacts, Measured, Precision, TimingTable
 
 CPU = HardwareFacts(device_type="cpu", name="A processor", num_processors=4)
 H200 = HardwareFacts(device_type="cuda", name="NVIDIA H200", compute_capability=(9, 0))
+FORMAT = f'"format": {tables._FORMAT}'
 
 
 def cell(length: int = 512, ms: float = 1.5, name: str = "fp32 causal") -> Cell:
@@ -196,7 +197,8 @@ DAMAGE = {
     "a list": lambda text: "[]",
     "no cells": lambda text: damaged(text, '"cells"', '"cell"'),
     "no hardware": lambda text: damaged(text, '"hardware"', '"hard"'),
-    "a later format": lambda text: damaged(text, '"format": 1', '"format": 2'),
+    "a later format": lambda text: damaged(text, FORMAT, f"{FORMAT}0"),
+    "an earlier format": lambda text: damaged(text, FORMAT, '"format": 1'),
     "a negative time": lambda text: damaged(text, "[1.5,", "[-1.5,"),
     "no number": lambda text: damaged(text, "[1.5,", "[NaN,"),
     "no end": lambda text: damaged(text, "[1.5,", "[Infinity,"),
@@ -304,7 +306,7 @@ def test_a_shipped_table_is_of_the_device_in_its_name_and_says_where_it_is_from(
     data = json.loads(text)
     table = TimingTable.from_dict(data, name)
     kind, *words = name.removesuffix(".json").split("-")
-    assert (data["format"], data["hardware"]["device_type"]) == (1, kind)
+    assert (data["format"], data["hardware"]["device_type"]) == (tables._FORMAT, kind)
     if kind == "cpu":
         assert words[:2] == [str(data["hardware"]["num_processors"]), "cores"]
         assert words[2] == data["hardware"]["instruction_set"].lower()

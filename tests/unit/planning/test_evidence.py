@@ -390,18 +390,6 @@ def test_a_time_on_the_device_alone_does_not_win() -> None:
     assert ratio(table, problem, *names[::-1]) == pytest.approx(5 / 3)
 
 
-def test_rows_of_older_tables_do_not_say_how_many_sequences_they_packed() -> None:
-    cell = cell_of(make_problem(**SMALL), times(usual=1.0))
-    data = table_of(cell).to_dict()
-    rows = data["cells"].pop("fp32")
-    data["cells"] = {"fp32 packed causal": rows, "fp32 causal": rows}
-    read = TimingTable.from_dict(data, "read")
-    assert {name: len(cells) for name, cells in read.cells.items()} == {
-        "fp32 packed causal": 0,
-        "fp32 causal": 1,
-    }
-
-
 def test_a_problem_of_many_heads_goes_by_cells_of_a_full_card_and_not_the_other_way() -> None:
     problem = make_problem(**(SMALL | {"num_heads": 64}))
     table = table_of(cell_of(problem, times(fused=0.5, usual=1.0)))
