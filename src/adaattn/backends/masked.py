@@ -139,50 +139,59 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             key, value = key[:, :, part], value[:, :, part]
         nonlocal place, recent
         place = place or tile_key(problem, rows, cols, query, query.dtype)
-        bias: torch.Tensor | None = None
-        if slopes is not None:
-            bias = recent.bias_of(slopes)
-            if bias is None:
-                bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
-                recent = _Recent(slopes, bias)
-        elif hidden:
+        bias = recent.bias_of(slopes, query)
+        if bias is None and slopes is not None:
+            bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
+            recent = _Recent(bias, slopes, query)
+        elif bias is None and hidden:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
             bias = kept((place, stream_of(query)), make)
+            recent = _Recent(bias, None, query)
         return sdpa(query, key, value, bias, **keywords)
 
     return run
 
 
 class _Recent:
-    """The bias that slopes gave last, known by their numbers, on a GPU by their identity.
+    """The last call's mask, known by its slopes' numbers, on a GPU by their identity.
 
     Both may be gone.
+
+    Args:
+        bias: the mask; None is none yet.
+        slopes: what it was made from beside positions.
+        query: of the call.
     """
 
     __slots__ = ("bias", "place", "slopes")
 
     def __init__(
-        self, slopes: torch.Tensor | None = None, bias: torch.Tensor | None = None
+        self,
+        bias: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+        query: torch.Tensor | None = None,
     ) -> None:
-        self.slopes = self.bias = self.place = None
-        if slopes is not None and bias is not None and not slopes.is_inference():
-            self.slopes, self.bias = weakref.ref(slopes), weakref.ref(bias)
-            self.place = self._place_of(slopes)
+        self.bias = self.slopes = self.place = None
+        if bias is None or query is None or (slopes is not None and slopes.is_inference()):
+            return
+        self.bias, self.place = weakref.ref(bias), self._place_of(slopes, query)
+        self.slopes = None if slopes is None else weakref.ref(slopes)
 
     @staticmethod
-    def _place_of(slopes: torch.Tensor) -> object:
-        """Return what changes with the numbers of slopes, on a GPU as far as PyTorch knows."""
-        if not slopes.is_cuda:
-            return slopes.tolist()
-        return slopes._version, slopes.data_ptr(), stream_of(slopes)
+    def _place_of(slopes: torch.Tensor | None, query: torch.Tensor) -> object:
+        """Return what the mask's numbers change with, on a GPU as far as PyTorch knows."""
+        if not query.is_cuda:
+            return None if slopes is None else slopes.tolist()
+        changes = () if slopes is None else (slopes._version, slopes.data_ptr())
+        return *changes, stream_of(query)
 
-    def bias_of(self, slopes: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias of slopes like these, or None."""
-        if self.slopes is None or self.bias is None:
+    def bias_of(self, slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of a call like the last one, or None."""
+        if self.bias is None or self._place_of(slopes, query) != self.place:
             return None
-        if slopes.is_cuda and self.slopes() is not slopes:
+        if query.is_cuda and self.slopes is not None and self.slopes() is not slopes:
             return None
-        return self.bias() if self._place_of(slopes) == self.place else None
+        return self.bias()
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:

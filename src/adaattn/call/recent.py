@@ -68,7 +68,7 @@ class _Recent:
     """A bound call, for tensors of which shapes, and how often another was found in a row."""
 
     bound: Bound
-    shapes: object
+    shapes: list[torch.Size]
     missed: int
     guard: _Guard | None = None
 
@@ -90,11 +90,11 @@ def again(
 
     Its arguments are those of `key_of`. Numbers that are tensors are compared with none.
     """
-    mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
-    if not (sinks is slopes is starts_q is starts_k is None and blocks is None and terms is None):
-        return Miss.SKIP
     try:
-        found = _RECENT.get(_place(query.shape, mask, settings, choice))
+        given, beside = _given(query, key, value, companions)
+        if beside is None:
+            return Miss.SKIP
+        found = _RECENT.get(_place(query.shape, beside, settings, choice))
         if found is None:
             return Miss.NOTE
         guard = found.guard
@@ -114,7 +114,6 @@ def again(
             or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
         ):
             return Miss.NOTE
-        given = (query, key, value) if mask is None else (query, key, value, mask)
         return found.bound if guard.tensors(*given) else Miss.NOTE
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
@@ -131,11 +130,11 @@ def note(
     choice: Choices,
 ) -> None:
     """Have `again` return a bound call that a key found, once it was found twice in a row."""
-    mask = companions[0]
-    place = _place(query.shape, mask, settings, choice)
+    given, beside = _given(query, key, value, companions)
+    place = _place(query.shape, beside, settings, choice)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
-    shapes = key.shape, None if mask is None else mask.shape
+    shapes = [tensor.shape for tensor in given]
     if len(_RECENT) >= _KEPT:
         _RECENT.clear()
     made = _RECENT[place] = _Recent(bound, shapes, missed)
@@ -145,19 +144,35 @@ def note(
         return
     if last.guard is None:  # else one tensor is two of them, or modes differ that no key knows
         made.missed = 0
-    given = (query, key, value) if mask is None else (query, key, value, mask)
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     kernels = _flash(), _efficient(), _math(), _cudnn()
     state = GlobalStateGuard().check
     made.guard = _Guard(settings, window, choice, _ambient(), kernels, state, guards.check)
 
 
+def _given(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, companions: Companions
+) -> tuple[tuple[torch.Tensor, ...], object]:
+    """Return the tensors that are compared, and which they are; None where others would have to be.
+
+    Guards know no tensor that stands for two.
+    """
+    mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
+    if blocks is not None or terms is not None:
+        return (), None
+    if sinks is slopes is starts_q is starts_k is None:
+        return ((query, key, value), 3) if mask is None else ((query, key, value, mask), 4)
+    others = mask, sinks, slopes, starts_q, None if starts_k is starts_q else starts_k
+    given = (query, key, value, *[item for item in others if item is not None])
+    return given, (mask is None, sinks is None, slopes is None, starts_q is None, len(given))
+
+
 def _place(
-    shape: torch.Size, mask: torch.Tensor | None, settings: tuple[Any, ...], choice: Choices
+    shape: torch.Size, beside: object, settings: tuple[Any, ...], choice: Choices
 ) -> tuple[object, ...]:
     """Return what has one last call; a number that is a tensor is at no place of another."""
     scale, softcap = type(settings[_SCALE]), type(settings[_SOFTCAP])
-    return choice[4], id(choice[2]), shape, mask is None, settings[_CAUSAL], scale, softcap
+    return choice[4], id(choice[2]), shape, beside, settings[_CAUSAL], scale, softcap
 
 
 def _same(window: object, other: object) -> bool:

@@ -89,24 +89,40 @@ def test_another_sign_of_the_query_is_another_sign_of_the_scale(scale: float) ->
 
 def test_a_bias_is_found_again_by_its_slopes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked, "stream_of", lambda tensor: 7)
-    slopes, bias = on_gpu(4), on_gpu(1, 4, 8, 8)
-    recent = masked._Recent(slopes, bias)
-    assert recent.bias_of(slopes) is bias
-    assert recent.bias_of(on_gpu(4)) is None
+    slopes, bias, query = on_gpu(4), on_gpu(1, 4, 8, 8), on_gpu(1, 4, 8, 16)
+    recent = masked._Recent(bias, slopes, query)
+    assert recent.bias_of(slopes, query) is bias
+    assert recent.bias_of(on_gpu(4), query) is None
     slopes.mul_(2)
-    assert recent.bias_of(slopes) is None
-    recent = masked._Recent(slopes, bias)
+    assert recent.bias_of(slopes, query) is None
+    recent = masked._Recent(bias, slopes, query)
     slopes.data = on_gpu(4)  # which no version counts
-    assert recent.bias_of(slopes) is None
-    recent = masked._Recent(slopes, bias)
+    assert recent.bias_of(slopes, query) is None
+    recent = masked._Recent(bias, slopes, query)
     del bias
-    assert recent.bias_of(slopes) is None
+    assert recent.bias_of(slopes, query) is None
 
 
 def test_slopes_on_a_cpu_are_read_at_each_call() -> None:
-    slopes, bias = torch.rand(4), torch.rand(1, 4, 8, 8)
-    recent = masked._Recent(slopes, bias)
-    assert recent.bias_of(slopes) is bias
-    assert recent.bias_of(slopes.clone()) is bias
+    slopes, bias, query = torch.rand(4), torch.rand(1, 4, 8, 8), torch.rand(1, 4, 8, 16)
+    recent = masked._Recent(bias, slopes, query)
+    assert recent.bias_of(slopes, query) is bias
+    assert recent.bias_of(slopes.clone(), query) is bias
     slopes.data[1] = 2.0  # which no version counts
-    assert recent.bias_of(slopes) is None
+    assert recent.bias_of(slopes, query) is None
+
+
+def test_the_mask_of_a_window_is_found_again_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = 7
+    monkeypatch.setattr(masked, "stream_of", lambda tensor: stream)
+    mask, query = on_gpu(8, 8), on_gpu(1, 4, 8, 16)
+    assert masked._Recent().bias_of(None, query) is None
+    recent = masked._Recent(mask, None, query)
+    assert recent.bias_of(None, query) is mask
+    stream = 8
+    assert recent.bias_of(None, query) is None
+    stream = 7
+    del mask
+    assert recent.bias_of(None, query) is None

@@ -59,6 +59,11 @@ def masked(mask: torch.Tensor, **settings: Any) -> "Call":
     return lambda: (tensors(), {"attn_mask": mask, **settings})
 
 
+def packed(starts_q: torch.Tensor, starts_k: torch.Tensor | None = None) -> "Call":
+    starts = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_q if starts_k is None else starts_k}
+    return lambda: ([item[:1] for item in tensors()], {"is_causal": True, **starts})
+
+
 Call = Callable[[], tuple[list[torch.Tensor], dict[str, Any]]]
 
 SEEN = torch.rand(24, 24) > 0.3
@@ -100,9 +105,22 @@ CALLS: dict[str, Call] = {
     "a mask in a window": masked(SEEN, window=(3, 3)),
     "sinks": lambda: (tensors(), {"sinks": torch.randn(4)}),
     "slopes": lambda: (tensors(), {"alibi_slopes": torch.rand(4)}),
+    "sinks and slopes": lambda: (
+        tensors(),
+        {"sinks": torch.randn(4), "alibi_slopes": torch.rand(4)},
+    ),
+    "slopes of each batch entry": lambda: (tensors(), {"alibi_slopes": torch.rand(2, 4)}),
+    "slopes with gradients": lambda: (
+        tensors(),
+        {"alibi_slopes": torch.rand(4, requires_grad=True)},
+    ),
+    "a mask and slopes": masked(SEEN, alibi_slopes=torch.rand(4)),
+    "packed": packed(torch.tensor([0, 10, 24], dtype=torch.int32)),
+    "packed by two tensors": packed(*torch.tensor([[0, 10, 24], [0, 12, 24]], dtype=torch.int32)),
+    "packed in three": packed(torch.tensor([0, 10, 20, 24], dtype=torch.int32)),
     "a scale of each head": lambda: (tensors(), {"scale": torch.rand(4)}),
 }
-NEVER = ("sinks", "slopes", "a scale of each head")
+NEVER = ("a scale of each head",)
 """Found by their keys alone."""
 
 
