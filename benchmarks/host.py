@@ -60,8 +60,9 @@ def call_overhead(device: str, rounds: int) -> list[dict[str, Any]]:
 def _cases(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """Return (ours, PyTorch's) by name; what PyTorch lacks a word for is a mask made before."""
     attend, sdpa = adaattn.scaled_dot_product_attention, F.scaled_dot_product_attention
-    x = torch.randn(1, 2, 16, 16, device=device)
-    three, grouped = (x, x, x), (x, x[:, :1].clone(), x[:, :1].clone())
+    three = tuple(torch.randn(1, 2, 16, 16, device=device) for _ in range(3))
+    x = three[0]
+    grouped = (x, *(item[:, :1].clone() for item in three[1:]))
     decode = (x[:, :, :1].clone(), *(torch.randn(1, 2, 64, 16, device=device) for _ in range(2)))
     bias = torch.zeros(16, 16, device=device)
     seen = torch.ones(16, 16, device=device, dtype=torch.bool).tril()

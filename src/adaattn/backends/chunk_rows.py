@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from adaattn.backends.masked import is_plain, sliding_columns
+from adaattn.backends.sinks import has_flash_sinks
 from adaattn.backends.tiles import CPU_BYTES
 from adaattn.backends.written import is_written, multiplies_as_is
 from adaattn.spec import AttentionProblem, Precision, Scheme
@@ -163,7 +164,7 @@ def _products(problem: AttentionProblem, size: int) -> float:
     products = per_pair * len_q * keys
     if problem.device_type == "cpu":
         beside = _CHUNK_PRODUCTS
-        if is_written(problem) and not is_plain(problem):
+        if is_written(problem) and not (is_plain(problem) or has_flash_sinks(problem)):
             half = problem.precision.bits <= 16
             beside = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
             if chunks > 1 and problem.requires_grad:

@@ -43,7 +43,9 @@ from adaattn.backends.masked import (
     whole_packed,
     whole_tile,
 )
+from adaattn.backends.masks import may_keep
 from adaattn.backends.sdpa_call import fused_attention, needs_care
+from adaattn.backends.sinks import flash_sinks_tile, has_flash_sinks, whole_flash_sinks
 from adaattn.backends.written import is_written, whole_written, written_tile
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
@@ -109,7 +111,8 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     if problem.batch_invariant:
         return None
     if not problem.num_sequences:
-        return whole_tile(problem, group) or whole_written(problem, group)
+        whole = whole_tile(problem, group) or whole_flash_sinks(problem, group)
+        return whole or whole_written(problem, group)
     return whole_packed(problem) if _is_one_call(problem) and not needs_care(problem) else None
 
 
@@ -224,6 +227,8 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     chunk: _Chunk = explicit_tile
     if length and is_plain(problem):
         chunk = partial(sdpa_tile, step=step)
+    elif length and has_flash_sinks(problem) and may_keep(tensors.query):
+        chunk = partial(flash_sinks_tile, step=step)
     elif is_written(problem):
         chunk = written_tile
     if step == length:
@@ -304,7 +309,7 @@ def _differentiable(
         return chunk(tile, problem, rows, cols)
 
     parts = zip(queries, spans, strict=True)
-    if is_plain(problem) and _keeps_little(problem, spans):
+    if (is_plain(problem) or has_flash_sinks(problem)) and _keeps_little(problem, spans):
         return [run(query, rows) for query, rows in parts]
     # The query is an argument so that the recomputation finds its device's random state.
     return [checkpoint(run, query, rows, use_reentrant=False) for query, rows in parts]

@@ -32,11 +32,13 @@ __all__ = [
     "listed_keys",
     "only_chunk",
     "packed_tile",
+    "sdpa_mask",
     "sdpa_tile",
     "sliding_columns",
     "tile_masks",
     "whole_packed",
     "whole_tile",
+    "zero_rows",
 ]
 
 
@@ -71,20 +73,27 @@ def sdpa_tile(
         step: rows of every chunk but the last.
     """
     if not cols:
-        return _zero_rows(tile)
+        return zero_rows(tile)
+    mask = sdpa_mask(tile, problem, rows, cols, step)
+    return (fused_attention(tile.query, tile.key, tile.value, mask, problem),)
+
+
+def sdpa_mask(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
+) -> torch.Tensor | None:
+    """Return the mask of `sdpa_tile`, boolean or added; None where nothing is hidden or added."""
     query = tile.query
     given = tile.mask is not None or tile.blocks is not None
     if not given and tile.alibi_slopes is None:
         hidden = not hides_nothing(problem, rows, cols)
-        mask = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
-    elif not given:
-        mask = _alibi(tile, problem, rows, cols, step)
-    else:
-        bias, mask = tile_masks(tile, problem, rows, cols)
-        if bias is not None:
-            bias = bias.to(query.dtype)
-            mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
-    return (fused_attention(query, tile.key, tile.value, mask, problem),)
+        return seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
+    if not given:
+        return _alibi(tile, problem, rows, cols, step)
+    bias, mask = tile_masks(tile, problem, rows, cols)
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
+    return mask
 
 
 def only_chunk(problem: AttentionProblem, group: HeadGroup) -> tuple[range, range] | None:
@@ -325,7 +334,7 @@ def listed_keys(blocks: BlockList, rows: range, cols: range, query: torch.Tensor
     return kept(("blocks", known[0], sizes, rows, cols, stream_of(query)), make, known[1])
 
 
-def _zero_rows(tile: Tensors) -> tuple[torch.Tensor, ...]:
+def zero_rows(tile: Tensors) -> tuple[torch.Tensor, ...]:
     """Return zeros for rows that see no key, tied to the inputs so that gradients are zeros."""
     tied = [item[..., :0].sum() for item in (tile.query, tile.key, tile.value)]
     zero = torch.stack(tied).sum().to(tile.query.dtype)

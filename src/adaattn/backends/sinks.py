@@ -1,0 +1,156 @@
+"""Attention with sinks by PyTorch's flash kernel for CPUs, which knows none.
+
+A sink adds exp(sink) to the denominator of each row and nothing to the numerator, so that the
+output is the kernel's times sigmoid(lse - sink). Nothing of the size of the scores is written.
+Not served: softcaps, dropout, transforms, graphs.
+"""
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from adaattn.backends.common import hides_nothing, with_dense_columns
+from adaattn.backends.interface import Direct, Tensors
+from adaattn.backends.masked import (
+    is_in_order,
+    is_plain,
+    only_chunk,
+    sdpa_mask,
+    zero_rows,
+)
+from adaattn.backends.masks import additive_mask, may_keep
+from adaattn.backends.tiles import seen_tile
+from adaattn.spec import AttentionProblem, HeadGroup
+
+__all__ = ["flash_sinks_tile", "has_flash_sinks", "whole_flash_sinks"]
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+_FEWEST: Final = 64
+"""Rows and keys below which scores are written out in no more time.
+
+In fp32 the kernel takes 0.4 to 1.1 times what they take from there on, 0.8 to 1.2 times below. In
+bf16 it takes 1.2 to 2.3 times as long where the CPU multiplies that by itself (AMD EPYC 9004 with
+2 cores, 17 to 1323 tokens, D 32 to 512, in windows and training too, 2026-11).
+"""
+
+
+def has_flash_sinks(problem: AttentionProblem) -> bool:
+    """Return whether a chunk is one call of the kernel but for its sinks, and faster by it."""
+    if problem.device_type != "cpu" or not problem.has_sinks or problem.scale <= 0:
+        return False
+    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
+    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
+    if problem.precision.bits <= 16 or min(len_q, len_k) < _FEWEST:
+        return False
+    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
+    if unserved or problem.value_dim != problem.head_dim:
+        return False
+    known = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
+    return known and is_plain(replace(problem, has_sinks=False))
+
+
+def flash_sinks_tile(
+    tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the output of some rows; see `adaattn.backends.masked.sdpa_tile`."""
+    if not cols:
+        return zero_rows(tile)
+    whole = len(rows) == problem.len_q and tile.mask is None
+    if whole and is_in_order(tile, problem, (len(rows), len(cols))):
+        return (_attend(tile.query, tile.key, tile.value, None, tile.sinks, problem, True),)
+    mask = additive_mask(sdpa_mask(tile, problem, rows, cols, step), tile.query.dtype)
+    return (_attend(tile.query, tile.key, tile.value, mask, tile.sinks, problem, False),)
+
+
+def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
+    """Return the function of a problem that is one chunk, without masks or ALiBi; None else.
+
+    Its result is None for a call under a transform.
+    """
+    chunk = only_chunk(problem, group)
+    if chunk is None or problem.has_alibi or not has_flash_sinks(problem):
+        return None
+    rows, cols = chunk
+    hidden = not hides_nothing(problem, rows, cols)
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: None = None,
+        sinks: torch.Tensor | None = None,
+        *rest: None,
+    ) -> Any:
+        if key.shape[2] != problem.len_k or not may_keep(query):
+            return None
+        if len(cols) < problem.len_k:
+            key, value = (item[:, :, cols.start : cols.stop] for item in (key, value))
+        square = len(rows) == len(cols) and problem.window == (-1, -1) and problem.dilation == 1
+        causal = problem.is_causal and square
+        tile = seen_tile(problem, rows, cols, query, query.dtype) if hidden and not causal else None
+        return _attend(query, key, value, tile, sinks, problem, causal)
+
+    return run
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    problem: AttentionProblem,
+    is_causal: bool,
+) -> torch.Tensor:
+    """Return the output [B, Hq, R, Dv] of rows over keys; the mask is added, sinks are [Hq]."""
+    if problem.group_size > 1:
+        key, value = (item.repeat_interleave(problem.group_size, 1) for item in (key, value))
+    given = (*(with_dense_columns(item) for item in (query, key, value)), mask, sinks)
+    output: torch.Tensor = _FlashWithSinks.apply(*given, is_causal, problem.scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    """The kernel's output times the share of a row that is not its sink's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        plain, lse = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+        above = (lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
+        output: torch.Tensor = (plain * torch.sigmoid(above)).to(plain.dtype)
+        ctx.save_for_backward(query, key, value, mask, sinks, output, lse, above)
+        ctx.fixed = is_causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; the kernel takes sum(dP P) from the output that it is handed.
+
+        With the scaled one it is smaller by what the log-sum-exp passes on through the share.
+        """
+        query, key, value, mask, sinks, output, lse, above = ctx.saved_tensors
+        is_causal, scale = ctx.fixed
+        inner = (grad * torch.sigmoid(above)).to(grad.dtype)
+        grads = _BACKWARD(
+            *(inner, query, key, value, output, lse, 0.0, is_causal), attn_mask=mask, scale=scale
+        )
+        of_sinks = None
+        if ctx.needs_input_grad[4]:
+            sums = (grad.to(lse.dtype) * output).sum(-1, keepdim=True) * torch.sigmoid(-above)
+            of_sinks = -sums.sum((0, 2, 3)).to(sinks.dtype)
+        return *grads, None, of_sinks, None, None

@@ -1,0 +1,153 @@
+"""Sinks beside PyTorch's flash kernel for CPUs: what it computes, and what it leaves to others."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.gradcheck import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaattn import scaled_dot_product_attention as attend
+from adaattn.backends import chunked
+from adaattn.backends.sinks import has_flash_sinks, whole_flash_sinks
+from adaattn.spec import Align, HeadGroup, Launch, MaskKind, Precision, Scheme
+from adaattn.testing import (
+    assert_executor_matches,
+    assert_training_matches,
+    make_problem,
+    make_tensors,
+)
+
+SIZES: dict[str, Any] = {"batch": 2, "num_heads": 4, "len_q": 70, "len_k": 70, "has_sinks": True}
+MASK: dict[str, Any] = {"mask_shape": (2, 1, 70, 70)}
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "more keys, from the end": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_k": 90},
+    "fewer keys": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "len_q": 90},
+    "window": {"is_causal": True, "window": (5, 0)},
+    "dilation": {"is_causal": True, "dilation": 3},
+    "slopes": {"is_causal": True, "has_alibi": True},
+    "mask": {"mask": MaskKind.BOOLEAN, **MASK},
+    "bias": {"mask": MaskKind.ADDITIVE, **MASK},
+    "groups": {"is_causal": True, "num_kv_heads": 2},
+    "fp64": {"precision": Precision.FP64},
+}
+
+
+class Kernels(TorchDispatchMode):
+    """Notes which kernels ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def ran_flash(self) -> bool:
+        return any("flash_attention_for_cpu" in name for name in self.names)
+
+
+def group(problem: Any, rows: int) -> HeadGroup:
+    return HeadGroup(
+        heads=tuple(range(problem.num_heads)),
+        capability="chunked",
+        scheme=Scheme.of(problem.precision),
+        launch=Launch(chunk_rows=rows),
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 32], ids=["whole", "chunks"])
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_it_computes_what_is_defined_by_the_kernel(name: str, training: bool, rows: int) -> None:
+    wants = {"requires_grad": training, "sinks_require_grad": training}
+    problem = make_problem(**(SIZES | PROBLEMS[name]), **wants)
+    tensors = make_tensors(problem, num_hidden_rows=3 if name in ("mask", "bias") else 0)
+    holds = assert_training_matches if training else assert_executor_matches
+    assert has_flash_sinks(problem)
+    with Kernels() as kernels:
+        holds(lambda *call: chunked.run(*call, group(problem, rows)), tensors, problem)
+    assert kernels.ran_flash
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "groups", "fewer keys"])
+def test_the_short_way_computes_the_same(name: str) -> None:
+    problem = make_problem(**(SIZES | PROBLEMS[name]))
+    tensors = make_tensors(problem)
+    run = whole_flash_sinks(problem, group(problem, 0))
+    assert run is not None
+    given = tensors.query, tensors.key, tensors.value, None, tensors.sinks
+    expected = chunked.run(tensors, problem, group(problem, 0)).output
+    with Kernels() as kernels:
+        torch.testing.assert_close(run(*given), expected)
+    assert kernels.ran_flash
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"softcap": 5.0},
+        {"dropout_p": 0.1},
+        {"precision": Precision.BF16},
+        {"len_q": 63},
+        {"scale": -0.2},
+        {"value_dim": 8},
+        {"device_type": "cuda"},
+        {"has_sinks": False},
+        {"allowed_sdpa": ("sdpa.math",)},
+        {"has_alibi": True, "alibi_requires_grad": True},
+    ],
+    ids=lambda other: " ".join(other),
+)
+def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
+    assert not has_flash_sinks(replace(make_problem(**SIZES), **other))
+
+
+def test_sinks_that_outweigh_all_keys_leave_exact_small_gradients() -> None:
+    """And those that weigh nothing: 1 less a share near 1 has lost its digits."""
+    problem = make_problem(**SIZES, requires_grad=True, sinks_require_grad=True)
+    for level in (-12.0, 12.0):
+        tensors = make_tensors(problem)
+        assert tensors.sinks is not None
+        with torch.no_grad():
+            tensors.sinks.add_(level)
+        assert_training_matches(
+            lambda *call: chunked.run(*call, group(problem, 0)), tensors, problem
+        )
+
+
+def test_gradients_are_those_of_differences() -> None:
+    shape = 1, 1, 64, 2
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    sinks = torch.randn(1, dtype=torch.float64, requires_grad=True)
+    with Kernels() as kernels:
+        assert gradcheck(
+            lambda *call: attend(*call[:3], is_causal=True, sinks=call[3]), (*given, sinks)
+        )
+    assert kernels.ran_flash
+
+
+def test_transforms_and_graphs_take_the_written_way() -> None:
+    query, key, value = torch.randn(3, 5, 2, 64, 8)
+    sinks = torch.randn(2)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q[None], k[None], v[None], sinks=sinks)[0]
+
+    expected = attend(query, key, value, sinks=sinks)
+    torch.testing.assert_close(torch.vmap(call)(query, key, value), expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    query = torch.randn(1, 2, 64, 8, requires_grad=True)
+    output = attend(query, query, query, sinks=torch.randn(2))
+    (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        grad.sum().backward()
