@@ -110,7 +110,7 @@ def error_of(output: torch.Tensor, qkv: Qkv) -> float:
 def row_of(cell: LowRankCell, options: argparse.Namespace) -> dict[str, Any]:
     """Return the result row of a cell; a budgeted call that is over its budget is not timed."""
     qkv = inputs_of(cell, options.device)
-    policy = adaattn.Policy(name="two percent", error_budget=BUDGET)
+    policy = adaattn.Policy(name=f"two percent, {cell.name}", error_budget=BUDGET)  # own history
     budgeted = "adaattn, 2 %"
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "F.sdpa": lambda: F.scaled_dot_product_attention(*qkv),

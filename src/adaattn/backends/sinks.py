@@ -30,12 +30,14 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-_FEWEST: Final = 64
-"""Rows and keys below which scores are written out in no more time.
+_FEWEST: Final = 512
+_FEWEST_IN_WINDOWS: Final = 224
+"""Rows and keys below which scores are written out in less time: of all, and with gradients of
+those in a window.
 
-In fp32 the kernel takes 0.4 to 1.1 times what they take from there on, 0.8 to 1.2 times below. In
-bf16 it takes 1.2 to 2.3 times as long where the CPU multiplies that by itself (AMD EPYC 9004 with
-2 cores, 17 to 1323 tokens, D 32 to 512, in windows and training too, 2026-11).
+In fp32 scores written out take 0.99 to 1.12 times as long from there on, in training 1.09 to 2.4;
+of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 660 tokens, D 64 to
+512, 2026-11). In bf16 0.43 to 0.85 where the CPU multiplies that by itself.
 """
 
 
@@ -45,7 +47,9 @@ def has_flash_sinks(problem: AttentionProblem) -> bool:
         return False
     len_q = problem.max_len_q if problem.num_sequences else problem.len_q
     len_k = problem.max_len_k if problem.num_sequences else problem.len_k
-    if problem.precision.bits <= 16 or min(len_q, len_k) < _FEWEST:
+    is_trained_window = problem.requires_grad and problem.window[0] >= 0
+    fewest = _FEWEST_IN_WINDOWS if is_trained_window else _FEWEST
+    if problem.precision.bits <= 16 or min(len_q, len_k) < fewest:
         return False
     unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
     if unserved or problem.value_dim != problem.head_dim:

@@ -1,5 +1,6 @@
 """Sinks beside PyTorch's flash kernel for CPUs: what it computes, and what it leaves to others."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch.autograd.gradcheck import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaattn import hardware
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import chunked
+from adaattn.backends import chunked, sinks
 from adaattn.backends.sinks import has_flash_sinks, whole_flash_sinks
 from adaattn.spec import Align, HeadGroup, Launch, MaskKind, Precision, Scheme
 from adaattn.testing import (
@@ -34,6 +36,16 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "groups": {"is_causal": True, "num_kv_heads": 2},
     "fp64": {"precision": Precision.FP64},
 }
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let few tokens take the kernel, too."""
+    monkeypatch.setattr(sinks, "_FEWEST", 64)
+    monkeypatch.setattr(sinks, "_FEWEST_IN_WINDOWS", 64)
+    hardware.clear_cache()
+    yield
+    hardware.clear_cache()
 
 
 class Kernels(TorchDispatchMode):
@@ -108,6 +120,21 @@ def test_the_short_way_computes_the_same(name: str) -> None:
 )
 def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
     assert not has_flash_sinks(replace(make_problem(**SIZES), **other))
+
+
+def test_few_tokens_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for length, others, expected in (
+        (511, {}, False),
+        (512, {}, True),
+        (512, {"len_q": 300}, False),
+        (300, {"requires_grad": True}, False),
+        (300, {"window": (9, 0)}, False),
+        (300, {"window": (9, 0), "requires_grad": True}, True),
+        (200, {"window": (9, 0), "requires_grad": True}, False),
+    ):
+        sizes = SIZES | {"len_q": length, "len_k": length, "is_causal": True} | others
+        assert has_flash_sinks(make_problem(**sizes)) is expected, (length, others)
 
 
 def test_sinks_that_outweigh_all_keys_leave_exact_small_gradients() -> None:
