@@ -119,8 +119,10 @@ def _attend(
     scale, cap = problem.scale, problem.softcap
     if cap > 0:
         scale /= cap
-    # bf16 has fp32's exponents: its products may be scaled late, which rounds them once less.
-    late = query.dtype is torch.bfloat16
+    # Scaled late are the fewer numbers, and in bf16 all, which rounds them once less. fp16 has no
+    # room for products that are not scaled.
+    fewer = key.shape[2] < query.shape[3] and query.dtype is not torch.float16
+    late = fewer or query.dtype is torch.bfloat16
     scores = grouped_product(query if late else query * scale, key.transpose(-1, -2))
     in_place = not scores.requires_grad
     if late:
