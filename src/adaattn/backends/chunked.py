@@ -43,9 +43,13 @@ from adaattn.backends.masked import (
     whole_packed,
     whole_tile,
 )
-from adaattn.backends.masks import may_keep
 from adaattn.backends.sdpa_call import fused_attention, needs_care
-from adaattn.backends.sinks import flash_sinks_tile, has_flash_sinks, whole_flash_sinks
+from adaattn.backends.sinks import (
+    flash_sinks_tile,
+    has_flash_sinks,
+    is_untransformed,
+    whole_flash_sinks,
+)
 from adaattn.backends.written import is_written, whole_written, written_tile
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
@@ -227,7 +231,7 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     chunk: _Chunk = explicit_tile
     if length and is_plain(problem):
         chunk = partial(sdpa_tile, step=step)
-    elif length and has_flash_sinks(problem) and may_keep(tensors.query):
+    elif length and has_flash_sinks(problem) and is_untransformed(tensors.query):
         chunk = partial(flash_sinks_tile, step=step)
     elif is_written(problem):
         chunk = written_tile
@@ -329,7 +333,8 @@ def _keeps_little(problem: AttentionProblem, spans: list[range]) -> bool:
     heads = problem.batch * problem.num_heads if problem.has_alibi else 1
     if problem.mask_shape:
         heads = max(heads, math.prod(problem.mask_shape[:2]))
-    columns = problem.batch * problem.num_kv_heads * (problem.head_dim + problem.value_dim)
+    kept = problem.num_heads if has_flash_sinks(problem) else problem.num_kv_heads
+    columns = problem.batch * kept * (problem.head_dim + problem.value_dim)
     elements = 0
     for rows in spans:
         elements += len(_keys(problem, rows)) * (heads * len(rows) + columns)

@@ -1,15 +1,15 @@
 """Attention with sinks by PyTorch's flash kernel for CPUs, which knows none.
 
 A sink adds exp(sink) to the denominator of each row and nothing to the numerator, so that the
-output is the kernel's times sigmoid(lse - sink). Nothing of the size of the scores is written.
-Not served: softcaps, dropout, transforms, graphs.
+output is the kernel's times sigmoid(lse - sink). No scores are written; masks, ALiBi and repeated
+heads are. Not served: softcaps, dropout, transforms, forward-mode derivatives, graphs.
 """
 
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from adaattn.backends.common import hides_nothing, with_dense_columns
 from adaattn.backends.interface import Direct, Tensors
@@ -22,9 +22,10 @@ from adaattn.backends.masked import (
 )
 from adaattn.backends.masks import additive_mask, may_keep
 from adaattn.backends.tiles import seen_tile
+from adaattn.errors import UnsupportedError
 from adaattn.spec import AttentionProblem, HeadGroup
 
-__all__ = ["flash_sinks_tile", "has_flash_sinks", "whole_flash_sinks"]
+__all__ = ["flash_sinks_tile", "has_flash_sinks", "is_untransformed", "whole_flash_sinks"]
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -56,6 +57,11 @@ def has_flash_sinks(problem: AttentionProblem) -> bool:
         return False
     known = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
     return known and is_plain(replace(problem, has_sinks=False))
+
+
+def is_untransformed(query: torch.Tensor) -> bool:
+    """Return whether nothing but autograd sees a call: it alone has a rule here."""
+    return may_keep(query) and forward_ad._current_level < 0
 
 
 def flash_sinks_tile(
@@ -90,7 +96,7 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
         sinks: torch.Tensor | None = None,
         *rest: None,
     ) -> Any:
-        if key.shape[2] != problem.len_k or not may_keep(query):
+        if key.shape[2] != problem.len_k or not is_untransformed(query):
             return None
         if len(cols) < problem.len_k:
             key, value = (item[:, :, cols.start : cols.stop] for item in (key, value))
@@ -141,20 +147,54 @@ class _FlashWithSinks(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients; the kernel takes sum(dP P) from the output that it is handed.
+        """Return the gradients."""
+        wanted = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[4]
+        found = _Gradients.apply(grad, *ctx.saved_tensors, *ctx.fixed, wanted)  # type: ignore[no-untyped-call]
+        of_query, of_key, of_value, of_sinks = found
+        return of_query, of_key, of_value, None, of_sinks, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of such a call, which have none themselves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        above: torch.Tensor,
+        is_causal: bool,
+        scale: float,
+        wanted: tuple[bool, bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return those of q, k, v and the sinks; the kernel takes sum(dP P) from an output.
 
         With the scaled one it is smaller by what the log-sum-exp passes on through the share.
         """
-        query, key, value, mask, sinks, output, lse, above = ctx.saved_tensors
-        is_causal, scale = ctx.fixed
-        inner = (grad * torch.sigmoid(above)).to(grad.dtype)
-        grads = _BACKWARD(
-            *(inner, query, key, value, output, lse, 0.0, is_causal), attn_mask=mask, scale=scale
-        )
+        grads: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if wanted[0]:
+            inner = (grad * torch.sigmoid(above)).to(grad.dtype)
+            given = inner, query, key, value, output, lse, 0.0, is_causal
+            grads = _BACKWARD(*given, attn_mask=mask, scale=scale)
         of_sinks = None
-        if ctx.needs_input_grad[4]:
+        if wanted[1]:
             sums = (grad.to(lse.dtype) * output).sum(-1, keepdim=True) * torch.sigmoid(-above)
             of_sinks = -sums.sum((0, 2, 3)).to(sinks.dtype)
-        return *grads, None, of_sinks, None, None
+        return *grads, of_sinks
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """Refuse."""
+        del upstream
+        raise UnsupportedError(
+            "attention with sinks by the flash kernel of a CPU",
+            ("its gradients have no derivatives themselves",),
+            'Pass backend="reference" where second derivatives are wanted.',
+        )

@@ -164,7 +164,8 @@ def _given(
         return ((query, key, value), 3) if mask is None else ((query, key, value, mask), 4)
     others = mask, sinks, slopes, starts_q, None if starts_k is starts_q else starts_k
     given = (query, key, value, *[item for item in others if item is not None])
-    return given, (mask is None, sinks is None, slopes is None, starts_q is None, len(given))
+    absent = [item is None for item in (mask, sinks, slopes, starts_q, starts_k)]
+    return given, (*absent, starts_k is starts_q)
 
 
 def _place(

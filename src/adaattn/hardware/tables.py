@@ -1,6 +1,6 @@
 """Tables of measured times: those shipped in the folder beside this file, and this machine's own.
 
-A file that is damaged, of a later format or for other hardware is logged once and counts as
+A file that is damaged, of another format or for other hardware is logged once and counts as
 none; `read_table`, which somebody asked for, raises instead. Own files are kept for each device,
 thread count and version of torch; a shipped table serves the devices that are alike.
 """

@@ -91,7 +91,7 @@ def _log_ratio(
     table: TimingTable, problem: AttentionProblem, name: str, incumbent: str
 ) -> float | None:
     """Return the logarithm of the ratio in the cells around a problem; None without any."""
-    logs = []
+    logs: list[tuple[float, float]] = []
     work = _work(problem, problem.visible_pairs)
     for distance, cell in _near(table, problem, (name, incumbent)):
         mine, other = cell.times[name], cell.times[incumbent]
@@ -139,7 +139,7 @@ def interpolated(
 ) -> tuple[Measured, str, str] | None:
     """Return what an executor should take by cells around a problem, their class and source."""
     for known, _, _ in stand_ins(problem):
-        for even in _evened(known):
+        for even in reversed(_evened(known)):  # a bound may be that of all tokens
             near = _near(table, even, (name,))
             if near:
                 source = near[0][1].source or table.source
@@ -171,12 +171,17 @@ def _time_of(problem: AttentionProblem, name: str, near: Sequence[tuple[float, C
 def _near(
     table: TimingTable, problem: AttentionProblem, names: Sequence[str]
 ) -> list[tuple[float, Cell]]:
-    """Return the nearest cells that measured all of some executors, with their distances."""
+    """Return the nearest cells that measured all of some executors, with their distances.
+
+    Of two of the same place the first alone: the other is of a card of the same chip.
+    """
     place = _place(problem)
     found = []
+    known = set()
     for cell, point in _points(table, problem_class(problem)):
-        if not all(name in cell.times for name in names):
+        if (point, cell.num_sequences) in known or not all(name in cell.times for name in names):
             continue
+        known.add((point, cell.num_sequences))
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
         is_full = cell.heads * -(-cell.len_q // 128) >= _FULL
         heads = _MORE_HEADS * steps[0] if place[0] > point[0] and is_full else steps[0]

@@ -1,11 +1,12 @@
 """Sinks beside PyTorch's flash kernel for CPUs: what it computes, and what it leaves to others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,6 +14,7 @@ from adaattn import hardware
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import chunked, sinks
 from adaattn.backends.sinks import has_flash_sinks, whole_flash_sinks
+from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, HeadGroup, Launch, MaskKind, Precision, Scheme
 from adaattn.testing import (
     assert_executor_matches,
@@ -161,20 +163,48 @@ def test_gradients_are_those_of_differences() -> None:
     assert kernels.ran_flash
 
 
-def test_transforms_and_graphs_take_the_written_way() -> None:
-    query, key, value = torch.randn(3, 5, 2, 64, 8)
-    sinks = torch.randn(2)
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(q[None], k[None], v[None], sinks=sinks)[0]
-
-    expected = attend(query, key, value, sinks=sinks)
-    torch.testing.assert_close(torch.vmap(call)(query, key, value), expected)
+def called(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    sinks = torch.linspace(-1.0, 1.0, 2)
+    return attend(query[None], key[None], value[None], sinks=sinks)[0]
 
 
-def test_a_second_derivative_is_refused() -> None:
-    query = torch.randn(1, 2, 64, 8, requires_grad=True)
-    output = attend(query, query, query, sinks=torch.randn(2))
-    (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        grad.sum().backward()
+WAYS: dict[str, Callable[..., torch.Tensor]] = {
+    "vmap": lambda *given: torch.vmap(called)(*(item[None] for item in given))[0],
+    "a graph": lambda *given: torch.compile(called, fullgraph=True, backend="eager")(*given),
+    "forward mode": lambda *given: torch.func.jvp(called, given, given)[0],
+    "dual numbers": lambda *given: with_tangents(*given),
+}
+
+
+def with_tangents(*given: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(called(*(forward_ad.make_dual(x, x) for x in given))).primal
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", WAYS)
+def test_transforms_and_graphs_take_the_written_way(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = torch.randn(3, 2, 64, 8).unbind()
+    ran: list[object] = []
+    honest = sinks._attend
+    monkeypatch.setattr(sinks, "_attend", lambda *given: ran.append(given) or honest(*given))
+    expected = called(*given)
+    assert ran
+    ran.clear()
+    torch.testing.assert_close(WAYS[name](*given), expected)
+    assert not ran
+
+
+@pytest.mark.parametrize("constant", [False, True], ids=["its own gradient", "a constant one"])
+def test_a_second_derivative_is_refused_and_not_lost(constant: bool) -> None:
+    query, key, value = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, requires_grad=True)
+    output = attend(query, key, value, sinks=sinks)
+    of_output = output.sum() if constant else output.pow(2).sum()
+    for leaf in (query, sinks):
+        (grad,) = torch.autograd.grad(of_output, leaf, create_graph=True)
+        assert grad.requires_grad
+        with pytest.raises(UnsupportedError, match="no derivatives themselves"):
+            torch.autograd.grad(of_output + grad.pow(2).sum(), key, retain_graph=True)

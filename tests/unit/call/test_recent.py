@@ -295,3 +295,12 @@ def test_what_was_measured_anew_is_decided_anew(found: list[object]) -> None:
     hardware.clear_cache()
     attend(*tensors())
     assert not found[-1]
+
+
+def test_bounds_of_the_queries_alone_are_refused_beside_those_of_both(found: list[object]) -> None:
+    starts = torch.tensor([0, 10, 24], dtype=torch.int32)
+    for _ in range(3):
+        attend(*(item[:1] for item in tensors()), cu_seqlens_q=starts, cu_seqlens_k=starts)
+    assert found[-1]
+    with pytest.raises(Exception, match="both or neither"):
+        attend(*(item[:1] for item in tensors()), cu_seqlens_q=starts)

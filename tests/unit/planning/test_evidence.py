@@ -378,6 +378,15 @@ def test_who_was_left_out_of_a_cell_does_not_come_in_by_another() -> None:
     assert ratio(table, problem, "fused", "chunked", by_stand_in=True) is None
 
 
+def test_another_cards_time_does_not_speak_beside_the_cards_own() -> None:
+    problem = make_problem(**SMALL)
+    own = table_of(cell_of(problem, times(fused=0.9, usual=1.0)))
+    other = table_of(cell_of(problem, times(fused=1.3, usual=1.0, new=0.5)))
+    both = own.completed(other)
+    assert ratio(both, problem, "fused", "usual") == pytest.approx(0.9)
+    assert ratio(both, problem, "new", "usual") == pytest.approx(0.5)
+
+
 def test_a_time_on_the_device_alone_does_not_win() -> None:
     problem = make_problem(**SMALL)
     measured = {
