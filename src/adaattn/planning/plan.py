@@ -322,8 +322,7 @@ def _compile_ms(item: Candidate) -> float:
 
 def _calls_before(best: Candidate, meanwhile: Candidate) -> int:
     """Return after how many calls the loss reaches the price of compiling."""
-    assert best.measured is not None
-    if meanwhile.measured is None:
+    if best.measured is None or meanwhile.measured is None:
         return 0
     price = best.measured.compile_ms
     if meanwhile.capability.compiles:  # it would be compiled first, and then the other
