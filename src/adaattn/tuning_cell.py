@@ -144,14 +144,14 @@ def measure_cell(
 
 def cell_of(problem: AttentionProblem, times: dict[str, Measured]) -> Cell:
     """Return the cell of a simplified problem."""
-    packed = problem.num_sequences > 0
+    len_q, len_k = problem.longest
     plain = not reasons(capability_named("sdpa.math"), problem, None)
     return Cell(
         problem_class=problem_class(problem),
         heads=problem.batch * problem.num_heads,
         group_size=problem.group_size,
-        len_q=problem.max_len_q if packed else problem.len_q,
-        len_k=problem.max_len_k if packed else problem.len_k,
+        len_q=len_q,
+        len_k=len_k,
         head_dim=problem.head_dim,
         visible=problem.visible_pairs / max(problem.len_q, 1),
         num_sequences=problem.num_sequences,

@@ -4,22 +4,19 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from adaattn.backends.masked import is_plain, sliding_columns
+from adaattn.backends.masked import is_fused, is_plain, sliding_columns
 from adaattn.backends.sinks import has_flash_sinks
 from adaattn.backends.tiles import CPU_BYTES
 from adaattn.backends.written import is_written, multiplies_as_is
-from adaattn.spec import AttentionProblem, Precision, Scheme
+from adaattn.spec import AttentionProblem, Scheme
 
-__all__ = ["choose_chunk_rows", "is_fused", "row_bytes"]
+__all__ = ["choose_chunk_rows", "row_bytes"]
 
 _DEFAULT_BYTES: Final = 256 << 20
 """Score workspace when the policy sets no limit; large enough to amortise launches."""
 
 _GPU_BYTES: Final = {True: 4 << 30, False: 2 << 30}
 """The same on a GPU of chunks that are calls of SDPA, by whether a kernel writes no scores."""
-
-_FUSED_DIM: Final = 256
-"""Largest D that PyTorch's fused kernels for GPUs surely take in training."""
 
 _PAIR_BYTES, _BIAS_BYTES = 24, 10
 """A mask's pair of a row and a key while it is made, and what ALiBi adds for each head."""
@@ -133,24 +130,9 @@ def _score_bytes(problem: AttentionProblem) -> int:
     return Scheme.of(problem.precision).accumulate.bits // 8
 
 
-def is_fused(problem: AttentionProblem) -> bool:
-    """Return whether SDPA surely takes a kernel that writes no scores, with a mask too."""
-    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
-    if unserved or problem.value_dim != problem.head_dim:
-        return False
-    if problem.device_type == "cpu":
-        return problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
-    grouped = problem.group_size > 1 and problem.sdpa_default != "sdpa.cudnn"
-    fits = problem.head_dim % 8 == 0 and problem.head_dim <= _FUSED_DIM
-    known = problem.precision is not Precision.FP64
-    return problem.allowed_sdpa is None and fits and known and not grouped
-
-
 def _products(problem: AttentionProblem, size: int) -> float:
     """Return the multiplications of all chunks of a size, each chunk's own cost among them."""
-    packed = problem.num_sequences > 0
-    len_q = problem.max_len_q if packed else problem.len_q
-    len_k = problem.max_len_k if packed else problem.len_k
+    len_q, len_k = problem.longest
     rows = min(size, max(len_q, 1))
     left, right = problem.window
     right = 0 if problem.is_causal else right

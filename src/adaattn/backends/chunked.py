@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from adaattn.backends.alone import one_by_one
-from adaattn.backends.chunk_rows import choose_chunk_rows, is_fused, row_bytes
+from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.backends.common import (
     accumulation_dtype,
     host_bounds,
@@ -36,6 +36,7 @@ from adaattn.backends.interface import Direct, Result, Tensors, combine
 from adaattn.backends.keys_values import KeysValues
 from adaattn.backends.listed import attend_listed, is_gathered
 from adaattn.backends.masked import (
+    is_fused,
     is_in_order,
     is_plain,
     packed_tile,

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -27,6 +28,7 @@ from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
 __all__ = [
     "grown_chunk",
+    "is_fused",
     "is_in_order",
     "is_plain",
     "listed_keys",
@@ -41,6 +43,9 @@ __all__ = [
     "zero_rows",
 ]
 
+_FUSED_DIM: Final = 256
+"""Largest D that PyTorch's fused kernels for GPUs surely take in training."""
+
 
 def is_plain(problem: AttentionProblem) -> bool:
     """Return whether SDPA with a mask can compute a chunk."""
@@ -50,6 +55,19 @@ def is_plain(problem: AttentionProblem) -> bool:
     # In 16 bits what a wider mask says would be lost, and sums of gradients over distances.
     half = problem.precision in (Precision.BF16, Precision.FP16)
     return not (half and (problem.mask_is_wide or problem.alibi_requires_grad))
+
+
+def is_fused(problem: AttentionProblem) -> bool:
+    """Return whether SDPA surely takes a kernel that writes no scores, with a mask too."""
+    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
+    if unserved or problem.value_dim != problem.head_dim:
+        return False
+    if problem.device_type == "cpu":
+        return problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
+    grouped = problem.group_size > 1 and problem.sdpa_default != "sdpa.cudnn"
+    fits = problem.head_dim % 8 == 0 and problem.head_dim <= _FUSED_DIM
+    known = problem.precision is not Precision.FP64
+    return problem.allowed_sdpa is None and fits and known and not grouped
 
 
 def is_in_order(tensors: Tensors, problem: AttentionProblem, lengths: tuple[int, int]) -> bool:

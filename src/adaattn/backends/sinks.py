@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from adaattn.backends.common import hides_nothing, with_dense_columns
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import (
+    is_fused,
     is_in_order,
     is_plain,
     only_chunk,
@@ -30,13 +31,12 @@ __all__ = ["flash_sinks_tile", "has_flash_sinks", "is_untransformed", "whole_fla
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-
 _FEWEST: Final = 512
 _FEWEST_IN_WINDOWS: Final = 224
 """Rows and keys below which scores are written out in less time: of all, and with gradients of
 those in a window.
 
-In fp32 scores written out take 0.99 to 1.12 times as long from there on, in training 1.09 to 2.4;
+In fp32 scores written out take 0.99 to 1.12 times as long from there on, in training 0.99 to 2.4;
 of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 660 tokens, D 64 to
 512, 2026-11). In bf16 0.43 to 0.85 where the CPU multiplies that by itself.
 """
@@ -46,17 +46,11 @@ def has_flash_sinks(problem: AttentionProblem) -> bool:
     """Return whether a chunk is one call of the kernel but for its sinks, and faster by it."""
     if problem.device_type != "cpu" or not problem.has_sinks or problem.scale <= 0:
         return False
-    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
-    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
     is_trained_window = problem.requires_grad and problem.window[0] >= 0
     fewest = _FEWEST_IN_WINDOWS if is_trained_window else _FEWEST
-    if problem.precision.bits <= 16 or min(len_q, len_k) < fewest:
+    if problem.precision.bits <= 16 or min(problem.longest) < fewest:
         return False
-    unserved = problem.mask_requires_grad or problem.alibi_requires_grad or problem.dropout_p
-    if unserved or problem.value_dim != problem.head_dim:
-        return False
-    known = problem.allowed_sdpa is None or "sdpa.flash" in problem.allowed_sdpa
-    return known and is_plain(replace(problem, has_sinks=False))
+    return is_fused(problem) and is_plain(replace(problem, has_sinks=False))
 
 
 def is_untransformed(query: torch.Tensor) -> bool:
@@ -86,7 +80,10 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
     if chunk is None or problem.has_alibi or not has_flash_sinks(problem):
         return None
     rows, cols = chunk
-    hidden = not hides_nothing(problem, rows, cols)
+    part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
+    square = len(rows) == len(cols) and problem.window == (-1, -1) and problem.dilation == 1
+    causal = problem.is_causal and square
+    hidden = not causal and not hides_nothing(problem, rows, cols)
 
     def run(
         query: torch.Tensor,
@@ -98,11 +95,9 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
     ) -> Any:
         if key.shape[2] != problem.len_k or not is_untransformed(query):
             return None
-        if len(cols) < problem.len_k:
-            key, value = (item[:, :, cols.start : cols.stop] for item in (key, value))
-        square = len(rows) == len(cols) and problem.window == (-1, -1) and problem.dilation == 1
-        causal = problem.is_causal and square
-        tile = seen_tile(problem, rows, cols, query, query.dtype) if hidden and not causal else None
+        if part is not None:
+            key, value = key[:, :, part], value[:, :, part]
+        tile = seen_tile(problem, rows, cols, query, query.dtype) if hidden else None
         return _attend(query, key, value, tile, sinks, problem, causal)
 
     return run

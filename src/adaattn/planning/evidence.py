@@ -202,10 +202,8 @@ def _points(table: TimingTable, name: str) -> tuple[tuple[Cell, tuple[float, ...
 
 def _place(problem: AttentionProblem) -> tuple[float, ...]:
     """Return where a problem lies among the cells: logarithms of its sizes."""
-    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
-    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
     visible = problem.visible_pairs / max(problem.len_q, 1)
-    sizes = (problem.batch * problem.num_heads, problem.group_size, len_q, len_k)
+    sizes = (problem.batch * problem.num_heads, problem.group_size, *problem.longest)
     return _logs(sizes, problem.head_dim, visible)
 
 

@@ -18,8 +18,7 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
         problem: any problem; packed lengths are judged by their maxima, or not at all where one
             sequence may not matter to another.
     """
-    len_q = problem.max_len_q if problem.num_sequences else problem.len_q
-    len_k = problem.max_len_k if problem.num_sequences else problem.len_k
+    len_q, len_k = problem.longest
     left, right = problem.window
     is_causal = problem.is_causal or right == 0
     if problem.batch_invariant and problem.num_sequences:

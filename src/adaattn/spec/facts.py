@@ -152,6 +152,13 @@ class AttentionProblem:
         return bool(self.aux.value & aux.value)
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """(Sq, Sk), of packed sequences the longest, or the caller's bounds of it."""
+        if self.num_sequences:
+            return self.max_len_q, self.max_len_k
+        return self.len_q, self.len_k
+
+    @property
     def attended_pairs(self) -> int:
         """(query, key) pairs of packed sequences at most, causality left out."""
         return min(self.len_q * self.max_len_k, self.len_k * self.max_len_q)

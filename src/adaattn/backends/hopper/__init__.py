@@ -128,7 +128,7 @@ def _order(problem: AttentionProblem) -> int:
         known = is_dense and max(problem.head_dim, problem.value_dim) <= _MOST_TIMED
         is_first = problem.batch_invariant and known and problem.len_q >= _LONG_ROWS
         return 45 if is_first else 75
-    rows = problem.max_len_q if problem.num_sequences else problem.len_q
+    rows, _ = problem.longest
     least = _FEW_ROWS
     if problem.wants(Aux.DROPPED_MASS):
         return 46

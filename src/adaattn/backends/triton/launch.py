@@ -130,7 +130,7 @@ def packed_heads(problem: AttentionProblem) -> int:
     to head.
     """
     group = problem.group_size
-    longest = problem.max_len_q if problem.num_sequences else problem.len_q
+    longest, _ = problem.longest
     if problem.has_blocks:
         return 1
     if problem.num_sequences and group & (group - 1):
@@ -172,7 +172,7 @@ def choose_tile(problem: AttentionProblem) -> Tile:
 
 def _usual_tile(problem: AttentionProblem) -> Tile:
     """Return the tile of a problem without a list of blocks."""
-    longest = problem.max_len_q if problem.num_sequences else problem.len_q
+    longest, _ = problem.longest
     longest = -(-longest // problem.dilation)
     rows = packed_heads(problem) * longest
     columns = padded(max(problem.head_dim, problem.value_dim))
