@@ -10,7 +10,8 @@ from adaattn import warming
 from adaattn.backends import register
 from adaattn.backends.interface import Result, Tensors
 from adaattn.errors import ArgumentTypeError, ExecutorError
-from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup
+from adaattn.policies import PRESETS
+from adaattn.spec import AttentionProblem, Capability, Decision, Feature, HeadGroup
 from adaattn.testing import attention, make_problem
 
 
@@ -63,8 +64,46 @@ def test_a_model_is_called_once_and_its_calls_are_warmed(
         progress=lambda label, number, count: done.append(number),
     )
     assert len(calls) == 1
-    assert [problem.len_q for problem in first_in_line] == [12, 12]  # the model's, and once more
+    assert [problem.len_q for problem in first_in_line] == [12]  # nothing compiles in the model
     assert done == [0, 1]
+    model(torch.randn(1, 2, 12, 16), cap=2.0)
+    assert [problem.len_q for problem in first_in_line] == [12, 12]  # nor is that remembered
+
+
+def test_a_model_that_fails_leaves_later_calls_as_they_are(
+    first_in_line: list[AttentionProblem],
+) -> None:
+    x = torch.randn(1, 2, 12, 16)
+
+    def model() -> None:
+        adaattn.scaled_dot_product_attention(x, x, x, softcap=2.0)
+        raise KeyError("a fault of the model")
+
+    with pytest.raises(KeyError):
+        adaattn.warmup(model, device="cpu")
+    assert not first_in_line
+    adaattn.scaled_dot_product_attention(x, x, x, softcap=2.0)
+    assert len(first_in_line) == 1
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_what_only_serves_until_a_kernel_is_compiled_is_warmed_where_that_stays(
+    ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = make_problem(len_q=12)
+    found = [
+        warming.decide_exactly(problem, warming.probe("cpu"), PRESETS["quality"], backend)
+        for backend in ("auto", "chunked")
+    ]
+    meanwhile, later = (item.plan for item in found if item is not None)
+    decision = Decision(plan=meanwhile, later=later, calls_before=9)
+    ran: list[str] = []
+    monkeypatch.setattr(warming, "decide_exactly", lambda *given: decision)
+    monkeypatch.setattr(warming, "is_ready", lambda problem, group: ready)
+    monkeypatch.setattr(warming, "_run_plan", lambda problem, group, _: ran.append(group.label))
+    labels = [plan.groups[0].label for plan in adaattn.warmup([problem], device="cpu")]
+    expected = [plan.groups[0].label for plan in (later, meanwhile)]
+    assert labels == ran == (expected[:1] if ready else expected)
 
 
 def test_a_plan_that_fails_is_logged_and_the_others_go_on(
