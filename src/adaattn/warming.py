@@ -9,7 +9,6 @@ import torch
 
 from adaattn._events import AttentionEvent, record_events
 from adaattn.backends import is_ready
-from adaattn.call.bind import ASKING
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import without_autocast
 from adaattn.errors import ArgumentTypeError, ExecutorError, expected_got
@@ -38,9 +37,8 @@ def warmup(
     A first call of a kind compiles for seconds where an executor compiles; later calls, and other
     processes on this machine, find it on disk. Call it before serving, or before a clock runs.
     A plan that fails is logged, and the others go on. What serves only until a kernel is compiled
-    is not compiled, nor is anything for the model's own call. FlexAttention is, where nothing
-    replaces it, but its calls still wait until they have paid for it: what it compiles is for one
-    problem alone.
+    is not run once that kernel is. FlexAttention is compiled where nothing replaces it, but its
+    calls still wait until they have paid for it: what it compiles is for one problem alone.
 
     Args:
         what: problems; or a model, or any function, which is called once and whose attention calls
@@ -78,21 +76,14 @@ def warmup(
 def _asked_by(
     model: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[AttentionProblem]:
-    """Return the problems of a model's attention calls, in the order of their first.
-
-    Compiling for this one call too would take as long again: FlexAttention, minutes.
-    """
+    """Return the problems of a model's attention calls, in the order of their first."""
     found: dict[AttentionProblem, None] = {}
 
     def note(event: AttentionEvent) -> None:
         found[event.problem] = None
 
-    before = ASKING.set(True)
-    try:
-        with record_events(note):
-            model(*args, **kwargs)
-    finally:
-        ASKING.reset(before)
+    with record_events(note):
+        model(*args, **kwargs)
     return list(found)
 
 
@@ -110,7 +101,7 @@ def _run_once(
         for plan in (later, decision.plan):
             if plan is None:
                 continue
-            if plan is not later and later is not None and is_ready(problem, later.groups[0]):
+            if later is not None and later in done and is_ready(problem, later.groups[0]):
                 continue  # nothing waits for it any more
             group = plan.groups[0]
             if progress is not None:

@@ -6,14 +6,12 @@ everything that the choice depends on; decoding over a growing cache is one kind
 of two of keys.
 """
 
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from adaattn import hardware
-from adaattn.backends import capability_named, is_ready
 from adaattn.call.adapt import PROCESS, adapted, is_settled, is_transformed
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome, is_lossy
@@ -26,18 +24,13 @@ from adaattn.call.history import History, is_recomputing
 from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
 from adaattn.call.run import GIVEN, check_plan
-from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.policies import PRESETS, resolve_policy
-from adaattn.spec import AttentionProblem, Decision, HardwareFacts, Plan, Policy
+from adaattn.spec import Decision, Plan, Policy
 
-__all__ = ["ASKING", "Bound", "bind", "bound_calls", "find"]
-
-ASKING: Final[ContextVar[bool]] = ContextVar("adaattn_asking", default=False)
-"""True while a model runs to tell what it calls: its first calls compile nothing, nor are kept."""
+__all__ = ["Bound", "bind", "bound_calls", "find"]
 
 _KEPT: Final = 4096
-_UNCOMPILED: Final = "chunked"
-"""Serves every call, and compiles nothing."""
 _TRANSFORMED: Final = "inside a torch.func transform nothing can be measured; it ran exactly"
 
 _BOUND: Final[dict[object, Bound]] = {}
@@ -102,8 +95,7 @@ def bind(
         made = _given(call, arguments, plan, layer, return_aux)
     else:
         made = _chosen(call, arguments, resolved, backend, layer, return_aux, history)
-    passing = ASKING.get() or is_transformed(query, key, value)
-    if known_by is None or passing or not may_keep(arguments, policy):
+    if known_by is None or is_transformed(query, key, value) or not may_keep(arguments, policy):
         return made
     if len(_BOUND) >= _KEPT:
         _forget()
@@ -126,9 +118,6 @@ def _chosen(
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
     exact = decide_exactly(problem, facts, policy, backend, layer)
-    if exact is not None and ASKING.get():
-        exact = _uncompiled(exact, problem, facts, policy, layer)
-        return Exact(call, arguments, exact, policy, backend, layer, return_aux, history).bound()
     choice = Choice(policy=policy, backend=backend, layer=layer, exact=exact)
     if policy.allows_loss and is_transformed(
         call.tensors.query, call.tensors.key, call.tensors.value
@@ -140,23 +129,6 @@ def _chosen(
         kept = PROCESS if history is None else history
         return _Adapting(call, arguments, choice, kept, return_aux)
     return Exact(call, arguments, exact, policy, backend, layer, return_aux, history).bound()
-
-
-def _uncompiled(
-    exact: Decision,
-    problem: AttentionProblem,
-    facts: HardwareFacts,
-    policy: Policy,
-    layer: int,
-) -> Decision:
-    """Return a decision for a call whose result nobody waits for; the same if there is no other."""
-    group = exact.plan.groups[0]
-    if not capability_named(group.capability).compiles or is_ready(problem, group):
-        return exact
-    try:
-        return decide_exactly(problem, facts, policy, _UNCOMPILED, layer) or exact
-    except (PlanError, UnsupportedError):
-        return exact
 
 
 class _Adapting:
