@@ -93,7 +93,8 @@ def _run_once(
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[Plan, ...]:
     """Run the plans of problems; return them, each once."""
-    facts, done = probe(device), []
+    facts = probe(device)
+    done: list[Plan] = []
     for number, problem in enumerate(problems):
         decision = decide_exactly(problem, facts, PRESETS["quality"], "auto")
         assert decision is not None
@@ -101,7 +102,7 @@ def _run_once(
         for plan in (later, decision.plan):
             if plan is None:
                 continue
-            if later is not None and later in done and is_ready(problem, later.groups[0]):
+            if plan is not later and later in done and is_ready(problem, later.groups[0]):
                 continue  # nothing waits for it any more
             group = plan.groups[0]
             if progress is not None:

@@ -72,7 +72,7 @@ def test_a_model_is_called_once_and_its_calls_are_warmed(
 def test_what_only_serves_until_a_kernel_is_compiled_is_warmed_where_that_stays(
     ready: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = make_problem(len_q=12)
+    problem, other = make_problem(len_q=12), make_problem(len_q=13)
     found = [
         warming.decide_exactly(problem, warming.probe("cpu"), PRESETS["quality"], backend)
         for backend in ("auto", "chunked")
@@ -83,9 +83,10 @@ def test_what_only_serves_until_a_kernel_is_compiled_is_warmed_where_that_stays(
     monkeypatch.setattr(warming, "decide_exactly", lambda *given: decision)
     monkeypatch.setattr(warming, "is_ready", lambda _, group: ready and group.label in ran)
     monkeypatch.setattr(warming, "_run_plan", lambda problem, group, _: ran.append(group.label))
-    labels = [plan.groups[0].label for plan in adaattn.warmup([problem], device="cpu")]
-    expected = [plan.groups[0].label for plan in (later, meanwhile)]
-    assert labels == ran == (expected[:1] if ready else expected)
+    labels = [plan.groups[0].label for plan in adaattn.warmup([problem, other], device="cpu")]
+    expected = [plan.groups[0].label for plan in (later, meanwhile)][: 1 if ready else 2]
+    assert labels == expected
+    assert ran == 2 * expected
 
 
 def test_a_plan_that_fails_is_logged_and_the_others_go_on(
