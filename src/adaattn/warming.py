@@ -11,6 +11,7 @@ from adaattn._events import AttentionEvent, record_events
 from adaattn.backends import is_ready
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import without_autocast
+from adaattn.call.waiting import without_waiting
 from adaattn.errors import ArgumentTypeError, ExecutorError, expected_got
 from adaattn.hardware import probe
 from adaattn.hardware.probe import resolve
@@ -37,8 +38,8 @@ def warmup(
     A first call of a kind compiles for seconds where an executor compiles; later calls, and other
     processes on this machine, find it on disk. Call it before serving, or before a clock runs.
     A plan that fails is logged, and the others go on. What serves only until a kernel is compiled
-    is not run once that kernel is. FlexAttention is compiled where nothing replaces it, but its
-    calls still wait until they have paid for it: what it compiles is for one problem alone.
+    is not run once that kernel is, nor by a model that is called. FlexAttention compiles for one
+    problem alone: what only problems warm still waits until calls have paid for that.
 
     Args:
         what: problems; or a model, or any function, which is called once and whose attention calls
@@ -82,7 +83,7 @@ def _asked_by(
     def note(event: AttentionEvent) -> None:
         found[event.problem] = None
 
-    with record_events(note):
+    with record_events(note), without_waiting():
         model(*args, **kwargs)
     return list(found)
 

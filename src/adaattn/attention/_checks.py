@@ -7,7 +7,7 @@ import torch
 from adaattn.attention._layout import Layout
 from adaattn.backends.keys_values import KeysValues
 from adaattn.call.canonical import described
-from adaattn.call.history import is_recomputing
+from adaattn.call.recomputing import is_recomputing
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
 from adaattn.spec import KVKind, Policy
 

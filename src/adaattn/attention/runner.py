@@ -10,8 +10,9 @@ from adaattn._events import AttentionEvent, add_sink, remove_sink
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.adapt import NOT_FINITE
-from adaattn.call.history import History, is_recomputing
+from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
+from adaattn.call.recomputing import is_recomputing
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.policies import AMBIENT, resolve_policy
 from adaattn.spec import Decision, Plan, Policy, Precision

@@ -26,8 +26,9 @@ from adaattn.call.audit import (
 )
 from adaattn.call.choice import Choice, Place, place_of
 from adaattn.call.describe import Call
-from adaattn.call.history import Entry, History, is_recomputing
+from adaattn.call.history import Entry, History
 from adaattn.call.measure import check_finite, measure, measure_later
+from adaattn.call.recomputing import is_recomputing
 from adaattn.call.run import run_decision
 from adaattn.errors import NonFiniteError, PlanError, UnsupportedError
 from adaattn.planning import (
@@ -51,9 +52,11 @@ __all__ = [
     "NOT_FINITE",
     "PROCESS",
     "adapted",
+    "as_it_runs",
     "decide_approximately",
     "is_settled",
     "is_transformed",
+    "repeated",
 ]
 
 _LOGGER = logging.getLogger("adaattn")
@@ -119,6 +122,8 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
         note = note or _FOR_ONCE
     elif decision is None or (entry.stats is not None and wanted):
         decision = _decided(choice, place, entry)
+        if choice.exact is not None:
+            decision = as_it_runs(decision, choice.exact)
         variants = _lossy_variants(decision, problem.precision)
         if variants and not choice.is_forced and not ledger.may_try(variants):
             assert choice.exact is not None
@@ -208,6 +213,23 @@ def _wanted(choice: Choice, place: Place) -> tuple[Variant, ...]:
             dropped=dropped,
         )
     return known
+
+
+def as_it_runs(decision: Decision, exact: Decision) -> Decision:
+    """Return a decision with the plan that exact calls do not wait for any more."""
+    if decision.later is None or decision.later != exact.plan:
+        return decision
+    return replace(decision, plan=decision.later, later=None)
+
+
+def repeated(call: Call, choice: Choice, history: History, decision: Decision) -> Outcome:
+    """Return the outcome of a decision made before, audited as others are where nothing waits."""
+    outcome = run_decision(call, decision, choice.policy, choice.backend)
+    if is_recomputing():
+        return outcome
+    entry = place_of(call, choice, history).entry
+    entry.calls += 1
+    return _checked(call, outcome, choice, entry, [])
 
 
 def _again(call: Call, choice: Choice, history: History) -> Outcome:

@@ -12,7 +12,14 @@ from typing import Any, Final
 import torch
 
 from adaattn import hardware
-from adaattn.call.adapt import PROCESS, adapted, is_settled, is_transformed
+from adaattn.call.adapt import (
+    PROCESS,
+    adapted,
+    as_it_runs,
+    is_settled,
+    is_transformed,
+    repeated,
+)
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.bound import Bound, Exact, general
@@ -20,9 +27,10 @@ from adaattn.call.choice import Choice
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import Call, build_call
 from adaattn.call.given import given
-from adaattn.call.history import History, is_recomputing
+from adaattn.call.history import History
 from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
+from adaattn.call.recomputing import Forwards, is_recomputing
 from adaattn.call.run import GIVEN, check_plan
 from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.policies import PRESETS, resolve_policy
@@ -146,8 +154,14 @@ class _Adapting:
         self._history = history
         self._decided = choice.exact
         self._left = 0
+        self._last: Decision | None = None
+        self._forwards = Forwards()
+        # Where the host waits, numbers say which forward pass is run again.
+        self._may_hold = call.problem.requires_grad and not call.problem.may_wait
         policy, backend, layer, exact = choice.policy, choice.backend, choice.layer, choice.exact
-        self._full = self._quick = general(arguments, return_aux, layer, self._run, call, history)
+        self._full = general(arguments, return_aux, layer, self._run, call, history)
+        self._held = general(arguments, return_aux, layer, self._repeat, call, history)
+        self._quick = self._full
         self._exact: Exact | None = None
         if exact is not None:
             self._exact = Exact(call, arguments, exact, policy, backend, layer, return_aux, history)
@@ -155,6 +169,8 @@ class _Adapting:
 
     def __call__(self, *given: Any) -> Any:
         """Return the call's result; takes what every bound call takes."""
+        if self._may_hold and self._forwards.are_pending():
+            return self._held(*given)
         if self._left <= 0 or is_recomputing():
             return self._full(*given)
         self._left -= 1
@@ -162,14 +178,28 @@ class _Adapting:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of one call, and see how many may run without a look after it."""
+        exact = self._choice.exact
+        if self._exact is not None and exact is not None and exact.later is not None:
+            now = as_it_runs(exact, self._exact.decision_now())
+            self._choice = replace(self._choice, exact=now)
         outcome = adapted(_waiting_as_asked(call, self._choice.policy), self._choice, self._history)
         self._left = outcome.exact_calls_next
         decision = outcome.decision
+        self._last = None if self._left else decision
         if self._left and self._exact and decision is not None and decision is not self._decided:
             self._decided = decision
             self._exact.follow(decision)
             self._quick = self._exact.bound()
         return outcome
+
+    def _repeat(self, call: Call) -> Outcome:
+        """Return the outcome of the last decision: a forward pass that had it may be run again."""
+        decision = self._last
+        if decision is None and self._exact is not None:
+            decision = self._exact.decision_now()
+        if decision is None:
+            return self._run(call)
+        return repeated(call, self._choice, self._history, decision)
 
 
 def _given(

@@ -26,6 +26,7 @@ from adaattn.call.history import History
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import ROW_OUTPUTS, AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
+from adaattn.call.recomputing import Forwards
 from adaattn.call.run import now_ms, run_decision, tell
 from adaattn.call.waiting import Wait
 from adaattn.errors import ExecutorError
@@ -101,6 +102,7 @@ class Exact:
         self._backend = backend
         self._history = None if history is None or history.watch is None else history
         self._general = general(arguments, return_aux, layer, self._run, history=history)
+        self._forwards = Forwards()
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
         shape, device = call.tensors.query.shape[:2], call.tensors.query.device
@@ -114,7 +116,7 @@ class Exact:
 
     def follow(self, decision: Decision) -> None:
         """Run a decision from now on; what need not be compiled any more is run at once."""
-        self._wait = Wait.of(self._alike.problem, decision)
+        self._wait = Wait.of(self._alike.problem, decision, self._forwards)
         if self._wait is None and decision.later is not None:
             decision = replace(decision, plan=decision.later, later=None)
         self._decision = decision
@@ -131,6 +133,12 @@ class Exact:
             self._direct, self._takes = _direct(self._alike, decision)
         if self._wait is not None and self._direct is not None:
             self._meanwhile, self._direct = self._shortest(), None
+
+    def decision_now(self) -> Decision:
+        """Return the decision of a call that begins: the later one, once enough paid for it."""
+        if self._wait is not None and self._wait.is_over():
+            self._follow_later()
+        return self._decision
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
@@ -187,10 +195,9 @@ class Exact:
         )
 
     def _run(self, call: Call) -> Outcome:
-        """Return the outcome of the decision; the one after it, once enough calls paid for it."""
-        if self._wait is not None and self._meanwhile is None and self._wait.is_over():
-            self._follow_later()
-        outcome = run_decision(call, self._decision, self._policy, self._backend)
+        """Return the outcome of the decision."""
+        decision = self._decision if self._meanwhile is not None else self.decision_now()
+        outcome = run_decision(call, decision, self._policy, self._backend)
         if outcome.fallbacks:
             assert outcome.decision is not None
             # What had no room once is not tried at each call; what is waited for is waited for.

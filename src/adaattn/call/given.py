@@ -9,7 +9,7 @@ from adaattn.call.adapt import is_transformed
 from adaattn.call.arriving import Arriving
 from adaattn.call.audit import AUDIT_EVERY, Outcome, audited_later, with_earlier
 from adaattn.call.describe import Call
-from adaattn.call.history import is_recomputing
+from adaattn.call.recomputing import is_recomputing
 from adaattn.call.run import run_plan
 from adaattn.spec import AttentionProblem, Plan
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Final
 
-import torch
-
 from adaattn._events import AttentionEvent
 from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
 from adaattn.spec import (
@@ -20,7 +18,7 @@ from adaattn.spec import (
     Variant,
 )
 
-__all__ = ["Entry", "History", "Served", "Watch", "is_recomputing"]
+__all__ = ["Entry", "History", "Served", "Watch"]
 
 Watch = Callable[[AttentionEvent, int], None]
 """Takes an event and how many calls were like it."""
@@ -188,15 +186,6 @@ class Served:
 
     event: AttentionEvent
     calls: int = 0
-
-
-def is_recomputing() -> bool:
-    """Return whether a backward pass is running: what is called in it counts as recomputed.
-
-    That is activation checkpointing. A module that is called in backward on purpose, as by an
-    implicit layer, is not told apart: it counts as recomputed and learns nothing.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def running_stats(old: TensorStats, new: TensorStats, momentum: float) -> TensorStats:

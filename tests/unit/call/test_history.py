@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
 from adaattn import AttentionEvent, AttentionProblem, HeadGroup, History, Policy
-from adaattn.call.history import Entry, is_recomputing, running_stats
+from adaattn.call.history import Entry, running_stats
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import Decision, Plan, Precision, TensorStats
 from adaattn.testing import make_errors, make_problem
@@ -237,22 +235,6 @@ class TestForwards:
             history.keep(number, decision())
         assert history.recalled(0) is None
         assert history.recalled(1) is not None and history.recalled(64) is not None
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputation_is_known_by_the_backward_pass_around_it(use_reentrant: bool) -> None:
-    seen: list[bool] = []
-
-    def noting(x: torch.Tensor) -> torch.Tensor:
-        seen.append(is_recomputing())
-        return x.sin().exp()
-
-    x = torch.randn(3, requires_grad=True)
-    output = checkpoint(noting, x, use_reentrant=use_reentrant).sum()
-    assert seen == [False]
-    output.backward()
-    assert seen == [False, True]
-    assert not is_recomputing()
 
 
 @pytest.mark.parametrize(
