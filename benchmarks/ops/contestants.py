@@ -24,7 +24,8 @@ from benchmarks.written_out import written_out
 
 __all__ = ["ALL_BLOCKS", "NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
 
-SDPA, NAIVE, CUDNN, FLEX, OURS = "F.sdpa", "naive", "cudnn", "flex", "adaattn"
+SDPA, NAIVE, MATH, CUDNN = "F.sdpa", "naive", "math", "cudnn"
+FLEX, OURS = "flex", "adaattn"
 ALL_BLOCKS, PLAIN = "F.sdpa, all blocks", "adaattn, no entropy"
 """What a cell costs without what it asks for: the other result, and its time."""
 
@@ -68,11 +69,12 @@ def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Ma
     if cell.given.listed:
         yield ALL_BLOCKS, _sdpa_of_all
     yield SDPA, _sdpa
-    yield CUDNN, _cudnn
+    yield CUDNN, partial(_by, SDPBackend.CUDNN_ATTENTION)
     if cell.given.is_for_flex and with_flex:
         yield FLEX, _flex
     if cell.with_naive and not cell.backward:
         yield NAIVE, _naive
+        yield MATH, partial(_by, SDPBackend.MATH)
     for name, module in _OTHERS.items():
         yield name, partial(_flash_attention, name, module)
     if cell.given.has_entropy:
@@ -111,16 +113,17 @@ def _without_entropy(cell: Cell, inputs: Inputs) -> Call:
     return replace(_ours("auto", plain, inputs), is_the_cell=False)
 
 
-def _cudnn(cell: Cell, inputs: Inputs) -> Call:
-    """Return the same call with cuDNN as the only kernel."""
-    if inputs.query.device.type != "cuda":
-        raise RefusedError("it runs on a GPU")
-    if cell.dtype is torch.float32:
-        raise RefusedError("it takes 16-bit numbers")
+def _by(backend: SDPBackend, cell: Cell, inputs: Inputs) -> Call:
+    """Return the same call with one of PyTorch's kernels alone."""
+    if backend is SDPBackend.CUDNN_ATTENTION:
+        if inputs.query.device.type != "cuda":
+            raise RefusedError("it runs on a GPU")
+        if cell.dtype is torch.float32:
+            raise RefusedError("it takes 16-bit numbers")
     call = _sdpa(cell, inputs)
 
     def run() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backend):
             return call.run()
 
     return Call(run=run, mask=call.mask)
