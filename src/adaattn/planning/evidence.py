@@ -23,7 +23,9 @@ _REACH: Final = 1.0
 """Octaves to the nearest cell in each size: twice or half of what was measured, not more."""
 
 _MORE_HEADS: Final = 0.5
-"""What further heads count of that where the cell filled the card: it takes them in turn."""
+"""What an octave of heads counts of that where the fewer fill the card: it takes them in turn. Of
+pairs of cells on H200 and H100 that differ in heads alone, the one with more takes a place wrongly
+for the other in 34 of 3372 choices where the fewer fill it, in 173 of 2761 where they do not."""
 
 _FULL: Final = 128
 """Tiles of 128 rows that fill one: an H100 has 132 processors."""
@@ -183,8 +185,8 @@ def _near(
             continue
         known.add((point, cell.num_sequences))
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
-        is_full = cell.heads * -(-cell.len_q // 128) >= _FULL
-        heads = _MORE_HEADS * steps[0] if place[0] > point[0] and is_full else steps[0]
+        fewer = min((place[0], place[2]), (point[0], point[2]))
+        heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
         reach = max(heads, *steps[1:])
         if reach <= _BETWEEN:
             found.append((sum(steps) + _OF_COLUMNS * steps[_COLUMNS], reach, cell))
@@ -218,6 +220,11 @@ def _logs(sizes: tuple[int, int, int, int], head_dim: int, visible: float) -> tu
     heads, group, len_q, len_k = (math.log2(max(size, 1)) for size in sizes)
     share = math.log2(max(visible, 1.0) / max(sizes[3], 1))
     return (0.5 * heads, group, len_q, len_k, math.log2(max(head_dim, 1)), share)
+
+
+def _is_full(heads: float, len_q: float) -> bool:
+    """Return whether so many heads and rows, as they stand in a place, fill a card."""
+    return 4.0**heads * math.ceil(2.0**len_q / 128.0) >= _FULL
 
 
 def _work(problem: AttentionProblem, pairs: float) -> float:
