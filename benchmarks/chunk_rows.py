@@ -1,6 +1,7 @@
-"""Times chunks of every size on a CPU, beside the size that planning takes.
+"""Times chunks of every size, beside the size that planning takes.
 
-python -m benchmarks.chunk_rows --rounds 40
+python -m benchmarks.chunk_rows --device cpu --rounds 40
+python -m benchmarks.chunk_rows --device cuda --rounds 5     # chunks that are written out
 """
 
 import time
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 
 from adaattn.backends import run_group
-from adaattn.backends.chunk_rows import choose_chunk_rows
+from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
 from benchmarks.timing import arguments, save
 
-SIZES = (64, 128, 256, 512, 1024)
+SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
+_MOST_BYTES = 16 << 30
+"""Of a chunk's scores on a GPU."""
 
-PROBLEMS: dict[str, dict[str, Any]] = {
+ON_A_CPU: dict[str, dict[str, Any]] = {
     "window 13+13, 128 heads, S225 D48": {
         "batch": 8, "num_heads": 16, "len_q": 225, "head_dim": 48, "window": (13, 13),
     },
@@ -43,6 +46,16 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    f"{kind}, {heads} heads, S{length} D{dim} {precision.label}": {
+        "num_heads": heads, "len_q": length, "head_dim": dim, "precision": precision,
+        "is_causal": True, "device_type": "cuda", **given,
+    }
+    for kind, given in (("sinks", {"has_sinks": True}), ("softcap", {"softcap": 30.0}))
+    for precision in (Precision.BF16, Precision.FP32)
+    for heads, length, dim in ((4, 6371, 96), (32, 2048, 128), (32, 8192, 64))
+}  # fmt: skip
+
 
 def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
     """Return a call for each size of chunks; sizes past all rows are one."""
@@ -55,7 +68,9 @@ def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
         return torch.autograd.grad(output, leaves, upstream) if problem.requires_grad else output
 
     found: dict[int, Callable[[], object]] = {}
-    for size in SIZES:
+    for size in SIZES[problem.device_type]:
+        if min(size, problem.len_q) * row_bytes(problem) > _MOST_BYTES:
+            break
         group = HeadGroup(
             capability="chunked",
             scheme=Scheme.of(problem.precision),
@@ -73,24 +88,31 @@ def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]
     for function in by_size.values():
         function()
         function()
+        _synchronize(problem.device_type)
     best = dict.fromkeys(by_size, float("inf"))
     for _ in range(rounds):
         for size, function in by_size.items():
             start = time.perf_counter()
             function()
+            _synchronize(problem.device_type)
             best[size] = min(best[size], 1e3 * (time.perf_counter() - start))
     chosen = min(choose_chunk_rows(problem, None), max(by_size))
     share = best[chosen] / min(best.values())
     shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in best.items())
-    print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best")
+    print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best", flush=True)
     return {"cell": name, "best_ms": best, "chosen": chosen, "chosen_over_best": share}
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def main() -> None:
     """Measure every problem, forward and in training, and write the result."""
     options = arguments(__doc__ or "").parse_args()
     rows = []
-    for name, values in PROBLEMS.items():
+    for name, values in (ON_A_GPU if options.device == "cuda" else ON_A_CPU).items():
         for training in (False, True):
             label = f"{name}, training" if training else name
             if options.only in label:

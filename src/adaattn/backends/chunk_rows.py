@@ -16,7 +16,7 @@ _DEFAULT_BYTES: Final = 256 << 20
 """Score workspace when the policy sets no limit; large enough to amortise launches."""
 
 _GPU_BYTES: Final = {True: 4 << 30, False: 2 << 30}
-"""The same on a GPU of chunks that are calls of SDPA, by whether a kernel writes no scores."""
+"""The same on a GPU, by whether a kernel of SDPA writes no scores."""
 
 _PAIR_BYTES, _BIAS_BYTES = 24, 10
 """A mask's pair of a row and a key while it is made, and what ALiBi adds for each head."""
@@ -42,6 +42,10 @@ _GPU_CHUNK_PRODUCTS: Final = {True: (5e9, 5e10), False: (5e8, 5e9)}
 """The same on a GPU by whether the input has 16 bits: at a fused kernel's rate what the host takes
 for a chunk, 70 us, and 0.8 ms with its recomputation in training (H200, PyTorch 2.11, 2026-11)."""
 
+_GPU_WRITTEN_PRODUCTS: Final = (1.2e9, 2.5e9)
+"""The same of chunks that are written out: their scores go through memory, and the host takes 0.3
+ms for one, 2 with its recomputation (H100, benchmarks/results/chunk_rows_h100.json)."""
+
 _AGAIN: Final = 4.5 / 3.5
 """What computing chunks again in the backward pass costs: five products and two, and two more."""
 
@@ -63,13 +67,13 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
 
     Args:
         problem: simplified.
-        memory_budget_bytes: the policy's limit; None takes 256 MiB, for calls of SDPA on a GPU
-            2 or 4 GiB, exceeded only where 16 rows need more.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB, on a GPU 2 GiB, or 4 where
+            no scores are written; exceeded only where 16 rows need more.
     """
     problem = _own(problem)
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
-    if problem.device_type == "cuda" and is_plain(problem):
-        available = _GPU_BYTES[is_fused(problem)]
+    if problem.device_type == "cuda":
+        available = _GPU_BYTES[is_plain(problem) and is_fused(problem)]
     if memory_budget_bytes is not None:
         # Whatever the chunk, each query row has its log-sum-exp.
         rows = problem.batch * problem.num_heads * problem.len_q
@@ -154,5 +158,7 @@ def _products(problem: AttentionProblem, size: int) -> float:
         return products + chunks * beside[problem.requires_grad]
     if chunks > 1 and problem.requires_grad:
         products *= _AGAIN
-    half = problem.precision.bits <= 16
-    return products + chunks * _GPU_CHUNK_PRODUCTS[half][problem.requires_grad]
+    beside = _GPU_CHUNK_PRODUCTS[problem.precision.bits <= 16]
+    if not is_plain(problem):
+        beside = _GPU_WRITTEN_PRODUCTS
+    return products + chunks * beside[problem.requires_grad]

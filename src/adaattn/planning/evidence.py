@@ -224,7 +224,7 @@ def _logs(sizes: tuple[int, int, int, int], head_dim: int, visible: float) -> tu
 
 def _is_full(heads: float, len_q: float) -> bool:
     """Return whether so many heads and rows, as they stand in a place, fill a card."""
-    return 4.0**heads * math.ceil(2.0**len_q / 128.0) >= _FULL
+    return math.pow(4.0, heads) * math.ceil(math.pow(2.0, len_q) / 128.0) >= _FULL
 
 
 def _work(problem: AttentionProblem, pairs: float) -> float:
