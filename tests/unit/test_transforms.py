@@ -159,18 +159,22 @@ def test_packed_calls_compile_whole(settings: dict[str, Any]) -> None:
     "choice", [{"plan": one(capability="chunked")}, {"backend": "chunked"}], ids=["plan", "backend"]
 )
 def test_an_executor_that_reads_bounds_is_refused_inside_a_graph(choice: dict[str, Any]) -> None:
-    tensors, settings = draw(batch=(1,)), choice | PACKED | {"softcap": 5.0}
+    tensors = draw(batch=(1,))
+    settings = choice | PACKED | {"alibi_slopes": torch.ones(tensors[0].shape[1])}
     attend(*tensors, **settings)
     compiled = torch.compile(lambda *items: attend(*items, **settings), backend="aot_eager")
     with pytest.raises(UnsupportedError, match="read on the host, which a graph cannot do"):
         compiled(*tensors)
 
 
-def test_a_few_packed_tokens_are_one_call_with_a_mask_in_a_graph_too() -> None:
+@pytest.mark.parametrize("settings", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_a_few_packed_tokens_are_one_call_with_a_mask_in_a_graph_too(
+    settings: dict[str, Any],
+) -> None:
     tensors = draw(batch=(1,))
 
     def call(*items: torch.Tensor) -> torch.Tensor:
-        return attend(*items, backend="chunked", **PACKED)
+        return attend(*items, backend="chunked", **settings, **PACKED)
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*tensors), call(*tensors))

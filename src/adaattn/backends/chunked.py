@@ -51,7 +51,7 @@ from adaattn.backends.sinks import (
     is_untransformed,
     whole_flash_sinks,
 )
-from adaattn.backends.written import is_written, whole_written, written_tile
+from adaattn.backends.written import is_written, packed_written, whole_written, written_tile
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -98,6 +98,7 @@ _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
 _PRODUCTS_OF_A_CALL: Final = 1_000_000
+_PRODUCTS_OF_A_WRITTEN_CALL: Final = 2_000_000
 _FEW_TOKENS: Final = 48
 _MOST_PACKED: Final = 1 << 23
 """See `_is_one_call`."""
@@ -118,7 +119,9 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     if not problem.num_sequences:
         whole = whole_tile(problem, group) or whole_flash_sinks(problem, group)
         return whole or whole_written(problem, group)
-    return whole_packed(problem) if _is_one_call(problem) and not needs_care(problem) else None
+    if not _is_one_call(problem) or not is_plain(problem) or needs_care(problem):
+        return None
+    return whole_packed(problem)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -134,8 +137,10 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     if _is_one_call(problem):
         starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
         assert starts_q is not None and starts_k is not None
-        bounds = (tensors.bounds_q, tensors.bounds_k)
-        mask = packed_tile(tensors.query, (starts_q, starts_k), bounds, problem)
+        bounds, writes = (tensors.bounds_q, tensors.bounds_k), not is_plain(problem)
+        mask = packed_tile(tensors.query, (starts_q, starts_k), bounds, problem, hides=writes)
+        if writes:
+            return Result(output=packed_written(tensors, mask, problem))
         output = fused_attention(tensors.query, tensors.key, tensors.value, mask, problem)
         return Result(output=output)
     if problem.len_q and problem.len_k and is_plain(problem) and tensors.mask is None:
@@ -195,20 +200,25 @@ def _plain_sequences(tensors: Tensors, problem: AttentionProblem, chunk_rows: in
 
 
 def _is_one_call(problem: AttentionProblem) -> bool:
-    """Return whether one call of SDPA with a mask is to serve all packed sequences.
+    """Return whether one call with a mask is to serve all packed sequences: of SDPA, or a tile.
 
     On a GPU it does where that mask is small: one call for each would wait for their bounds. On a
     CPU it does where it beats those: a call costs 25 to 35 us, the scores between sequences 30 to
     60 us for each million multiplications. The two meet at 1 to 1.3 million a sequence (AMD EPYC
-    9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11).
+    9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11). Scores
+    written out, with sinks or a softcap, cost 200 us a sequence: up to 1 million one tile takes 0.1
+    to 0.8 of the time, at 4 million 0.3 to 2.4 (the same, 2 and 8 sequences).
     """
     tokens = problem.len_q, problem.len_k
     others = problem.mask is not MaskKind.NONE or problem.has_alibi
-    if not is_plain(problem) or others or 0 in tokens:
+    if others or 0 in tokens:
         return False
+    products = problem.num_heads * problem.head_dim * tokens[0] * tokens[1]
+    if not is_plain(problem):
+        most = _PRODUCTS_OF_A_WRITTEN_CALL * problem.num_sequences
+        return problem.device_type == "cpu" and is_written(problem) and products <= most
     if problem.device_type == "cuda":
         return tokens[0] * tokens[1] <= _MOST_PACKED
-    products = problem.num_heads * problem.head_dim * tokens[0] * tokens[1]
     return products <= _PRODUCTS_OF_A_CALL * problem.num_sequences or max(tokens) <= _FEW_TOKENS
 
 

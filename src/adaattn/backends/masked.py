@@ -249,6 +249,8 @@ def packed_tile(
     starts: tuple[torch.Tensor, torch.Tensor],
     bounds: tuple[tuple[int, ...], tuple[int, ...]],
     problem: AttentionProblem,
+    *,
+    hides: bool = False,
 ) -> torch.Tensor:
     """Return which keys the rows of all packed sequences see, [Tq, Tk] to be added; kept.
 
@@ -257,11 +259,12 @@ def packed_tile(
         starts: of the packed queries and keys, int32 [N + 1].
         bounds: the same on the host, () where they are not known there.
         problem: without mask and ALiBi; what it hides, it hides in each sequence.
+        hides: return which they do not see, boolean.
     """
 
     def make() -> torch.Tensor:
         seen = packed_tile_seen(*starts, problem)
-        return aligned_bias(seen, query.dtype)
+        return ~seen if hides else aligned_bias(seen, query.dtype)
 
     if not may_keep(query):
         return make()
@@ -271,7 +274,8 @@ def packed_tile(
     if known is None:
         return make()
     lengths = range(problem.len_q), range(problem.len_k)
-    place = (problem.align, tile_key(problem, *lengths, query, query.dtype))
+    dtype = torch.bool if hides else query.dtype
+    place = (problem.align, tile_key(problem, *lengths, query, dtype))
     return kept((known[0], place, stream_of(query)), make, known[1])
 
 

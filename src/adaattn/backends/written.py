@@ -18,7 +18,7 @@ from adaattn.backends.tiles import kept, made_tile, tile_key
 from adaattn.hardware.probe import describe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
-__all__ = ["is_written", "multiplies_as_is", "whole_written", "written_tile"]
+__all__ = ["is_written", "multiplies_as_is", "packed_written", "whole_written", "written_tile"]
 
 _HIDDEN = float("-inf")
 _FORMATS: Final = describe("cpu").instructions
@@ -79,6 +79,21 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         return _attend(query, key, value, sinks, hidden, problem, blind=blind)
 
     return run
+
+
+def packed_written(
+    tensors: Tensors, hidden: torch.Tensor, problem: AttentionProblem
+) -> torch.Tensor:
+    """Return the output of packed sequences as one tile: scores between them are hidden.
+
+    Args:
+        tensors: packed.
+        hidden: boolean [Tq, Tk].
+        problem: of all sequences.
+    """
+    blind = not problem.packed_square
+    query, key, value = tensors.query, tensors.key, tensors.value
+    return _attend(query, key, value, tensors.sinks, hidden, problem, blind=blind)
 
 
 def multiplies_as_is(precision: Precision) -> bool:

@@ -136,6 +136,9 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "dilation": {"is_causal": True, "dilation": 3},
     "to the last key": {"is_causal": True, "align": Align.BOTTOM_RIGHT},
     "ALiBi": {"is_causal": True, "has_alibi": True},
+    "softcap": {"is_causal": True, "softcap": 3.0},
+    "sinks": {"window": (9, 0), "has_sinks": True},
+    "softcap to the last key": {"is_causal": True, "align": Align.BOTTOM_RIGHT, "softcap": 3.0},
 }
 
 
