@@ -202,8 +202,20 @@ def summary(rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
         "geometric_mean_ratio": statistics.geometric_mean(ratios),
         "host_over_peer_us_median": statistics.median(host) if host else None,
         "host_over_peer_us_worst": max(host, default=None),
+        "worst_waited": min(
+            ({"ratio": _waited_ratio(row), "cell": row["cell"]} for row in timed),
+            key=lambda found: found["ratio"],
+        ),
         "worst": [{key: row[key] for key in ("cell", "ratio", "executor")} for row in worst[:10]],
     }
+
+
+def _waited_ratio(row: dict[str, Any]) -> float:
+    """Return what a caller waits for the peer over ours: for the device, or longer for the host."""
+    host = row["host_us"]
+    if host is None:
+        return float(row["ratio"])
+    return max(row["peer_ms"], host[PEER] / 1e3) / max(row["ours_ms"], host[OURS] / 1e3)
 
 
 def run(options: argparse.Namespace) -> Path:

@@ -251,7 +251,8 @@ def test_a_ratio_below_the_bar_is_measured_again_three_times_as_long(
 def test_the_summary_counts_what_lost(regret: ModuleType) -> None:
     rows = [
         {"cell": str(ratio), "ratio": ratio, "ratio_of_best": best, "executor": "x"}
-        | {"host_over_peer_us": host}
+        | {"host_over_peer_us": host, "ours_ms": 1.0, "peer_ms": ratio}
+        | {"host_us": None if host is None else {"adaattn": 4e3, "F.sdpa": 4e3 - 1e3 * host}}
         for ratio, best, host in ((0.5, 0.6, 3.0), (0.9, 1.0, None), (1.0, 1.0, 5.0), (2, 2, 1.0))
     ]
     rows.append({"cell": "broken", "failed": "why", "failed_by": "F.sdpa"})
@@ -267,6 +268,7 @@ def test_the_summary_counts_what_lost(regret: ModuleType) -> None:
         "geometric_mean_ratio": pytest.approx((0.5 * 0.9 * 2) ** 0.25),
         "host_over_peer_us_median": 3.0,
         "host_over_peer_us_worst": 5.0,
+        "worst_waited": {"ratio": 0.25, "cell": "0.5"},
         "worst": [
             {"cell": str(ratio), "ratio": ratio, "executor": "x"} for ratio in (0.5, 0.9, 1.0, 2)
         ],
