@@ -38,8 +38,9 @@ def warmup(
     A first call of a kind compiles for seconds where an executor compiles; later calls, and other
     processes on this machine, find it on disk. Call it before serving, or before a clock runs.
     A plan that fails is logged, and the others go on. What serves only until a kernel is compiled
-    is not run once that kernel is, nor by a model that is called. FlexAttention compiles for one
-    problem alone: what only problems warm still waits until calls have paid for that.
+    is not run once that kernel is, nor by a model that is called: meanwhile calls of other threads
+    do not wait either. FlexAttention compiles for one problem alone: what only problems warm still
+    waits until calls have paid for that.
 
     Args:
         what: problems; or a model, or any function, which is called once and whose attention calls

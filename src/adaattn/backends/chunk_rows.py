@@ -18,11 +18,16 @@ _DEFAULT_BYTES: Final = 256 << 20
 _GPU_BYTES: Final = {True: 4 << 30, False: 2 << 30}
 """The same on a GPU, by whether a kernel of SDPA writes no scores."""
 
+_GPU_WRITTEN_BYTES: Final = (2 << 30, 7 << 29)
+"""The same where scores are written out, forward and in training, which keeps more of them."""
+
 _PAIR_BYTES, _BIAS_BYTES = 24, 10
 """A mask's pair of a row and a key while it is made, and what ALiBi adds for each head."""
 
 _SCORE_COPIES: Final = 3
-"""Scores, weights and one temporary, in the precision of sums."""
+_TRAINING_COPIES: Final = 5
+"""Scores, weights and one temporary, in the precision of sums; on a GPU in training five were seen
+with a softcap, four with sinks (H100, PyTorch 2.11, 2026-11)."""
 
 _MAX_ROWS: Final = {"cpu": 1024, "cuda": 1 << 15}
 _CHUNK_PRODUCTS: Final = (1.5e6, 4e6)
@@ -42,9 +47,10 @@ _GPU_CHUNK_PRODUCTS: Final = {True: (5e9, 5e10), False: (5e8, 5e9)}
 """The same on a GPU by whether the input has 16 bits: at a fused kernel's rate what the host takes
 for a chunk, 70 us, and 0.8 ms with its recomputation in training (H200, PyTorch 2.11, 2026-11)."""
 
-_GPU_WRITTEN_PRODUCTS: Final = (1.2e9, 2.5e9)
-"""The same of chunks that are written out: their scores go through memory, and the host takes 0.3
-ms for one, 2 with its recomputation (H100, benchmarks/results/chunk_rows_h100.json)."""
+_GPU_WRITTEN_PAIRS: Final = (1.2e7, 2.6e7)
+"""The same in pairs of a row and a key where scores are written out, which goes by pairs: the host
+takes 0.3 ms for a chunk, 2 with its recomputation (H100, benchmarks/results/chunk_rows_h100.json).
+"""
 
 _AGAIN: Final = 4.5 / 3.5
 """What computing chunks again in the backward pass costs: five products and two, and two more."""
@@ -67,13 +73,15 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
 
     Args:
         problem: simplified.
-        memory_budget_bytes: the policy's limit; None takes 256 MiB, on a GPU 2 GiB, or 4 where
-            no scores are written; exceeded only where 16 rows need more.
+        memory_budget_bytes: the policy's limit; None takes 256 MiB, on a GPU 2 to 4 GiB; exceeded
+            only where 16 rows need more.
     """
     problem = _own(problem)
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
     if problem.device_type == "cuda":
-        available = _GPU_BYTES[is_plain(problem) and is_fused(problem)]
+        available = _GPU_WRITTEN_BYTES[problem.requires_grad]
+        if is_plain(problem):
+            available = _GPU_BYTES[is_fused(problem)]
     if memory_budget_bytes is not None:
         # Whatever the chunk, each query row has its log-sum-exp.
         rows = problem.batch * problem.num_heads * problem.len_q
@@ -118,8 +126,10 @@ def row_bytes(problem: AttentionProblem) -> int:
         if problem.has_blocks:
             heads = problem.batch * problem.num_heads
         return (_PAIR_BYTES + _BIAS_BYTES * heads) * len_k
-    heads = problem.batch * problem.num_heads
-    return _SCORE_COPIES * _score_bytes(problem) * heads * len_k
+    copies = _SCORE_COPIES
+    if problem.device_type == "cuda" and problem.requires_grad and not is_plain(problem):
+        copies = _TRAINING_COPIES
+    return copies * _score_bytes(problem) * problem.batch * problem.num_heads * len_k
 
 
 def _own(problem: AttentionProblem) -> AttentionProblem:
@@ -158,7 +168,8 @@ def _products(problem: AttentionProblem, size: int) -> float:
         return products + chunks * beside[problem.requires_grad]
     if chunks > 1 and problem.requires_grad:
         products *= _AGAIN
-    beside = _GPU_CHUNK_PRODUCTS[problem.precision.bits <= 16]
     if not is_plain(problem):
-        beside = _GPU_WRITTEN_PRODUCTS
-    return products + chunks * beside[problem.requires_grad]
+        return products + chunks * problem.head_dim * _GPU_WRITTEN_PAIRS[problem.requires_grad]
+    return (
+        products + chunks * _GPU_CHUNK_PRODUCTS[problem.precision.bits <= 16][problem.requires_grad]
+    )

@@ -24,7 +24,7 @@ from adaattn.call.audit import (
     over_budget,
     with_earlier,
 )
-from adaattn.call.choice import Choice, Place, place_of
+from adaattn.call.choice import Choice, Place, as_it_runs, place_of
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History
 from adaattn.call.measure import check_finite, measure, measure_later
@@ -52,7 +52,6 @@ __all__ = [
     "NOT_FINITE",
     "PROCESS",
     "adapted",
-    "as_it_runs",
     "decide_approximately",
     "is_settled",
     "is_transformed",
@@ -103,7 +102,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     if is_recomputing():
         return _again(call, choice, history)
     policy, problem, device = choice.policy, call.problem, call.tensors.query.device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(call):
         if choice.exact is None:
             raise UnsupportedError(f"backend {choice.backend!r}", [_CAPTURING])
         return run_decision(call, choice.exact, policy, choice.backend)
@@ -215,21 +214,21 @@ def _wanted(choice: Choice, place: Place) -> tuple[Variant, ...]:
     return known
 
 
-def as_it_runs(decision: Decision, exact: Decision) -> Decision:
-    """Return a decision with the plan that exact calls do not wait for any more."""
-    if decision.later is None or decision.later != exact.plan:
-        return decision
-    return replace(decision, plan=decision.later, later=None)
-
-
 def repeated(call: Call, choice: Choice, history: History, decision: Decision) -> Outcome:
     """Return the outcome of a decision made before, audited as others are where nothing waits."""
     outcome = run_decision(call, decision, choice.policy, choice.backend)
-    if is_recomputing():
+    if is_recomputing() or _is_capturing(call):
         return outcome
     entry = place_of(call, choice, history).entry
     entry.calls += 1
-    return _checked(call, outcome, choice, entry, [])
+    arrived = _take_in(entry, choice, call.problem.num_heads, history.momentum)
+    outcome = _checked(call, outcome, choice, entry, [])
+    return with_earlier(outcome, *arrived, "exact from the next step on")
+
+
+def _is_capturing(call: Call) -> bool:
+    """Return whether a CUDA graph records the call."""
+    return call.problem.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _again(call: Call, choice: Choice, history: History) -> Outcome:

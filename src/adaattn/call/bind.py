@@ -12,18 +12,11 @@ from typing import Any, Final
 import torch
 
 from adaattn import hardware
-from adaattn.call.adapt import (
-    PROCESS,
-    adapted,
-    as_it_runs,
-    is_settled,
-    is_transformed,
-    repeated,
-)
+from adaattn.call.adapt import PROCESS, adapted, is_settled, is_transformed, repeated
 from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.bound import Bound, Exact, general
-from adaattn.call.choice import Choice
+from adaattn.call.choice import Choice, as_it_runs
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import Call, build_call
 from adaattn.call.given import given
@@ -31,7 +24,7 @@ from adaattn.call.history import History
 from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
 from adaattn.call.recomputing import Forwards, is_recomputing
-from adaattn.call.run import GIVEN, check_plan
+from adaattn.call.run import GIVEN, check_plan, run_decision
 from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.policies import PRESETS, resolve_policy
 from adaattn.spec import Decision, Plan, Policy
@@ -154,13 +147,14 @@ class _Adapting:
         self._history = history
         self._decided = choice.exact
         self._left = 0
-        self._last: Decision | None = None
-        self._forwards = Forwards()
+        self._kept: Decision | None = None
         # Where the host waits, numbers say which forward pass is run again.
-        self._may_hold = call.problem.requires_grad and not call.problem.may_wait
+        may_hold = call.problem.requires_grad and not call.problem.may_wait
+        self._forwards = Forwards() if may_hold else None
         policy, backend, layer, exact = choice.policy, choice.backend, choice.layer, choice.exact
         self._full = general(arguments, return_aux, layer, self._run, call, history)
-        self._held = general(arguments, return_aux, layer, self._repeat, call, history)
+        self._first = general(arguments, return_aux, layer, self._begin, call, history)
+        self._again = general(arguments, return_aux, layer, self._repeat, call, history)
         self._quick = self._full
         self._exact: Exact | None = None
         if exact is not None:
@@ -169,8 +163,9 @@ class _Adapting:
 
     def __call__(self, *given: Any) -> Any:
         """Return the call's result; takes what every bound call takes."""
-        if self._may_hold and self._forwards.are_pending():
-            return self._held(*given)
+        joins = None if self._forwards is None else self._forwards.joins()
+        if joins is not None:
+            return self._again(*given) if joins else self._first(*given)
         if self._left <= 0 or is_recomputing():
             return self._full(*given)
         self._left -= 1
@@ -185,21 +180,30 @@ class _Adapting:
         outcome = adapted(_waiting_as_asked(call, self._choice.policy), self._choice, self._history)
         self._left = outcome.exact_calls_next
         decision = outcome.decision
-        self._last = None if self._left else decision
         if self._left and self._exact and decision is not None and decision is not self._decided:
             self._decided = decision
             self._exact.follow(decision)
             self._quick = self._exact.bound()
         return outcome
 
+    def _begin(self, call: Call) -> Outcome:
+        """Return the outcome of a checkpointed call; the next ones and backward do as it did."""
+        if self._left > 0 and self._exact is not None and not is_recomputing():
+            self._left -= 1
+            policy, backend = self._choice.policy, self._choice.backend
+            outcome = run_decision(call, self._exact.decision_now(), policy, backend)
+        else:
+            outcome = self._run(call)
+        self._kept = outcome.decision
+        return outcome
+
     def _repeat(self, call: Call) -> Outcome:
-        """Return the outcome of the last decision: a forward pass that had it may be run again."""
-        decision = self._last
-        if decision is None and self._exact is not None:
-            decision = self._exact.decision_now()
-        if decision is None:
-            return self._run(call)
-        return repeated(call, self._choice, self._history, decision)
+        """Return the outcome of a checkpointed call beside others, or of one run again."""
+        if self._kept is None:  # the first one raised
+            return self._begin(call)
+        if self._left > 0 and not is_recomputing():
+            self._left -= 1
+        return repeated(call, self._choice, self._history, self._kept)
 
 
 def _given(

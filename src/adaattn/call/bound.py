@@ -26,7 +26,6 @@ from adaattn.call.history import History
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import ROW_OUTPUTS, AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
-from adaattn.call.recomputing import Forwards
 from adaattn.call.run import now_ms, run_decision, tell
 from adaattn.call.waiting import Wait
 from adaattn.errors import ExecutorError
@@ -102,7 +101,6 @@ class Exact:
         self._backend = backend
         self._history = None if history is None or history.watch is None else history
         self._general = general(arguments, return_aux, layer, self._run, history=history)
-        self._forwards = Forwards()
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
         shape, device = call.tensors.query.shape[:2], call.tensors.query.device
@@ -116,7 +114,7 @@ class Exact:
 
     def follow(self, decision: Decision) -> None:
         """Run a decision from now on; what need not be compiled any more is run at once."""
-        self._wait = Wait.of(self._alike.problem, decision, self._forwards)
+        self._wait = Wait.of(self._alike.problem, decision)
         if self._wait is None and decision.later is not None:
             decision = replace(decision, plan=decision.later, later=None)
         self._decision = decision
@@ -135,10 +133,17 @@ class Exact:
             self._meanwhile, self._direct = self._shortest(), None
 
     def decision_now(self) -> Decision:
-        """Return the decision of a call that begins: the later one, once enough paid for it."""
-        if self._wait is not None and self._wait.is_over():
-            self._follow_later()
-        return self._decision
+        """Return the decision of a call that begins: the later one, once enough paid for it.
+
+        While checkpointed calls are pending, the later one is for this call alone.
+        """
+        wait, later = self._wait, self._decision.later
+        if wait is None or later is None or wait.goes_on():
+            return self._decision
+        decision = replace(self._decision, plan=later, later=None)
+        if wait.is_done:
+            self.follow(decision)
+        return decision
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
@@ -148,10 +153,8 @@ class Exact:
 
     def _waiting(self, *given: Any) -> Any:
         """Return the result of what waits, until a later decision can be run directly."""
-        if self._wait is not None and self._meanwhile is not None:
-            if not self._wait.is_over():
-                return self._meanwhile(*given)
-            self._follow_later()
+        if self._meanwhile is not None and self.decision_now().later is not None:
+            return self._meanwhile(*given)
         if self._direct is None:
             return self._general(*given)
         if self._short is None:
@@ -196,19 +199,12 @@ class Exact:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of the decision."""
-        decision = self._decision if self._meanwhile is not None else self.decision_now()
-        outcome = run_decision(call, decision, self._policy, self._backend)
+        outcome = run_decision(call, self.decision_now(), self._policy, self._backend)
         if outcome.fallbacks:
             assert outcome.decision is not None
             # What had no room once is not tried at each call; what is waited for is waited for.
             self._decision = replace(outcome.decision, later=self._decision.later)
         return outcome
-
-    def _follow_later(self) -> None:
-        """Run from now on what was waited for."""
-        later = self._decision.later
-        assert later is not None
-        self.follow(replace(self._decision, plan=later, later=None))
 
     def _event_of(self, tag: str, len_k: int) -> AttentionEvent:
         """Return the event of a tag: the same each time, so that repetitions tell themselves."""

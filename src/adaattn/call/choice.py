@@ -1,6 +1,6 @@
 """What a call may lose and who asks, and where what is learnt of its problem is kept."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from adaattn import hardware
@@ -18,7 +18,7 @@ from adaattn.spec import (
     Variant,
 )
 
-__all__ = ["Choice", "Place", "place_of"]
+__all__ = ["Choice", "Place", "as_it_runs", "place_of"]
 
 _PLACES: Final = 64
 
@@ -91,3 +91,10 @@ def place_of(call: Call, choice: Choice, history: History) -> Place:
     )
     choice.places[id(problem)] = made
     return made
+
+
+def as_it_runs(decision: Decision, exact: Decision) -> Decision:
+    """Return a decision with the plan that exact calls do not wait for any more."""
+    if decision.later is None or decision.later != exact.plan:
+        return decision
+    return replace(decision, plan=decision.later, later=None)

@@ -31,16 +31,26 @@ class Forwards:
     """Checkpointed forward passes of one kind of calls that may still be run again.
 
     Each is known by the hook that unpacks what it saved, which lives as long as its graph holds
-    anything. Reentrant checkpoints have no hooks, and need none: they save nothing.
+    anything. Reentrant checkpoints have no hooks, and need none: they save nothing. Checkpoints
+    of other libraries than PyTorch are not known.
     """
 
     def __init__(self) -> None:
         self._unpacking: WeakSet[Callable[..., Any]] = WeakSet()
 
     def are_pending(self) -> bool:
-        """Return whether there are any, and note the call that asks where it is another."""
-        pending = bool(self._unpacking)
+        """Return whether there are any."""
+        return bool(self._unpacking)
+
+    def joins(self) -> bool | None:
+        """Return whether this call is checkpointed while others are pending, and note it.
+
+        None says that it is not checkpointed: it is neither run again nor the running again of
+        another.
+        """
         hooks = _hooks(True)
-        if hooks is not None and getattr(hooks[1], "__module__", "") == _CHECKPOINT:
-            self._unpacking.add(hooks[1])
+        if hooks is None or getattr(hooks[1], "__module__", "") != _CHECKPOINT:
+            return None
+        pending = bool(self._unpacking)
+        self._unpacking.add(hooks[1])
         return pending

@@ -51,11 +51,23 @@ def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -
             names = {group.capability for group in decision.plan.groups}
             if backend != "auto" or names <= excluded or call.problem.batch_invariant:
                 raise  # another executor has other bits, and a smaller batch may have found room
-            excluded |= names
             forget_tiles(call.tensors.query.device)
             failed.append(_step_down(sorted(names), error))
-            decision = _smaller(call, policy, excluded, error)
-            decision = replace(decision, notes=(*decision.notes, *failed))
+            smaller = None
+            if isinstance(error, torch.OutOfMemoryError):
+                smaller = _smaller(call, policy, excluded, error)
+            if smaller is None or not _takes_fewer_rows(smaller.plan, decision.plan):
+                excluded |= names
+                smaller = _smaller(call, policy, excluded, error)
+            decision = replace(smaller, notes=(*smaller.notes, *failed))
+
+
+def _takes_fewer_rows(plan: Plan, failed: Plan) -> bool:
+    """Return whether a plan has the executors of one that failed, with fewer rows at once."""
+    if [group.capability for group in plan.groups] != [group.capability for group in failed.groups]:
+        return False
+    pairs = zip(plan.groups, failed.groups, strict=True)
+    return any(new.launch.chunk_rows < old.launch.chunk_rows for new, old in pairs)
 
 
 def run_plan(call: Call, plan: Plan) -> Outcome:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from adaattn import hardware
 from adaattn.backends import capability_named, is_ready
 from adaattn.backends.compiled_before import num_noted
 from adaattn.call.recomputing import Forwards
@@ -38,44 +39,70 @@ def without_waiting() -> Iterator[None]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Wait:
-    """One kind of calls that waits.
+    """Calls of one problem that wait for one executor; all bound calls of it share this.
 
     Args:
         problem: of the calls.
         group: what they wait for.
         share: of what compiling takes, that each of them loses.
         lost: where losses add up, by executor.
-        forwards: while one is pending it goes on waiting, so that it is run again as it was.
+        forwards: while one is pending, those after it wait on, so that all are run again alike.
         seen: how many kernels had been noted as compiled when it last looked.
+        is_done: nothing waits any more.
     """
 
     problem: AttentionProblem
     group: HeadGroup
     share: float
     lost: dict[str, float]
-    forwards: Forwards
+    forwards: Forwards = field(default_factory=Forwards)
     seen: int = field(default_factory=num_noted)
+    is_done: bool = False
+    _is_over: bool = False
 
     @classmethod
-    def of(cls, problem: AttentionProblem, decision: Decision, forwards: Forwards) -> "Wait | None":
+    def of(cls, problem: AttentionProblem, decision: Decision) -> "Wait | None":
         """Return what calls of a decision wait for; None where nothing, or where it is there."""
-        if decision.later is None:
+        if decision.later is None or decision.calls_before == 0:
             return None
         group = decision.later.groups[0]
-        if decision.calls_before == 0 or _AT_ONCE or is_ready(problem, group):
+        known = _WAITS.get((problem, group))
+        if known is None:
+            if _AT_ONCE or is_ready(problem, group):
+                return None
+            lost = _LOST if capability_named(group.capability).compile_ms else {}
+            known = cls(problem=problem, group=group, share=1.0 / decision.calls_before, lost=lost)
+            if len(_WAITS) >= _MOST_WAITS:
+                _WAITS.clear()
+            _WAITS[problem, group] = known
+        elif known.is_done:
             return None
-        lost = _LOST if capability_named(group.capability).compile_ms else {}
-        share = 1.0 / decision.calls_before
-        return cls(problem=problem, group=group, share=share, lost=lost, forwards=forwards)
+        return known
 
-    def is_over(self) -> bool:
-        """Return whether compiling is paid for, or was done elsewhere; if not, a call is lost."""
+    def goes_on(self) -> bool:
+        """Return whether the call that asks waits; if so, it is lost."""
+        joins = self.forwards.joins() if self.problem.requires_grad else None
+        if not self._is_over:
+            self._look()
+        if not self.is_done and self._is_over:
+            self.is_done = joins is False or not self.forwards.are_pending()
+        # A call that nothing runs again need not wait for those that may be.
+        return not (self.is_done or (self._is_over and joins is None))
+
+    def _look(self) -> None:
+        """See whether compiling is paid for, or was done elsewhere; if not, a call is lost."""
         name = self.group.capability
         lost = self.lost.get(name, 0.0)
-        is_held = self.problem.requires_grad and self.forwards.are_pending()
-        is_paid = not is_held and (lost >= _ALL or bool(_AT_ONCE))
-        self.lost[name] = 0.0 if is_paid else lost + self.share
-        if is_paid or is_held or self.seen == num_noted():
-            return is_paid
-        self.seen = num_noted()
-        return is_ready(self.problem, self.group)
+        if lost >= _ALL or _AT_ONCE:
+            self.lost[name] = 0.0
+            self._is_over = True
+            return
+        self.lost[name] = lost + self.share
+        if self.seen != num_noted():
+            self.seen = num_noted()
+            self._is_over = is_ready(self.problem, self.group)
+
+
+_MOST_WAITS: Final = 4096
+_WAITS: Final[dict[tuple[AttentionProblem, HeadGroup], Wait]] = {}
+hardware.on_clear(_WAITS.clear)

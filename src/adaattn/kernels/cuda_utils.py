@@ -179,7 +179,7 @@ def memory_efficient_attention(
         p: probability of dropping a weight.
         scale: factor of the scores; None is 1 / sqrt(D).
         is_causal: key j is seen from row i only if j <= i.
-        memory_budget_bytes: most workspace beside inputs and output; None is 2 GiB a chunk.
+        memory_budget_bytes: most workspace beside inputs and output; None is what `auto` takes.
 
     Raises:
         PlanError: one query row does not fit the budget.

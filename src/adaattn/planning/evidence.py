@@ -23,9 +23,10 @@ _REACH: Final = 1.0
 """Octaves to the nearest cell in each size: twice or half of what was measured, not more."""
 
 _MORE_HEADS: Final = 0.5
-"""What an octave of heads counts of that where the fewer fill the card: it takes them in turn. Of
-pairs of cells on H200 and H100 that differ in heads alone, the one with more takes a place wrongly
-for the other in 34 of 3372 choices where the fewer fill it, in 173 of 2761 where they do not."""
+"""What heads count of that where the fewer fill the card, which takes them in turn: 16 times as
+many are in reach. Of pairs of cells on H200 and H100 that differ in heads alone, the one with more
+takes a place wrongly for the other in 34 of 3372 choices where the fewer fill it, in 173 of 2761
+where they do not."""
 
 _FULL: Final = 128
 """Tiles of 128 rows that fill one: an H100 has 132 processors."""
@@ -178,6 +179,7 @@ def _near(
     Of two of the same place the first alone: the other is of a card of the same chip.
     """
     place = _place(problem)
+    mine = (problem.batch * problem.num_heads, problem.longest[0])
     found = []
     known = set()
     for cell, point in _points(table, problem_class(problem)):
@@ -185,7 +187,7 @@ def _near(
             continue
         known.add((point, cell.num_sequences))
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
-        fewer = min((place[0], place[2]), (point[0], point[2]))
+        fewer = min(mine, (cell.heads, cell.len_q))
         heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
         reach = max(heads, *steps[1:])
         if reach <= _BETWEEN:
@@ -222,9 +224,9 @@ def _logs(sizes: tuple[int, int, int, int], head_dim: int, visible: float) -> tu
     return (0.5 * heads, group, len_q, len_k, math.log2(max(head_dim, 1)), share)
 
 
-def _is_full(heads: float, len_q: float) -> bool:
-    """Return whether so many heads and rows, as they stand in a place, fill a card."""
-    return math.pow(4.0, heads) * math.ceil(math.pow(2.0, len_q) / 128.0) >= _FULL
+def _is_full(heads: int, len_q: int) -> bool:
+    """Return whether so many heads and rows fill a card."""
+    return heads * -(-len_q // 128) >= _FULL
 
 
 def _work(problem: AttentionProblem, pairs: float) -> float:

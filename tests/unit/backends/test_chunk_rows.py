@@ -1,5 +1,7 @@
 """Rows of a chunk: as many as the budget allows, never more than help."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,3 +102,28 @@ def test_chunks_of_alibi_on_a_cpu_share_a_tile_where_it_is_small_enough(
     assert found <= rows
     columns = len(sliding_columns(problem, found))
     assert (8 * found * columns * 4 <= CPU_BYTES) == (values["len_q"] < 65536)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "training", "rows"),
+    [(4, 6371, False, 2048), (4, 6371, True, 8192), (32, 8192, False, 512), (32, 8192, True, 512)],
+)
+@pytest.mark.parametrize(
+    "values", [{"has_sinks": True}, {"softcap": 9.0}], ids=["sinks", "softcap"]
+)
+def test_scores_written_on_a_gpu_take_gigabytes_for_the_host_is_slow(
+    values: dict[str, Any], heads: int, length: int, training: bool, rows: int
+) -> None:
+    """They were chunks of 64 and 512 rows, 7 times as slow as attention written out."""
+    problem = make_problem(
+        num_heads=heads,
+        len_q=length,
+        head_dim=64,
+        is_causal=True,
+        requires_grad=training,
+        device_type="cuda",
+        **values,
+    )
+    assert choose_chunk_rows(problem, None) == rows
+    limited = choose_chunk_rows(problem, 256 << 20)
+    assert limited < rows and limited * row_bytes(problem) <= 256 << 20

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.unit.call.test_adapt import Late
@@ -11,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from adaattn import AttentionEvent, History, Policy, hardware, record_events, warmup
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.call import adapt, bind
+from adaattn.backends import capability_named
+from adaattn.call import adapt, bind, waiting
 from adaattn.call.audit import is_lossy
 from adaattn.call.recomputing import Forwards, is_recomputing
 from adaattn.call.waiting import without_waiting
@@ -43,11 +45,13 @@ class TestForwards:
     """A forward pass is pending while its graph holds what it saved."""
 
     @staticmethod
-    def asked(forwards: Forwards, found: list[bool]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def asked(
+        forwards: Forwards, found: list[bool | None]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a segment that asks and saves its input."""
 
         def segment(x: torch.Tensor) -> torch.Tensor:
-            found.append(forwards.are_pending())
+            found.append(forwards.joins())
             return x.sin()
 
         return segment
@@ -65,28 +69,26 @@ class TestForwards:
 
     def test_until_the_graph_is_dropped(self) -> None:
         forwards, found = Forwards(), []
-        y = checkpoint(
-            self.asked(forwards, found), torch.randn(3, requires_grad=True), use_reentrant=False
-        )
-        assert forwards.are_pending()
+        segment, x = self.asked(forwards, found), torch.randn(3, requires_grad=True)
+        y = checkpoint(segment, x, use_reentrant=False)
+        assert forwards.are_pending() and segment(x) is not None
+        assert found == [False, None]
         del y
         assert not forwards.are_pending()
 
-    @pytest.mark.parametrize("kind", ["none", "reentrant", "saved on the CPU", "no gradients"])
-    def test_what_is_not_run_again_is_never(self, kind: str) -> None:
+    @pytest.mark.parametrize("kind", ["reentrant", "saved on the CPU"])
+    def test_what_is_not_run_again_alike_is_never(self, kind: str) -> None:
         forwards, found = Forwards(), []
         segment, x = self.asked(forwards, found), torch.randn(3, requires_grad=True)
         if kind == "reentrant":
             y = checkpoint(segment, x, use_reentrant=True)
-        elif kind == "saved on the CPU":
+        else:
             with torch.autograd.graph.save_on_cpu():
                 y = segment(x)
-        else:
-            with torch.set_grad_enabled(kind == "none"):
-                y = checkpoint(segment, x, use_reentrant=False) if kind != "none" else segment(x)
-        assert found == [False]
+        assert found == [None]
         assert not forwards.are_pending()
-        del y
+        y.sum().backward()
+        assert set(found) == {None}
 
 
 class TestWaiting:
@@ -152,6 +154,44 @@ class TestWaiting:
         for found in steps:
             for items in zip(found, exact, eager, strict=True):
                 assert_matches(*items, summands=LAYERS * (32 + 16))
+
+    @pytest.mark.parametrize("losses", ["one call's loss", "losses of all"])
+    def test_calls_that_are_bound_anew_wait_together(
+        self, losses: str, events: list[AttentionEvent], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A NumPy number for a scale is bound at each call, its recomputation too."""
+        if losses == "losses of all":
+            monkeypatch.setattr(
+                waiting,
+                "capability_named",
+                lambda name: replace(capability_named(name), compile_ms=1.0),
+            )
+        monkeypatch.setattr(waiting, "is_ready", lambda problem, group: False)
+        tensors = self.draw()
+        for _ in range(3):
+            self.step(tensors, scale=np.float64(0.25))
+        served = [event.decision.plan.groups[0].capability for event in events]
+        assert served == ["chunked"] * 2 * LAYERS + ["reference"] * 4 * LAYERS
+
+    def test_a_call_beside_a_kept_graph_waits_no_longer_than_others(
+        self, events: list[AttentionEvent]
+    ) -> None:
+        """What nothing runs again has the kernel; what may be run again runs as before."""
+        tensors = self.draw()
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return attend(x, *tensors[1:], softcap=2.0).sin()
+
+        kept = checkpoint(layer, tensors[0], use_reentrant=False)
+        for _ in range(CALLS_BEFORE + 1):
+            attend(*tensors, softcap=2.0)
+        other = checkpoint(layer, tensors[0], use_reentrant=False)
+        (kept + other).sum().backward()
+        attend(*tensors, softcap=2.0)
+        checkpoint(layer, tensors[0], use_reentrant=False).sum().backward()
+        served = [event.decision.plan.groups[0].capability for event in events]
+        beside = ["chunked"] * CALLS_BEFORE + ["reference"] * 2 + ["chunked"] * 3
+        assert served == beside + ["reference"] * 3
 
     @pytest.mark.parametrize("policy", ["quality", "balanced"])
     def test_nothing_waits_where_that_is_asked_for(
@@ -221,3 +261,35 @@ def test_numbers_that_arrive_within_a_step_change_the_next_one(
     assert not audits
     assert step() == [True] * 4
     assert len(audits) == 2
+
+
+def test_checkpointed_calls_count_among_those_that_run_exactly_before_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They did not, and a stack of layers learnt once a step."""
+    facts = fake_facts("cpu_amx")
+    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
+    honest, look, looks = bind.build_call, bind.adapted, []
+
+    def on_gpu(*given: Any) -> Any:
+        call = honest(*given)
+        return replace(call, problem=replace(call.problem, may_wait=False))
+
+    def looking(*given: Any) -> Any:
+        looks.append(given)
+        return replace(look(*given), exact_calls_next=3)
+
+    monkeypatch.setattr(bind, "build_call", on_gpu)
+    monkeypatch.setattr(bind, "adapted", looking)
+    monkeypatch.setattr(adapt, "measure_later", lambda *given, **settings: Late(None))
+    policy, history = Policy(name="lossy", error_budget=0.05), History()
+    tensors = [torch.randn(1, 2, 2048, 64, requires_grad=True) for _ in range(3)]
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = attend(x, *tensors[1:], policy=policy, history=history)
+        return output.square()
+
+    for _ in range(4):
+        outputs = [checkpoint(layer, tensors[0], use_reentrant=False) for _ in range(2)]
+        sum(output.sum() for output in outputs).backward()
+    assert len(looks) == 2

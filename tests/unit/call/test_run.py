@@ -9,6 +9,7 @@ import torch
 
 from adaattn import (
     AttentionEvent,
+    AttentionProblem,
     HardwareFacts,
     HeadGroup,
     Launch,
@@ -24,7 +25,7 @@ from adaattn import (
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capabilities, registry
-from adaattn.backends.interface import Executor, Result
+from adaattn.backends.interface import Executor, Result, Tensors
 from adaattn.call.run import FALLBACKS
 from adaattn.errors import ArgumentError, PlanError, UnsupportedError
 from adaattn.testing import assert_matches, assert_within_budget, fake_facts
@@ -229,6 +230,29 @@ class TestStepsDown:
         assert tried[0] == "sdpa.flash"
         assert len(tried) == len(set(tried)) >= 2 and set(tried) <= set(names)
         assert event.decision.plan.groups[0].capability == "reference"
+
+    def test_fewer_rows_at_once_are_tried_before_another_executor(
+        self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
+    ) -> None:
+        """All chunks went with the large ones, though small ones had room."""
+        honest, rows = registry.load("chunked"), []
+
+        def limited(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
+            rows.append(group.launch.chunk_rows)
+            if rows[-1] > 256:
+                raise FULL
+            return honest(tensors, problem, group)
+
+        monkeypatch.setitem(registry._EXECUTORS, "chunked", limited)
+        tensors = draw(length=2048)
+        problem = plan_attention(*tensors, softcap=2.0)
+        free = problem.workspace_bytes // 4
+        monkeypatch.setattr("adaattn.hardware.free_memory_bytes", lambda device: free)
+        attend(*tensors, softcap=2.0)
+        (event,) = events
+        assert event.decision.plan.groups[0].capability == "chunked"
+        assert rows[0] > 256 >= rows[-1] > 0
+        assert event.fallbacks[0].startswith("chunked failed (the memory is full)")
 
     def test_the_last_error_is_raised_when_nothing_is_left(
         self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]

@@ -163,6 +163,15 @@ def test_the_time_to_call_a_small_problem_does_not_speak_for_a_large_one(
     assert (share < DISPLACES) is is_taken
 
 
+@pytest.mark.parametrize(("length", "is_known"), [(6371, True), (512, False)])
+def test_more_heads_speak_for_fewer_where_these_fill_the_card(length: int, is_known: bool) -> None:
+    """Four heads of 6371 tokens are 200 tiles; those of 512 are 16, and others run beside them."""
+    measured_on = make_problem(**SMALL | {"num_heads": 32, "len_q": length, "len_k": length})
+    table = table_of(cell_of(measured_on, times(fused=1.0, usual=2.0)))
+    share = ratio(table, replace(measured_on, num_heads=4, num_kv_heads=4), "fused", "usual")
+    assert (share is not None) is is_known
+
+
 def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
     packed = make_problem(
         **SMALL, num_sequences=4, packed_square=True, max_len_q=128, max_len_k=128
