@@ -53,7 +53,8 @@ def current_policy() -> Policy:
 def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Policy]:
     """Make ``policy`` the one that calls inside the ``with`` block follow, in this thread.
 
-    Autograd's threads on a GPU are others: checkpointed calls are to be given their policy.
+    A backward pass outside of the block does not see it, nor do autograd's threads on a GPU: give
+    checkpointed calls their policy.
 
     Args:
         policy: a `Policy`, the name of a preset, the path of a policy file, or an error budget.
