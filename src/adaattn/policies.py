@@ -21,6 +21,7 @@ from adaattn.spec import Policy
 
 __all__ = [
     "AMBIENT",
+    "OPEN",
     "PRESETS",
     "current_policy",
     "load_policy",
@@ -43,6 +44,9 @@ AMBIENT: contextvars.ContextVar[Policy] = contextvars.ContextVar(
 )
 """The policy that calls without one follow."""
 
+OPEN: Final[dict[object, Policy]] = {}
+"""The policies of the `use_policy` blocks of all threads, the one opened last at the end."""
+
 
 def current_policy() -> Policy:
     """Return the policy that calls without one follow."""
@@ -53,8 +57,7 @@ def current_policy() -> Policy:
 def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Policy]:
     """Make ``policy`` the one that calls inside the ``with`` block follow, in this thread.
 
-    A backward pass outside of the block does not see it, nor do autograd's threads on a GPU: give
-    checkpointed calls their policy.
+    Checkpointed calls are run again in backward, which then has to be inside the block too.
 
     Args:
         policy: a `Policy`, the name of a preset, the path of a policy file, or an error budget.
@@ -69,11 +72,13 @@ def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Poli
         0.01
     """
     resolved = resolve_policy(policy)
-    token = AMBIENT.set(resolved)
+    token, place = AMBIENT.set(resolved), object()
+    OPEN[place] = resolved
     try:
         yield resolved
     finally:
         AMBIENT.reset(token)
+        del OPEN[place]
 
 
 def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Policy:
