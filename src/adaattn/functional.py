@@ -20,9 +20,8 @@ from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.recent import Miss, again, note
-from adaattn.call.recomputing import inherited_policy
 from adaattn.call.traced import traced
-from adaattn.policies import OPEN, resolve_policy
+from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
@@ -161,8 +160,6 @@ def scaled_dot_product_attention(
         max_seqlen_k,
         batch_invariant,
     )
-    if OPEN and policy is None and plan is None and not is_compiling():
-        policy = inherited_policy()
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)

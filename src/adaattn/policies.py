@@ -21,7 +21,6 @@ from adaattn.spec import Policy
 
 __all__ = [
     "AMBIENT",
-    "OPEN",
     "PRESETS",
     "current_policy",
     "load_policy",
@@ -44,9 +43,6 @@ AMBIENT: contextvars.ContextVar[Policy] = contextvars.ContextVar(
 )
 """The policy that calls without one follow."""
 
-OPEN: Final[dict[object, Policy]] = {}
-"""The policies of the `use_policy` blocks of all threads, the one opened last at the end."""
-
 
 def current_policy() -> Policy:
     """Return the policy that calls without one follow."""
@@ -57,7 +53,8 @@ def current_policy() -> Policy:
 def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Policy]:
     """Make ``policy`` the one that calls inside the ``with`` block follow, in this thread.
 
-    Checkpointed calls are run again in backward, which then has to be inside the block too.
+    A backward pass outside of the block does not see it, nor do autograd's threads on a GPU: give
+    checkpointed calls their policy.
 
     Args:
         policy: a `Policy`, the name of a preset, the path of a policy file, or an error budget.
@@ -72,13 +69,11 @@ def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Poli
         0.01
     """
     resolved = resolve_policy(policy)
-    token, place = AMBIENT.set(resolved), object()
-    OPEN[place] = resolved
+    token = AMBIENT.set(resolved)
     try:
         yield resolved
     finally:
         AMBIENT.reset(token)
-        del OPEN[place]
 
 
 def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Policy:

@@ -12,7 +12,7 @@ from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.adapt import NOT_FINITE
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
-from adaattn.call.recomputing import inherited_policy, is_recomputing
+from adaattn.call.recomputing import is_recomputing
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.policies import AMBIENT, resolve_policy
 from adaattn.spec import Decision, Plan, Policy, Precision
@@ -104,7 +104,7 @@ class Runner:
             semantics["policy"] = self.policy
             semantics["backend"] = self._backend_of(query)
             if not compiling:
-                policy = self.policy or inherited_policy() or AMBIENT.get()
+                policy = AMBIENT.get() if self.policy is None else self.policy
                 if policy is not self._judged:
                     self._judged, self._may_lose = policy, policy.allows_loss
                 if self._may_lose:

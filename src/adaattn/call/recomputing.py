@@ -6,10 +6,7 @@ from weakref import WeakSet
 
 import torch
 
-from adaattn.policies import AMBIENT, OPEN, PRESETS
-from adaattn.spec import Policy
-
-__all__ = ["Forwards", "inherited_policy", "is_recomputing"]
+__all__ = ["Forwards", "is_recomputing"]
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -28,16 +25,6 @@ def is_recomputing() -> bool:
     implicit layer, is not told apart: it counts as recomputed and learns nothing.
     """
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def inherited_policy() -> Policy | None:
-    """Return the policy of the `use_policy` block that is open around a backward pass.
-
-    Autograd's own threads, as on a GPU, do not see it. None where calls see theirs.
-    """
-    if not (OPEN and is_recomputing()) or AMBIENT.get() is not PRESETS["quality"]:
-        return None
-    return next(reversed(OPEN.values()))
 
 
 class Forwards:

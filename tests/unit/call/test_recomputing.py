@@ -1,7 +1,6 @@
 """Checkpointed forward passes run again as they ran, whatever has changed since."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,7 @@ import torch
 from tests.unit.call.test_adapt import Late
 from torch.utils.checkpoint import checkpoint
 
-from adaattn import (
-    AdaAttention,
-    AttentionEvent,
-    History,
-    Policy,
-    hardware,
-    record_events,
-    use_policy,
-    warmup,
-)
+from adaattn import AttentionEvent, History, Policy, hardware, record_events, warmup
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capability_named
 from adaattn.call import adapt, bind, waiting
@@ -303,30 +293,3 @@ def test_checkpointed_calls_count_among_those_that_run_exactly_before_the_next_l
         outputs = [checkpoint(layer, tensors[0], use_reentrant=False) for _ in range(2)]
         sum(output.sum() for output in outputs).backward()
     assert len(looks) == 2
-
-
-@pytest.mark.parametrize("through", ["function", "module"])
-def test_a_thread_of_autograds_follows_the_policy_of_the_block_that_is_open(
-    through: str, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
-) -> None:
-    """Context variables of the caller's thread are not those of the threads that a GPU has."""
-    facts = fake_facts("cpu_amx")
-    monkeypatch.setattr("adaattn.hardware.probe", lambda device: facts)
-    module = AdaAttention(128, 2, policy=None)
-    x = torch.randn(1, 2048, 128, requires_grad=True)
-    tensors = [torch.randn(1, 2, 2048, 64, requires_grad=True) for _ in range(3)]
-
-    def layer(item: torch.Tensor) -> torch.Tensor:
-        if through == "module":
-            return module(item)[0].square()
-        return attend(item, *tensors[1:]).square()
-
-    with use_policy("speed"):
-        output = checkpoint(
-            layer, x if through == "module" else tensors[0], use_reentrant=False
-        ).sum()
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(output.backward).result()  # CheckpointError, it was
-    assert [is_lossy(event.decision.plan, event.problem) for event in events] == [True]
-    attend(*tensors)
-    assert not is_lossy(events[-1].decision.plan, events[-1].problem)
