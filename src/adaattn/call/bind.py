@@ -173,17 +173,21 @@ class _Adapting:
 
     def _run(self, call: Call) -> Outcome:
         """Return the outcome of one call, and see how many may run without a look after it."""
-        exact = self._choice.exact
-        if self._exact is not None and exact is not None and exact.later is not None:
-            now = as_it_runs(exact, self._exact.decision_now())
-            self._choice = replace(self._choice, exact=now)
-        outcome = adapted(_waiting_as_asked(call, self._choice.policy), self._choice, self._history)
+        choice, exact = self._choice, self._exact
+        if exact is not None and choice.exact is not None and choice.exact.later is not None:
+            now = as_it_runs(choice.exact, exact.decision_now())
+            if now is not choice.exact:
+                choice = replace(choice, exact=now)
+                if not exact.waits:  # else the later one is for this call alone
+                    self._choice = choice
+        outcome = adapted(_waiting_as_asked(call, choice.policy), choice, self._history)
         self._left = outcome.exact_calls_next
         decision = outcome.decision
-        if self._left and self._exact and decision is not None and decision is not self._decided:
+        is_new = decision is not self._decided and choice is self._choice
+        if self._left and exact and decision is not None and is_new:
             self._decided = decision
-            self._exact.follow(decision)
-            self._quick = self._exact.bound()
+            exact.follow(decision)
+            self._quick = exact.bound()
         return outcome
 
     def _begin(self, call: Call) -> Outcome:

@@ -101,6 +101,9 @@ class Exact:
         self._backend = backend
         self._history = None if history is None or history.watch is None else history
         self._general = general(arguments, return_aux, layer, self._run, history=history)
+        self._as_decided = general(
+            arguments, return_aux, layer, self._run_as_decided, history=history
+        )
         self._is_short = _is_as_given(call, arguments)
         self._return_aux = bool(return_aux)
         shape, device = call.tensors.query.shape[:2], call.tensors.query.device
@@ -130,7 +133,7 @@ class Exact:
         if self._is_short:
             self._direct, self._takes = _direct(self._alike, decision)
         if self._wait is not None and self._direct is not None:
-            self._meanwhile, self._direct = self._shortest(), None
+            self._meanwhile, self._direct = self._shortest(self._as_decided), None
 
     def decision_now(self) -> Decision:
         """Return the decision of a call that begins: the later one, once enough paid for it.
@@ -144,6 +147,11 @@ class Exact:
         if wait.is_done:
             self.follow(decision)
         return decision
+
+    @property
+    def waits(self) -> bool:
+        """Whether a later decision is waited for."""
+        return self._decision.later is not None
 
     def bound(self) -> Bound:
         """Return the shortest function that does what the decision says."""
@@ -161,8 +169,9 @@ class Exact:
             self._short = self._shortest()
         return self._short(*given)
 
-    def _shortest(self) -> Bound:
+    def _shortest(self, general: Bound | None = None) -> Bound:
         """Return a function that runs the executor; it takes the general way where that fails."""
+        general = general or self._general
         takes, by_tag = self._takes, self._by_tag
         served = None if self._history is None else self._history.serve(self, self._event)
         dressed = self._with_aux if self._return_aux else None
@@ -172,14 +181,14 @@ class Exact:
             nonlocal run
             watched = listeners()
             if run is None or (watched and wants_timing()):
-                return self._general(*given)
+                return general(*given)
             output: Any = None
             try:
                 output = run(*given[:takes])
             except (torch.OutOfMemoryError, ExecutorError):
                 run = self._direct = None
             if output is None:  # outside of the handler, whose traceback keeps the call's memory
-                return self._general(*given)
+                return general(*given)
             if served is not None:
                 served.calls += 1
             if watched:
@@ -198,12 +207,19 @@ class Exact:
         )
 
     def _run(self, call: Call) -> Outcome:
+        """Return the outcome of the decision, or of the later one."""
+        return self._outcome(call, self.decision_now())
+
+    def _run_as_decided(self, call: Call) -> Outcome:
         """Return the outcome of the decision."""
-        outcome = run_decision(call, self.decision_now(), self._policy, self._backend)
-        if outcome.fallbacks:
+        return self._outcome(call, self._decision)
+
+    def _outcome(self, call: Call, decision: Decision) -> Outcome:
+        outcome = run_decision(call, decision, self._policy, self._backend)
+        if outcome.fallbacks and decision is self._decision:
             assert outcome.decision is not None
             # What had no room once is not tried at each call; what is waited for is waited for.
-            self._decision = replace(outcome.decision, later=self._decision.later)
+            self._decision = replace(outcome.decision, later=decision.later)
         return outcome
 
     def _event_of(self, tag: str, len_k: int) -> AttentionEvent:

@@ -173,25 +173,34 @@ class TestWaiting:
         served = [event.decision.plan.groups[0].capability for event in events]
         assert served == ["chunked"] * 2 * LAYERS + ["reference"] * 4 * LAYERS
 
+    @pytest.mark.parametrize("policy", ["quality", "balanced"])
     def test_a_call_beside_a_kept_graph_waits_no_longer_than_others(
-        self, events: list[AttentionEvent]
+        self, policy: str, events: list[AttentionEvent]
     ) -> None:
         """What nothing runs again has the kernel; what may be run again runs as before."""
         tensors = self.draw()
 
         def layer(x: torch.Tensor) -> torch.Tensor:
-            return attend(x, *tensors[1:], softcap=2.0).sin()
+            return attend(x, *tensors[1:], softcap=2.0, policy=policy).sin()
 
         kept = checkpoint(layer, tensors[0], use_reentrant=False)
         for _ in range(CALLS_BEFORE + 1):
-            attend(*tensors, softcap=2.0)
+            attend(*tensors, softcap=2.0, policy=policy)
         other = checkpoint(layer, tensors[0], use_reentrant=False)
         (kept + other).sum().backward()
-        attend(*tensors, softcap=2.0)
+        attend(*tensors, softcap=2.0, policy=policy)
         checkpoint(layer, tensors[0], use_reentrant=False).sum().backward()
         served = [event.decision.plan.groups[0].capability for event in events]
         beside = ["chunked"] * CALLS_BEFORE + ["reference"] * 2 + ["chunked"] * 3
         assert served == beside + ["reference"] * 3
+
+    def test_a_call_that_waits_counts_once_where_calls_are_timed(self) -> None:
+        tensors, found = self.draw(), []
+        with record_events(found.append, timing=True):
+            for _ in range(CALLS_BEFORE + 1):
+                attend(*tensors, softcap=2.0)
+        served = [event.decision.plan.groups[0].capability for event in found]
+        assert served == ["chunked"] * CALLS_BEFORE + ["reference"]
 
     @pytest.mark.parametrize("policy", ["quality", "balanced"])
     def test_nothing_waits_where_that_is_asked_for(
