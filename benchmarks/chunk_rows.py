@@ -14,7 +14,7 @@ from adaattn.backends import run_group
 from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
-from benchmarks.timing import arguments, save
+from benchmarks.timing import arguments, save, synchronize
 
 SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 _MOST_BYTES = 16 << 30
@@ -88,24 +88,19 @@ def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]
     for function in by_size.values():
         function()
         function()
-        _synchronize(problem.device_type)
+        synchronize(problem.device_type)
     best = dict.fromkeys(by_size, float("inf"))
     for _ in range(rounds):
         for size, function in by_size.items():
             start = time.perf_counter()
             function()
-            _synchronize(problem.device_type)
+            synchronize(problem.device_type)
             best[size] = min(best[size], 1e3 * (time.perf_counter() - start))
     chosen = min(choose_chunk_rows(problem, None), max(by_size))
     share = best[chosen] / min(best.values())
     shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in best.items())
     print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best", flush=True)
     return {"cell": name, "best_ms": best, "chosen": chosen, "chosen_over_best": share}
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -199,6 +199,12 @@ def save(name: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> 
     return target
 
 
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def arguments(description: str, *, selects_many: bool = False) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark takes.
 

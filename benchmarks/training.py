@@ -31,7 +31,7 @@ from adaattn import hardware
 from adaattn.evaluation.corpus import load_text
 from adaattn.models import Decoder, TransformerConfig
 from adaattn.testing import assert_matches
-from benchmarks.timing import arguments, save
+from benchmarks.timing import arguments, save, synchronize
 from benchmarks.written_out import written_out
 
 OURS: Final = "adaattn"
@@ -117,7 +117,7 @@ def compare(
         tokens = next(texts)
         for way in names[step % len(names) :] + names[: step % len(names)]:
             model, optimizer = models[way]
-            _synchronize(options.device)
+            synchronize(options.device)
             begin = time.perf_counter()
             before(step)
             loss = _loss(model, tokens, options.device)
@@ -355,11 +355,6 @@ def _held_bytes(device: str) -> int:
         return torch.cuda.memory_allocated()
     status = Path("/proc/self/statm")
     return 4096 * int(status.read_text().split()[1]) if status.exists() else 0
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def plot(path: Path, rows: list[Row]) -> None:

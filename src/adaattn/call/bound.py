@@ -169,9 +169,9 @@ class Exact:
             self._short = self._shortest()
         return self._short(*given)
 
-    def _shortest(self, general: Bound | None = None) -> Bound:
+    def _shortest(self, otherwise: Bound | None = None) -> Bound:
         """Return a function that runs the executor; it takes the general way where that fails."""
-        general = general or self._general
+        otherwise = otherwise or self._general
         takes, by_tag = self._takes, self._by_tag
         served = None if self._history is None else self._history.serve(self, self._event)
         dressed = self._with_aux if self._return_aux else None
@@ -181,14 +181,14 @@ class Exact:
             nonlocal run
             watched = listeners()
             if run is None or (watched and wants_timing()):
-                return general(*given)
+                return otherwise(*given)
             output: Any = None
             try:
                 output = run(*given[:takes])
             except (torch.OutOfMemoryError, ExecutorError):
                 run = self._direct = None
             if output is None:  # outside of the handler, whose traceback keeps the call's memory
-                return general(*given)
+                return otherwise(*given)
             if served is not None:
                 served.calls += 1
             if watched:

@@ -25,6 +25,10 @@ _ALL: Final = 1.0 - 1e-9
 _AT_ONCE: Final[set[object]] = set()
 """Who asked that nothing waits."""
 
+_MOST_WAITS: Final = 4096
+_WAITS: Final[dict[tuple[AttentionProblem, HeadGroup], "Wait"]] = {}
+hardware.on_clear(_WAITS.clear)
+
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
@@ -101,8 +105,3 @@ class Wait:
         if self.seen != num_noted():
             self.seen = num_noted()
             self._is_over = is_ready(self.problem, self.group)
-
-
-_MOST_WAITS: Final = 4096
-_WAITS: Final[dict[tuple[AttentionProblem, HeadGroup], Wait]] = {}
-hardware.on_clear(_WAITS.clear)
