@@ -15,7 +15,10 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
 from adaattn.hardware import on_clear
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "View"]
+
+View = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor as TMA sees it."""
 
 _ALIGNED_BYTES: Final = 16
 _INT32: Final = 2**31

@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_add, tma_store
-from adaattn.backends.hopper.barriers import two_barriers
+from adaattn.backends.device.barriers import two_barriers
+from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_add, tma_store
+from adaattn.backends.device.stages import copy, mma_layout, product
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
@@ -41,7 +42,6 @@ from adaattn.backends.hopper.gradient_scores import (
     slope_of,
     weighed,
 )
-from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import Sizes
 

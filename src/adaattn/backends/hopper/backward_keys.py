@@ -27,8 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adaattn.backends.hopper._gluon import aggregate, barrier, shaped_as, tma_store
-from adaattn.backends.hopper.barriers import FREED_BY, meet, two_barriers
+from adaattn.backends.device.barriers import FREED_BY, meet, two_barriers
+from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
+from adaattn.backends.device.stages import copy, mma_layout, product
 from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import (
@@ -38,7 +39,6 @@ from adaattn.backends.hopper.gradient_scores import (
     slope_of,
     weighed,
 )
-from adaattn.backends.hopper.pipeline import copy, mma_layout, product
 from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import Sizes, numbers
 

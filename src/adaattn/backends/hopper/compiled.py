@@ -1,29 +1,19 @@
 """Kernels compiled from their variants, with or without a GPU."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
-import torch
 from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from adaattn.backends.device.gluon import GluonASTSource
+from adaattn.backends.device.tma import TYPES, descriptor_type
 from adaattn.backends.hopper import kernel
-from adaattn.backends.hopper._gluon import GluonASTSource
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
-from adaattn.backends.hopper.views import View
 from adaattn.spec import HeadTerm, MaskKind
 
-__all__ = ["Launcher", "boxes", "compile_variant", "descriptor_type", "shared_layout"]
+__all__ = ["boxes", "compile_variant", "shared_layout"]
 
-_MOST_KEPT: Final = 2048
-"""Descriptions of tensors that a kernel keeps, of half a KiB each: of all layouts together."""
-
-_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 _POINTERS = ("lse", "row_max", "entropy", "dropped")
 _NUMBERS = ("tiles", "flags", "starts_q", "starts_k", "counts", "indices")
 _WIDE = ("mask_stride_b", "mask_stride_h", "mask_stride_m", "mask_stride_n")
@@ -44,76 +34,6 @@ def compile_variant(variant: Variant) -> Any:
     return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-class Launcher:
-    """Launches a compiled kernel on the current device with what it takes when it runs.
-
-    Triton's own launch describes tensors for TMA anew at each call, and is handed every constant.
-
-    Args:
-        built: Triton's compiled kernel. Nobody else may launch it.
-    """
-
-    def __init__(self, built: Any) -> None:
-        self._metas = tuple(built.metadata.tensordesc_meta or ())
-        # Triton makes the launch of these two: for it descriptors are ready, and constants gone.
-        built.src = SimpleNamespace(
-            constants={}, signature=dict(enumerate(_launched_types(built.src.signature.values())))
-        )
-        built.metadata = built.metadata._replace(tensordesc_meta=None)
-        built._init_handles()
-        self._run = built.run
-        self._given = (built.function, built.packed_metadata, None, None, None)
-        self._places = count()
-        self._known: dict[tuple[int, int], list[Any]] = {}
-
-    def bind(self, views: Sequence[View]) -> Callable[..., None]:
-        """Return the launch for tensors that lie in some way.
-
-        It takes the number of blocks, the stream, the tensors that TMA copies, which are the
-        kernel's first arguments, and the other arguments in order, addresses as numbers.
-
-        Args:
-            views: of those tensors: shape and strides.
-        """
-        run, given, known = self._run, self._given, self._known
-        both = zip(views, self._metas, strict=True)
-        places = [(next(self._places), view, meta) for view, meta in both]
-
-        def launch(
-            num_blocks: int, stream: int, copied: Sequence[torch.Tensor], *others: Any
-        ) -> None:
-            described: list[Any] = []
-            for (place, view, meta), tensor in zip(places, copied, strict=True):
-                at = place, tensor.data_ptr()
-                found = known.get(at)
-                if found is None:
-                    if len(known) >= _MOST_KEPT:
-                        known.clear()
-                    found = known[at] = make_tensordesc_arg(_described(tensor, view), meta)
-                described += found
-            run(num_blocks, 1, 1, stream, *given, *described, *others)
-
-        return launch
-
-
-def _launched_types(types: Iterable[str]) -> Iterator[str]:
-    """Yield Triton's names of the types that a launch hands over, addresses as numbers."""
-    for name in types:
-        if name.startswith("tensordesc"):
-            rank = name.split("]")[0].count(",") + 1
-            yield from ("nvTmaDesc", *["i32"] * rank, *["i64"] * rank)
-        elif name != "constexpr":
-            yield "i64" if name.startswith("*") else name
-
-
-def _described(tensor: torch.Tensor, view: View) -> Any:
-    """Return a tensor as Triton has it described for TMA, unchecked: the caller has checked."""
-    made = object.__new__(TensorDescriptor)
-    made.shape, made.strides = view
-    made.base = tensor
-    return made
-
-
 def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
     """Return what one copy of q, k, v and of the result takes: rows and columns."""
     tiling = variant.tiling
@@ -127,7 +47,7 @@ def boxes(variant: Variant) -> tuple[tuple[int, int], ...]:
 def shared_layout(variant: Variant, box: tuple[int, int]) -> Any:
     """Return how a box of one head lies in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(
-        block_shape(variant, box), _TYPES[variant.precision.label]
+        block_shape(variant, box), TYPES[variant.precision.label]
     )
 
 
@@ -206,9 +126,3 @@ def _signature(variant: Variant, constants: dict[str, Any]) -> dict[str, str]:
     types["head_softcaps"] = f"*{variant.softcaps_dtype}"
     types |= {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}
     return types | dict.fromkeys(constants, "constexpr")
-
-
-def descriptor_type(dtype: str, tile: list[int]) -> str:
-    """Return Triton's name of the type of a tensor that TMA copies in such tiles."""
-    layout = gl.NVMMASharedLayout.get_default_for(tile, _TYPES[dtype])
-    return f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"

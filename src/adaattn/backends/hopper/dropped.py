@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from adaattn.backends.hopper._gluon import barrier
-from adaattn.backends.hopper.pipeline import advance, arrive, score_product
+from adaattn.backends.device.gluon import barrier
+from adaattn.backends.device.stages import advance
+from adaattn.backends.hopper.pipeline import arrive, score_product
 from adaattn.backends.hopper.places import (
     is_listed,
     key_blocks,

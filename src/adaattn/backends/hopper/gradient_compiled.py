@@ -6,9 +6,9 @@ from triton import compile as compile_source
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
+from adaattn.backends.device.gluon import GluonASTSource
+from adaattn.backends.device.tma import Launcher, descriptor_type
 from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
-from adaattn.backends.hopper._gluon import GluonASTSource
-from adaattn.backends.hopper.compiled import Launcher, descriptor_type
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
 

@@ -9,7 +9,7 @@ not computed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper._gluon import aggregate
+from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.hopper.gradient_scores import beside
 from adaattn.backends.hopper.scores import ADDITIVE, BOOLEAN, LOG2_E, NO_MASK, numbers
 

@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from adaattn.backends.hopper._gluon import barrier, tma_add
-from adaattn.backends.hopper.barriers import wait_for_writes
+from adaattn.backends.device.barriers import wait_for_writes
+from adaattn.backends.device.gluon import barrier, tma_add
 from adaattn.backends.hopper.places import bounds, sequence_of
 
 

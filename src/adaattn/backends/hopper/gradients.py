@@ -11,6 +11,7 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.allocation import output_like
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
+from adaattn.backends.device.launch import View
 from adaattn.backends.hopper.gradient_launch import (
     ROW_BLOCK,
     TILE_NUMBERS,
@@ -22,7 +23,7 @@ from adaattn.backends.hopper.gradient_launch import (
 from adaattn.backends.hopper.gradient_passes import Pass, SinglePass, SplitPass
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
 from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
-from adaattn.backends.hopper.views import Layouts, View, head_view, made_readable
+from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept

@@ -36,14 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from adaattn.backends.hopper._gluon import barrier
-from adaattn.backends.hopper.barriers import sum_in_thread, wait_for_writes
+from adaattn.backends.device.barriers import sum_in_thread, wait_for_writes
+from adaattn.backends.device.gluon import barrier
+from adaattn.backends.device.stages import advance
 from adaattn.backends.hopper.dropped import bound_tiles
 from adaattn.backends.hopper.pipeline import (
     Call,
     Lists,
     Packing,
-    advance,
     arrive,
     arrive_late,
     pass_mask,

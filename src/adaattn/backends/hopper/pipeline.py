@@ -13,8 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from adaattn.backends.hopper._gluon import aggregate, shaped_as, tma_load
-from adaattn.backends.hopper.barriers import meet, meet_late
+from adaattn.backends.device.barriers import meet, meet_late
+from adaattn.backends.device.gluon import aggregate
+from adaattn.backends.device.stages import copy, mma_layout
 from adaattn.backends.hopper.places import (
     corner,
     is_listed,
@@ -31,14 +32,6 @@ from adaattn.backends.hopper.places import (
     starts_of,
 )
 from adaattn.backends.hopper.scores import BOOLEAN, Sizes, Terms
-
-
-@gluon.constexpr_function
-def mma_layout(num_columns):
-    """Accumulators of one warpgroup: 64 rows."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, num_columns, 16]
-    )
 
 
 @aggregate
@@ -208,16 +201,6 @@ class Call:
 
 
 @gluon.jit
-def advance(stage, phase, NUM_STAGES: gl.constexpr):
-    """The next stage of a ring, and the phase of its barrier."""
-    stage += 1
-    if stage == NUM_STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
 def arrive(c, stage):
     """Frees a stage, without a wait."""
     meet(stage, "arrive", 128 * (c.NUM_WARPGROUPS + 1))
@@ -282,20 +265,6 @@ def read_mask(c, w: gl.constexpr, mask, stage_k, phase_k):
         fence_async_shared()
         pass_mask(c, place, "arrive")
     return mask
-
-
-@gluon.jit
-def copy(source, full, buffer, place):
-    """Begins a copy of one head's rows; columns and rows that are not there become zeros."""
-    mbarrier.expect(full, source.block_type.nbytes)
-    tma_load(source, place, full, shaped_as(buffer, source))
-
-
-@gluon.jit
-def product(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Begins a product whose sum starts at 0."""
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    return warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit

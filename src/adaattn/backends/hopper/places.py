@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from adaattn import _constants
-from adaattn.backends.hopper._gluon import aggregate
+from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.hopper.scores import Sizes
 
 WRAP = gl.constexpr(_constants.TMA_WRAP)

@@ -400,6 +400,7 @@ def _compiled(variant: Variant, device: torch.device) -> Callable[..., Callable[
     """Return what binds a kernel on a device to the views of its tensors."""
     with compiling("the Hopper kernel"), torch.cuda.device(device):
         # Triton is imported when a kernel first runs: importing the package does not need it.
-        from adaattn.backends.hopper import compiled
+        from adaattn.backends.device.tma import Launcher
+        from adaattn.backends.hopper.compiled import compile_variant
 
-        return compiled.Launcher(compiled.compile_variant(variant)).bind
+        return Launcher(compile_variant(variant)).bind

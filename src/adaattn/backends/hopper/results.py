@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from adaattn import _constants
-from adaattn.backends.hopper._gluon import barrier, shaped_as, tma_store
+from adaattn.backends.device.gluon import barrier, shaped_as, tma_store
 from adaattn.backends.hopper.places import (
     corner,
     flag_place,

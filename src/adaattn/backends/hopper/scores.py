@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from adaattn import _constants
-from adaattn.backends.hopper._gluon import aggregate
+from adaattn.backends.device.gluon import aggregate
 
 NOTHING = gl.constexpr(-float("inf"))
 LOG2_E = gl.constexpr(_constants.LOG2_E)

@@ -6,6 +6,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 
 from adaattn._constants import TMA_WRAP
+from adaattn.backends.device.launch import View
 from adaattn.backends.hopper.launch import Sizes, mask_bytes
 from adaattn.backends.masks import with_rank
 from adaattn.spec import AttentionProblem
@@ -13,7 +14,6 @@ from adaattn.spec import AttentionProblem
 __all__ = [
     "ALIGNMENT",
     "Layouts",
-    "View",
     "head_view",
     "is_staged",
     "made_readable",
@@ -23,9 +23,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-View = tuple[Sizes, Sizes]
-"""Shape and strides."""
 
 ALIGNMENT: Final = 16
 """Bytes of which addresses and strides are multiples."""

@@ -1,4 +1,7 @@
-"""Runs a chunk after the other: products of queries and keys, softmax, products with values."""
+"""Runs a chunk after the other: products of queries and keys, softmax, products with values.
+
+On Hopper the first two are one kernel where it serves (`fused_launch`).
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,6 +19,7 @@ from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
+from adaattn.backends.streamed.fused_launch import FusedChunks, has_keys, reads, serves
 from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
@@ -52,7 +56,14 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
 def is_ready(problem: AttentionProblem) -> bool:
     """Return whether this machine has compiled the kernels of a problem."""
     asked = trained(problem) if problem.wants_gradients else problem
-    return is_noted(Arguments(asked).known_by)
+    return is_noted(_known_by(asked))
+
+
+def _known_by(problem: AttentionProblem) -> tuple[object, ...]:
+    """Return what says which kernels a problem takes; those of its gradients are `gradients`'."""
+    many = has_keys(problem.len_k, problem.value_dim)
+    is_fused = many and not problem.wants_gradients and serves(problem)
+    return ("fused", *Arguments(problem).known_by) if is_fused else Arguments(problem).known_by
 
 
 def _computed(problem: AttentionProblem, *given: Any, chunk_rows: int = 0, **others: Any) -> Result:
@@ -79,6 +90,7 @@ class _Prepared:
     layout: tuple[Any, ...]
     chunks: tuple[Chunk, ...]
     launches: tuple[Launch, ...]
+    fused: FusedChunks | None
 
 
 class _Launcher:
@@ -89,6 +101,7 @@ class _Launcher:
         self._chunk_rows = chunk_rows
         self._prepared: _Prepared | None = None
         self._is_noted = False
+        self._may_fuse = serves(problem)
 
     def __call__(
         self,
@@ -131,25 +144,38 @@ class _Launcher:
         entries = num_entries(query, key, value, output)
         beside = Beside.of(mask, slopes, sinks)
         prepared = self._prepared
-        layout = (query.shape, key.shape, entries, beside, query.get_device())
+        is_fused = (
+            self._may_fuse
+            and has_keys(key.shape[2], value.shape[3])
+            and lse_rest is None
+            and reads(query, key)
+        )
+        lying = (output.stride(), query.get_device(), is_fused)
+        layout = (query.shape, key.shape, entries, beside, *lying)
         if prepared is None or prepared.layout != layout:
-            prepared = self._prepared = self._prepare(*layout)
-        rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
+            prepared = self._prepared = self._prepare(layout, output)
+        tensors = query, key, value, output
         with torch.no_grad():
-            self._run(prepared, (query, key, value, output), entries, rest)
+            if prepared.fused is not None:
+                prepared.fused.run(tensors, statistics[0])
+            else:
+                rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
+                self._run(prepared, tensors, entries, rest)
         # What a backward pass takes is compiled there.
         if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
-            note(Arguments(self._problem).known_by)
+            note(_known_by(self._problem))
         return output
 
-    def _prepare(self, *layout: Any) -> _Prepared:
+    def _prepare(self, layout: tuple[Any, ...], output: torch.Tensor) -> _Prepared:
         """Return the chunks and launches for tensors of a layout."""
-        query_shape, key_shape, entries, beside, _ = layout
+        query_shape, key_shape, entries, beside, *_, is_fused = layout
         own = replace(self._problem, batch=query_shape[0], len_q=query_shape[2], len_k=key_shape[2])
         chunks = tuple(chunks_of(own, self._chunk_rows, entries))
+        if is_fused:
+            return _Prepared(layout, chunks, (), FusedChunks(own, chunks, output, entries))
         launches = map(partial(Arguments(own).softmax, beside=beside), chunks)
-        return _Prepared(layout, chunks, tuple(launches))
+        return _Prepared(layout, chunks, tuple(launches), None)
 
     def _run(
         self,

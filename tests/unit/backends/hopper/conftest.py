@@ -1,579 +1,29 @@
-"""The Hopper kernel's own device code, run on a CPU: each warpgroup a greenlet, TMA a copy.
+"""The Hopper kernels' device code run on a CPU, in place of what is compiled of it."""
 
-The files of device code are executed with Gluon's words replaced: tiles are tensors, asynchronous
-products are done at once, barriers block. What it shows is that positions, masks and barriers are
-right, and that nothing is read or written outside of a tensor; what it cannot show is whether the
-compiler keeps asynchronous work in order. In a `World` that is late, products are done when they
-are waited for, stores too, and copies and accesses take some simulated time: what reads too early,
-or writes where somebody still reads, is wrong there.
-"""
-
-import ast
-import heapq
-import inspect
-import itertools
-import math
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from greenlet import getcurrent, greenlet
-from torch.utils._python_dispatch import _disable_current_modes
+from tests.unit.backends.simulation import World, bound, device_code
 
-from adaattn import _constants
-from adaattn.backends import hopper
 from adaattn.backends.hopper import forward as host
 from adaattn.backends.hopper import gradient_passes, gradients, prepared
 from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
-FILES = ("scores", "places", "barriers", "pipeline", "results", "dropped", "kernel",
-         "gradient_scores", "gradient_masks", "backward", "gradient_order", "gradient_rows",
-         "backward_keys", "backward_queries")  # fmt: skip
-
-
-class _Own:
-    """What belongs to the warpgroup that runs."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getcurrent(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(getcurrent(), name, value)
-
-
-_LOCAL = _Own()
-
-Waiters = list[greenlet]
-"""Those who wait for something to happen."""
-
-
-class Tile(torch.Tensor):
-    """A number or tile of the device: assignment never changes what another name holds."""
-
-    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
-
-    def __iadd__(self, other: Any) -> Any:
-        return self + other
-
-    def __ixor__(self, other: Any) -> Any:
-        return self ^ other
-
-    # A device divides towards zero, and a remainder has the sign of what was divided.
-    def __floordiv__(self, other: Any) -> Any:
-        return torch.div(self, other, rounding_mode="trunc")
-
-    def __mod__(self, other: Any) -> Any:
-        return torch.fmod(self, other)
-
-
-def tile(value: Any) -> Any:
-    """Return a value of the device."""
-    made = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-    return made.to(torch.int64 if made.dtype == torch.int32 else made.dtype).as_subclass(Tile)
-
-
-class Pointer:
-    """Places in a tensor's memory, in elements of it."""
-
-    def __init__(self, tensor: torch.Tensor | None, places: Any = 0) -> None:
-        self.tensor, self.places = tensor, places
-        self.dtype = SimpleNamespace(element_ty=None if tensor is None else tensor.dtype)
-
-    def __add__(self, steps: Any) -> "Pointer":
-        return Pointer(self.tensor, self.places + steps)
-
-    def memory(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return all elements, the places and which of them are meant: none may be outside."""
-        assert self.tensor is not None, "a tensor that was not given"
-        places = torch.as_tensor(self.places).as_subclass(torch.Tensor)
-        meant = torch.as_tensor(mask).as_subclass(torch.Tensor)
-        places, meant = torch.broadcast_tensors(places, meant)
-        size = 1 + sum(
-            (n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True)
-        )
-        flat = self.tensor.as_strided((size,), (1,))
-        outside = meant & ((places < 0) | (places >= size))
-        assert not outside.any(), f"outside of a tensor of {size}: {places[outside][:4].tolist()}"
-        return flat, places.long(), meant
-
-    # What expand_dims does to pointers.
-    def unsqueeze(self, axis: int) -> "Pointer":
-        """Return the places with one more dimension."""
-        return Pointer(self.tensor, self.places.unsqueeze(axis))
-
-
-def load(pointer: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> Any:
-    """Return numbers; booleans as bytes. What others write meanwhile takes some time."""
-    if volatile:
-        _LOCAL.world.launch.look()
-    flat, places, meant = pointer.memory(mask)
-    found = flat[torch.where(meant, places, 0)]
-    found = found.to(torch.int64) if found.dtype in (torch.bool, torch.int32) else found
-    return torch.where(meant, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tile)
-
-
-def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    """Write numbers."""
-    flat, places, meant = pointer.memory(mask)
-    value = torch.as_tensor(value).as_subclass(torch.Tensor)
-    places, meant, value = torch.broadcast_tensors(places, meant, value)
-    flat[places[meant]] = value[meant].to(flat.dtype)
-    _LOCAL.world.launch.changed()
-
-
-def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
-    """Put a number in global memory."""
-    del sem, scope
-    store(pointer, value)
-
-
-def atomic_max(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
-    """Raise a number in global memory."""
-    del sem, scope
-    store(pointer, torch.maximum(tile(load(pointer)), tile(value)))
-
-
-class Barrier:
-    """An mbarrier, or a named barrier: its phase ends when all have arrived."""
-
-    def __init__(self, world: "World", count: int = 0) -> None:
-        self.world, self.count, self.arrived, self.bytes, self.phase = world, count, 0, 0, 0
-        self.waiters: Waiters = []
-
-    def change(self, arrivals: int = 0, num_bytes: int = 0) -> None:
-        """Note arrivals and bytes that are awaited, or there."""
-        self.arrived += arrivals
-        self.bytes += num_bytes
-        assert self.arrived <= self.count, "a barrier that more arrive at than belong to it"
-        if self.arrived == self.count and self.bytes == 0:
-            self.arrived, self.phase = 0, self.phase + 1
-            self.world.launch.wake(self.waiters)
-
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until a phase is over."""
-        while not is_over():
-            self.world.launch.wait(self.waiters)
-
-
-class Promise:
-    """A product or store under way."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        self.compute, self.value = compute, None
-
-    def finish(self) -> None:
-        """Do it."""
-        self.value = self.compute()
-
-
-def finish(pending: list[Promise], left: int) -> list[Promise]:
-    """Finish all but the last ones; return those."""
-    done = len(pending) - left
-    for promise in pending[: max(done, 0)]:
-        promise.finish()
-    return pending[max(done, 0) :]
-
-
-def dawdle() -> None:
-    """Take some time, where the world is late; some warpgroups take more."""
-    if World.is_late:
-        _LOCAL.world.launch.sleep(random.random() * _LOCAL.pace)
-
-
-class Launch:
-    """Blocks that run together in simulated time, and the memory that they share.
-
-    One warpgroup or copy runs at a time, until it sleeps or waits; then whoever's time comes first.
-    So the order is the same on every machine, and those whom nobody wakes are seen at once.
-    """
-
-    def __init__(self) -> None:
-        self.now, self.numbers, self.writes = 0.0, itertools.count(), 0
-        self.queue: list[tuple[float, int, greenlet]] = []
-        self.waiting: set[greenlet] = set()
-        self.waiters: Waiters = []
-
-    def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run functions at the same time, to the end of all."""
-        self.loop = getcurrent()
-        for function in functions:
-            self.start(function)
-        try:
-            while self.queue:
-                self.now, _, task = heapq.heappop(self.queue)
-                task.switch()
-            if self.waiting:
-                raise TimeoutError("all who are left wait for one another")
-        finally:
-            for task in (*self.waiting, *(task for *_, task in self.queue)):
-                task.throw()
-
-    def start(self, function: Callable[[], None]) -> Any:
-        """Run a function from now on; return what can be joined."""
-
-        def run() -> None:
-            function()
-            self.wake(task.waiters)
-
-        task: Any = greenlet(run, self.loop)
-        task.waiters = []
-        heapq.heappush(self.queue, (self.now, next(self.numbers), task))
-        return task
-
-    def sleep(self, seconds: float) -> None:
-        """Let others run for some time."""
-        heapq.heappush(self.queue, (self.now + seconds, next(self.numbers), getcurrent()))
-        self.loop.switch()
-
-    def wait(self, waiters: Waiters) -> None:
-        """Let others run until one of them calls `wake`."""
-        waiters.append(getcurrent())
-        self.waiting.add(getcurrent())
-        self.loop.switch()
-
-    def wake(self, waiters: Waiters) -> None:
-        """Let all who wait go on."""
-        for task in waiters:
-            self.waiting.discard(task)
-            heapq.heappush(self.queue, (self.now, next(self.numbers), task))
-        waiters.clear()
-
-    def join(self, task: Any) -> None:
-        """Wait until what was started has ended."""
-        if not task.dead:
-            self.wait(task.waiters)
-
-    def changed(self) -> None:
-        """Note that something was written to memory."""
-        self.writes += 1
-        self.wake(self.waiters)
-
-    def look(self) -> None:
-        """Wait until something was written, unless that was since this warpgroup looked last."""
-        while getattr(getcurrent(), "seen", -1) == self.writes:
-            self.wait(self.waiters)
-        _LOCAL.seen = self.writes
-
-
-class World:
-    """The shared state of one block of threads."""
-
-    is_late = False
-    are_together = False
-    copy_s = 0.02
-    """How long a copy takes at most, where the world is late."""
-
-    def __init__(self, launch: Launch, block: int, num_blocks: int) -> None:
-        self.launch, self.block, self.num_blocks = launch, block, num_blocks
-        self.named: dict[int, Barrier] = {}
-        self.copies: list[Any] = []
-
-    def later(self, work: Callable[[], None]) -> Any:
-        """Do something soon, while others go on."""
-
-        def copy() -> None:
-            _LOCAL.world = self
-            self.launch.sleep(random.random() * self.copy_s)
-            work()
-
-        self.copies.append(self.launch.start(copy))
-        return self.copies[-1]
-
-    def pace_of(self, place: int) -> float:
-        """Return how many seconds a partition dawdles at most: those that add are last."""
-        paces = (0.0001, 0.005)
-        return 10 * paces[self.block // 2 % 2] if place > 2 else paces[(place + self.block) % 2]
-
-    def run(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
-        """Run the partitions at the same time, the first of four warps."""
-
-        def partition(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
-            _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
-            _LOCAL.num_threads = 32 * (4, *warps)[place]
-            _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
-            function(*arguments)
-
-        started = [
-            self.launch.start(partial(partition, place, *part)) for place, part in enumerate(parts)
-        ]
-        for each in started:
-            self.launch.join(each)
-        for each in self.copies:
-            self.launch.join(each)
-
-
-class Shared:
-    """Stages in shared memory; without numbers until somebody writes them."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.dtype = tensor, tensor.dtype
-
-    def index(self, stage: Any) -> "Shared":
-        """Return one stage."""
-        return Shared(self.tensor[int(stage)])
-
-    def permute(self, order: list[int]) -> "Shared":
-        """Return it transposed."""
-        return Shared(self.tensor.permute(order))
-
-    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
-        """Return a part."""
-        return Shared(self.tensor.narrow(dim, start, length))
-
-    def load(self, layout: Any) -> Any:
-        """Read a tile."""
-        del layout
-        dawdle()
-        return tile(self.tensor.clone())
-
-    def store(self, value: torch.Tensor) -> None:
-        """Write a tile."""
-        dawdle()
-        self.tensor.copy_(value)
-
-
-class Barriers:
-    """mbarriers in shared memory."""
-
-    def __init__(self, count: int) -> None:
-        self.made = [Barrier(_LOCAL.world) for _ in range(count)]
-
-    def index(self, place: Any) -> Barrier:
-        """Return one of them."""
-        return self.made[int(place)]
-
-
-def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
-    """Return shared memory."""
-    del layout
-    if dtype is torch.int64:
-        return Barriers(shape[0]) if len(shape) > 1 else Barrier(_LOCAL.world)
-    poison = float("nan") if dtype.is_floating_point else -1
-    return Shared(torch.full(shape, poison, dtype=dtype))
-
-
-class Descriptor:
-    """A tensor as TMA sees it: rows of a box outside of it are zeros, and are not stored."""
-
-    def __init__(self, tensor: torch.Tensor, view: Any, box: tuple[int, ...]) -> None:
-        assert tensor.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
-        # Two booleans are one number.
-        tensor = tensor.view(torch.int16) if tensor.dtype is torch.bool else tensor
-        self.tensor, (self.shape, self.strides) = tensor, view
-        self.dtype, self.layout = tensor.dtype, None
-        nbytes = math.prod(box) * tensor.element_size()
-        single = (1,) * (len(self.shape) - len(box))
-        self.block_type = SimpleNamespace(shape=[*single, *box], nbytes=nbytes)
-
-    def box(self, corner: tuple[Any, ...]) -> tuple[Pointer, torch.Tensor]:
-        """Return the places of a box, in 64 bits that wrap around, and which are inside."""
-        spans = [
-            int(c) + torch.arange(n) for c, n in zip(corner, self.block_type.shape, strict=True)
-        ]
-        grids = torch.meshgrid(*spans, indexing="ij")
-        places = torch.zeros_like(grids[0])
-        for grid, stride in zip(grids, self.strides, strict=True):
-            places += grid * stride
-        inside = torch.ones_like(places, dtype=torch.bool)
-        for grid, size in zip(grids, self.shape, strict=True):
-            inside &= (grid >= 0) & (grid < size)
-        box = places.shape[-2:]
-        return Pointer(self.tensor, places.reshape(box)), inside.reshape(box)
-
-
-def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
-    """Copy a box to shared memory, and tell of it."""
-
-    def copy() -> None:
-        pointer, inside = source.box(corner)
-        found = load(pointer, inside, 0).as_subclass(torch.Tensor)
-        buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
-        full.change(num_bytes=-source.block_type.nbytes)
-
-    full.world.later(copy) if World.is_late else copy()
-
-
-def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bool = False) -> None:
-    """Copy a box from shared memory, or add it to what is there."""
-    world: World = _LOCAL.world
-
-    def write(value: torch.Tensor) -> None:
-        pointer, inside = target.box(tuple(corner))
-        if add:
-            value = value + load(pointer, inside, 0).as_subclass(torch.Tensor)
-        store(pointer, value, inside)
-
-    def read() -> None:
-        _LOCAL.writes.append(world.later(partial(write, buffer.tensor.clone())))
-
-    if World.is_late:
-        _LOCAL.stores.append(Promise(read))
-    else:
-        write(buffer.tensor)
-
-
-def store_wait(left: int) -> None:
-    """Wait for stores to have read what they copy."""
-    if World.is_late:
-        if _LOCAL.place > 2:
-            dawdle()
-        _LOCAL.stores = finish(_LOCAL.stores, left)
-
-
-def write_wait() -> None:
-    """Wait for what stores have read to be in memory."""
-    store_wait(0)
-    for write in _LOCAL.writes:
-        _LOCAL.world.launch.join(write)
-    _LOCAL.writes = []
-
-
-def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
-    """Return total + left right, in fp32; at once."""
-    del is_async
-
-    def compute() -> Any:
-        first = left.tensor if isinstance(left, Shared) else left
-        made = first.as_subclass(torch.Tensor).float() @ right.tensor.float()
-        return (total + made if use_acc else made).as_subclass(Tile)
-
-    if not World.is_late:
-        return compute()
-    _LOCAL.products.append(Promise(compute))
-    return _LOCAL.products[-1]
-
-
-def product_wait(pending: int, deps: list[Any]) -> Any:
-    """Return what was waited for."""
-    if World.is_late:
-        _LOCAL.products = finish(_LOCAL.products, pending)
-    found = [item.value if isinstance(item, Promise) else item for item in deps]
-    return found[0] if len(found) == 1 else tuple(found)
-
-
-def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> Any:
-    """Do what the kernel's pieces of assembly do."""
-    del constraints, rest
-    world: World = _LOCAL.world
-    if "wait_group" in text:
-        write_wait()
-    if "tanh" in text:
-        return torch.tanh(arguments[0])
-    if "rcp" in text:
-        return 1.0 / arguments[0]
-    if "shl" in text:
-        return arguments[0].float()
-    if "bar." in text:
-        found = re.search(r"bar\.\w+ \S+, (\d+);", text)
-        assert found is not None
-        threads, number = int(found[1]), int(arguments[0])
-        assert number < 16, "a named barrier that the device does not have"
-        named = world.named.setdefault(number, Barrier(world, threads))
-        before = named.phase
-        named.change(arrivals=_LOCAL.num_threads)
-        if "bar.sync" in text:
-            named.wait(lambda: named.phase > before)
-    return None
-
-
-def names() -> dict[str, Any]:
-    """Return Gluon's words as this file understands them."""
-
-    def where(condition: Any, this: Any, that: Any) -> Any:
-        return torch.where(torch.as_tensor(condition), tile(this), tile(that)).as_subclass(Tile)
-
-    def binary(function: Any) -> Any:
-        return lambda a, b: function(*torch.broadcast_tensors(tile(a), tile(b))).as_subclass(Tile)
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
-    def split(x: Any) -> Any:
-        return x[..., 0], x[..., 1]
-
-    nothing.get_default_for = nothing  # type: ignore[attr-defined]
-    gl = SimpleNamespace(
-        constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None,
-        to_tensor=tile, load=load, store=store, where=where,
-        minimum=binary(torch.minimum), maximum=binary(torch.maximum),
-        cdiv=lambda a, b: (a + b - 1) // b,
-        program_id=lambda axis: tile(_LOCAL.world.block),
-        num_programs=lambda axis: tile(_LOCAL.world.num_blocks),
-        arange=lambda low, high, layout: tile(torch.arange(low, high)),
-        zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
-        expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
-        sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
-        reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
-        split=split, join=lambda a, b: torch.stack((a, b), -1), exp2=torch.exp2, log2=torch.log2,
-        abs=torch.abs, static_range=range, bfloat16=torch.bfloat16,
-        SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
-        NVMMASharedLayout=nothing, BlockedLayout=nothing, allocate_shared_memory=shared,
-        inline_asm_elementwise=assembly, atomic_xchg=atomic_xchg,
-        atomic_max=atomic_max,
-        int32=torch.int64, int64=torch.int64, float32=torch.float32,
-        warp_specialize=lambda parts, warps, registers: _LOCAL.world.run(parts, warps),
-    )  # fmt: skip
-    mbarrier = SimpleNamespace(
-        MBarrierLayout=nothing,
-        init=lambda barrier, count: setattr(barrier, "count", count),
-        expect=lambda barrier, nbytes: barrier.change(arrivals=1, num_bytes=nbytes),
-        arrive=lambda barrier: barrier.change(arrivals=1),
-        wait=lambda barrier, parity: barrier.wait(lambda: barrier.phase % 2 != int(parity)),
-    )
-    return {
-        "gluon": SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f),
-        "gl": gl,
-        "mbarrier": mbarrier,
-        "tma": SimpleNamespace(tensor_descriptor=None, store_wait=store_wait),
-        "aggregate": lambda kind: kind,
-        "barrier": nothing,
-        "shaped_as": lambda buffer, descriptor: buffer,
-        "tma_add": partial(tma_store, add=True),
-        "tma_load": tma_load,
-        "tma_store": tma_store,
-        "fence_async_shared": nothing,
-        "warpgroup_mma": product,
-        "warpgroup_mma_wait": product_wait,
-        "_constants": _constants,
-    }
-
-
-def device_code() -> dict[str, Any]:
-    """Return the functions of the kernel's files, in one namespace."""
-    space = names()
-    for name in FILES:
-        exec(_compiled(Path(hopper.__file__).with_name(f"{name}.py")), space)
-    return space
-
-
-@cache
-def _compiled(path: Path) -> Any:
-    """Return the code of a kernel's file, without what it imports."""
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return compile(tree, str(path), "exec")
-
-
-def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> None:
-    """Run one block of threads after the other, or all at the same time."""
-
-    def run(launch: Launch, block: int) -> None:
-        _LOCAL.world = World(launch, block, num_blocks)
-        code(*given)
-
-    blocks = random.sample(range(num_blocks), num_blocks)
-    for together in [blocks] if World.are_together else [[block] for block in sorted(blocks)]:
-        launch = Launch()
-        with torch.no_grad(), _disable_current_modes():  # a device knows nothing of either
-            launch.run([partial(run, launch, block) for block in together])
+FILES = (
+    *("device/barriers", "device/stages"),
+    *(
+        f"hopper/{name}"
+        for name in ("scores", "places", "pipeline", "results", "dropped", "kernel",
+                     "gradient_scores", "gradient_masks", "backward", "gradient_order",
+                     "gradient_rows", "backward_keys", "backward_queries")
+    ),
+)  # fmt: skip
 
 
 class Machine:
@@ -584,13 +34,13 @@ class Machine:
 
     def replace(self, name: str, remake: Callable[[Any], Any]) -> None:
         """Have what is made of a function of the source run in its place, from now on."""
-        self.others[name] = remake(device_code()[name])
+        self.others[name] = remake(device_code(FILES)[name])
         host.bound.cache_clear()
         gradients._backward.cache_clear()
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
-        space = device_code()
+        space = device_code(FILES)
         space.update(self.others)
         code = space["forward"]
         tiling = variant.tiling
@@ -605,12 +55,12 @@ class Machine:
         if tiling.stages_m:
             columns = tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
             boxes.append((ROWS, columns))
-        return self._bound(code, compiled._constants(variant), boxes)
+        return bound(code, compiled._constants(variant), boxes)
 
     def backward(self, variant: GradientVariant, device: torch.device) -> Any:
         """Stand for the compiled kernels of a backward pass."""
         compiled = pytest.importorskip("adaattn.backends.hopper.gradient_compiled")
-        space = device_code()
+        space = device_code(FILES)
         space.update(self.others)
         query, upstream = (variant.block_m, variant.block_d), (variant.block_m, variant.block_v)
         key, value = (variant.block_n, variant.block_d), (variant.block_n, variant.block_v)
@@ -621,40 +71,13 @@ class Machine:
             "queries": (*read, query),
         }
         return tuple(
-            self._bound(
+            bound(
                 space[compiled._FUNCTIONS[kind].__name__],
                 compiled.constants_of(variant, kind),
                 boxes.get(kind, ()),
             )
             for kind in compiled.kinds_of(variant)
         )
-
-    @staticmethod
-    def _bound(
-        code: Callable[..., Any], constants: dict[str, Any], boxes: Sequence[tuple[int, ...]]
-    ) -> Callable[..., Any]:
-        """Return what stands for a kernel's `bind`."""
-        parameters = inspect.signature(code).parameters
-        launched = [name for name in parameters if name not in constants]
-        # What is no constant has a lower-case name in the source.
-        assert launched == [it for it in parameters if it.islower() and it not in constants]
-
-        def bind(views: Sequence[Any]) -> Callable[..., None]:
-            def launch(num_blocks: int, stream: int, copied: Any, *others: Any) -> None:
-                found: dict[str, Any] = dict(constants)
-                places = zip(copied, views, boxes, strict=True)
-                described = (Descriptor(*place) for place in places)
-                for name, value in zip(launched, (*described, *others), strict=True):
-                    if value is None or isinstance(value, torch.Tensor):
-                        value = Pointer(value)
-                    elif name.islower() and type(value) is int:
-                        value = tile(value)
-                    found[name] = value
-                run_blocks(num_blocks, code, [found[name] for name in parameters])
-
-            return launch
-
-        return bind
 
 
 @pytest.fixture

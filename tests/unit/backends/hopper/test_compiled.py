@@ -14,6 +14,7 @@ from adaattn.spec import MaskKind, Precision
 from adaattn.testing import make_problem
 
 compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
+tma = pytest.importorskip("adaattn.backends.device.tma")
 gradient_compiled = pytest.importorskip("adaattn.backends.hopper.gradient_compiled")
 driver = pytest.importorskip("triton.backends.nvidia.driver")
 
@@ -55,7 +56,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         found.append((tensor.base.data_ptr(), meta["place"]))
         return _description(tensor.base, meta["place"])
 
-    monkeypatch.setattr(compiled, "make_tensordesc_arg", describe)
+    monkeypatch.setattr(tma, "make_tensordesc_arg", describe)
     return found
 
 
@@ -91,7 +92,7 @@ def test_a_launch_hands_over_what_tritons_own_does(kind: str) -> None:
         problem = make_problem(precision=Precision.BF16, head_dim=64, len_q=256, len_k=256, **mask)
         forward = choose(problem)
         listed = list(compiled._signature(forward, compiled._constants(forward)).values())
-    found = [driver.ty_to_cpp(name) for name in compiled._launched_types(listed)]
+    found = [driver.ty_to_cpp(name) for name in tma._launched_types(listed)]
     expected = [name.replace("CUdeviceptr", "int64_t") for name in _taken_by_triton(listed)]
     assert found == expected
 
@@ -118,8 +119,8 @@ def test_triton_makes_the_launch_of_what_it_is_told(monkeypatch: pytest.MonkeyPa
     kernel.metadata = metadata(tensordesc_meta=[{}], shared=0, num_warps=4, tmem_size=None)
     kernel.packed_metadata, kernel.name, kernel.kernel = "metadata", "name", b""
     kernel.metadata_group, kernel.hash = {}, ""
-    monkeypatch.setattr(compiled, "make_tensordesc_arg", lambda tensor, meta: ["map"])
-    compiled.Launcher(kernel).bind([VIEW])(7, 5, (torch.zeros(8),), 11)
+    monkeypatch.setattr(tma, "make_tensordesc_arg", lambda tensor, meta: ["map"])
+    tma.Launcher(kernel).bind([VIEW])(7, 5, (torch.zeros(8),), 11)
     assert made == [(["nvTmaDesc", *["i32"] * 4, *["i64"] * 4, "i64"], {}, None)]
     assert launched == [(*HEAD, "map", 11)]
 
@@ -128,7 +129,7 @@ def test_a_tensor_is_described_once_for_each_place_and_address(
     encoded: list[tuple[int, int]],
 ) -> None:
     built = Built([TYPE, TYPE, "*fp32", "i32", "constexpr"], 2)
-    launch = compiled.Launcher(built).bind([VIEW, VIEW])
+    launch = tma.Launcher(built).bind([VIEW, VIEW])
     once = ["nvTmaDesc", *["i32"] * 4, *["i64"] * 4]
     assert built.types == [*once, *once, "i64", "i32"]
     first, second = torch.zeros(2, 3, 64, 8), torch.zeros(2, 3, 64, 8)
@@ -144,7 +145,7 @@ def test_a_tensor_is_described_once_for_each_place_and_address(
 
 def test_layouts_of_one_kernel_share_no_description(encoded: list[tuple[int, int]]) -> None:
     built = Built([TYPE], 1)
-    kernel, tensor = compiled.Launcher(built), torch.zeros(8)
+    kernel, tensor = tma.Launcher(built), torch.zeros(8)
     for launch in (kernel.bind([VIEW]), kernel.bind([VIEW])):
         launch(7, 5, (tensor,))
     assert len(encoded) == 2
@@ -153,8 +154,8 @@ def test_layouts_of_one_kernel_share_no_description(encoded: list[tuple[int, int
 def test_no_more_than_a_limit_is_kept_of_all_layouts(
     encoded: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_MOST_KEPT", 2)
-    kernel = compiled.Launcher(Built([TYPE], 1))
+    monkeypatch.setattr(tma, "_MOST_KEPT", 2)
+    kernel = tma.Launcher(Built([TYPE], 1))
     one, other = kernel.bind([VIEW]), kernel.bind([VIEW])
     first, second = torch.zeros(8), torch.zeros(8)
     one(1, 0, (first,))
@@ -168,6 +169,6 @@ def test_no_more_than_a_limit_is_kept_of_all_layouts(
 
 def test_as_many_tensors_as_views_are_expected(encoded: list[tuple[int, int]]) -> None:
     del encoded
-    launch = compiled.Launcher(Built([TYPE], 1)).bind([VIEW])
+    launch = tma.Launcher(Built([TYPE], 1)).bind([VIEW])
     with pytest.raises(ValueError, match="zip"):
         launch(1, 0, ())

@@ -1,0 +1,324 @@
+"""Weights of wide heads on Hopper, made where their scores are: those are never in memory.
+
+    p = exp2(scale * q k^T - reference);  total = sum p
+
+A block has 128 lines of a plane, 64 for each of two consumer warpgroups, which hold their queries
+in registers, up to 512 columns of them. A producer copies keys, 128 x 64 numbers a stage; blocks of
+keys are visited from the last to the first. While one warpgroup makes weights of its scores, the
+other one has the units for products.
+
+The reference is the maximum of the first block visited. bf16 has exponents of 8 bits, so nothing is
+lost unless a later score exceeds it by 2^60; such a block of lines is noted, and its weights are
+written anew with the maximum of all, which another pass finds. What the products with values make
+of the weights is divided by the totals later.
+"""
+
+# Device code: a tile's shape stands above it, and the names of sizes are those of the papers.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from adaattn.backends.device.barriers import meet, sum_in_thread, wait_for_writes
+from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
+from adaattn.backends.device.stages import advance, copy, mma_layout
+
+LINES = gl.constexpr(128)
+KEYS = gl.constexpr(128)
+COLUMNS = gl.constexpr(64)
+NUM_STAGES = gl.constexpr(11)
+# Two consumer warpgroups, and the producer's.
+THREADS = gl.constexpr(384)
+NO_SCORE = gl.constexpr(-float("inf"))
+# Totals that a reference may leave: beyond, the lines are computed again.
+LEAST_TOTAL = gl.constexpr(2.0**-60)
+LARGEST_TOTAL = gl.constexpr(2.0**60)
+
+
+@aggregate
+class Weights:
+    """What every function reads: tensors, sizes, stages with their barriers."""
+
+    query: tma.tensor_descriptor
+    key: tma.tensor_descriptor
+    weights: tma.tensor_descriptor
+    totals: gl.tensor
+    references: gl.tensor
+    noted: gl.tensor
+    scale: gl.tensor
+    num_lines: gl.tensor
+    num_rows: gl.tensor
+    len_k: gl.tensor
+    first: gl.tensor
+    plane: gl.tensor
+    line: gl.tensor
+    k: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+    PARTS: gl.constexpr
+    IS_CAUSAL: gl.constexpr
+    layout: gl.constexpr
+    query_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, query, key, weights, totals, references, noted, scale, num_lines, num_rows, len_k,
+        first, plane, line, k, p, k_full, done, PARTS, IS_CAUSAL,
+    ):  # fmt: skip
+        self.query = query
+        self.key = key
+        self.weights = weights
+        self.totals = totals
+        self.references = references
+        self.noted = noted
+        self.scale = scale
+        self.num_lines = num_lines
+        self.num_rows = num_rows
+        self.len_k = len_k
+        self.first = first
+        self.plane = plane
+        self.line = line
+        self.k = k
+        self.p = p
+        self.k_full = k_full
+        self.done = done
+        self.PARTS = gl.constexpr(PARTS)
+        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        self.layout = gl.constexpr(mma_layout(128))
+        self.query_layout = gl.constexpr(
+            gl.DotOperandLayout(operand_index=0, parent=mma_layout(128), k_width=2)
+        )
+
+
+@gluon.jit
+def num_blocks(c):
+    """How many blocks of keys the lines of this block see: one at least."""
+    count = gl.cdiv(c.len_k, KEYS)
+    if c.IS_CAUSAL:
+        row = c.line % c.num_rows
+        last = gl.where(row + LINES > c.num_rows, c.num_rows, row + LINES) - 1
+        count = gl.minimum(count, gl.maximum(last + c.first, 0) // KEYS + 1)
+    return count
+
+
+@gluon.jit
+def produce(c, count, fills, stage):
+    """Copies the keys of one pass."""
+    for i in range(count):
+        for part in gl.static_range(c.PARTS):
+            if fills >= NUM_STAGES:
+                meet(stage, "sync", THREADS)
+            place = c.plane, (count - 1 - i) * KEYS, part * COLUMNS
+            copy(c.key, c.k_full.index(stage), c.k.index(stage), place)
+            stage = (stage + 1) % NUM_STAGES
+            fills += 1
+    return fills, stage
+
+
+@gluon.jit
+def producer(c):
+    """Copies queries into the first stages, then keys, again for what is computed again."""
+    count = num_blocks(c)
+    for part in gl.static_range(c.PARTS):
+        place = c.plane, c.line, part * COLUMNS
+        copy(c.query, c.k_full.index(part), c.k.index(part), place)
+    fills, stage = produce(c, count, gl.to_tensor(c.PARTS), gl.to_tensor(c.PARTS))
+    mbarrier.wait(c.done, 0)
+    if gl.load(c.noted) != 0:
+        fills, stage = produce(c, count, fills, stage)
+        produce(c, count, fills, stage)
+
+
+@gluon.jit
+def scores(c, q, stage, phase):
+    """Products of queries and a block of keys: [64, 128]."""
+    s = gl.zeros([64, KEYS], gl.float32, c.layout)
+    before = stage
+    for part in gl.static_range(c.PARTS):
+        mbarrier.wait(c.k_full.index(stage), phase)
+        k = c.k.index(stage).permute([1, 0])
+        s = warpgroup_mma(q[part], k, s, use_acc=part > 0, is_async=True)
+        if part > 0:
+            s = warpgroup_mma_wait(1, deps=[s])
+            meet(before, "arrive", THREADS)
+        before = stage
+        stage, phase = advance(stage, phase, NUM_STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    meet(before, "arrive", THREADS)
+    return s, stage, phase
+
+
+@gluon.jit
+def positions(c, w: gl.constexpr):
+    """Where lines of a warpgroup stand among the chunk's keys: [64]."""
+    lines = c.line + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, c.layout))
+    return lines % c.num_rows + c.first
+
+
+@gluon.jit
+def hide(c, w: gl.constexpr, s, block):
+    """Scores of keys that are not seen are -inf."""
+    keys = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, c.layout))
+    places = positions(c, w)
+    last = places * 0 + c.len_k - 1
+    if c.IS_CAUSAL:
+        last = gl.minimum(last, places)
+    return gl.where(gl.expand_dims(keys, 0) <= gl.expand_dims(last, 1), s, NO_SCORE)
+
+
+@gluon.jit
+def write(c, w: gl.constexpr, p, block):
+    """Registers, stmatrix, TMA: lines and keys beyond the last are clipped."""
+    tma.store_wait(0)
+    barrier()
+    buffer = c.p.index(w)
+    buffer.store(p.to(buffer.dtype))
+    fence_async_shared()
+    place = c.plane, c.line + w * 64, block * KEYS
+    tma_store(c.weights, place, shaped_as(buffer, c.weights))
+
+
+@gluon.jit
+def visit(
+    c, q, w: gl.constexpr, last, begin, end, reference, total, stage, phase,
+    HIDES: gl.constexpr, FINDS: gl.constexpr,
+):  # fmt: skip
+    """Blocks ``last - begin`` down to ``last - end + 1``: weights, or the maximum of their rows."""
+    for i in range(begin, end):
+        s, stage, phase = scores(c, q, stage, phase)
+        if HIDES:
+            s = hide(c, w, s, last - i)
+        if FINDS:
+            reference = gl.maximum(reference, gl.max(s, 1) * c.scale)
+        else:
+            p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
+            total = total + sum_in_thread(p)
+            write(c, w, p, last - i)
+    return reference, total, stage, phase
+
+
+@gluon.jit
+def keep(c, w: gl.constexpr, reference, total, NOTES: gl.constexpr):
+    """Stores what rows leave, and notes the lines whose reference does not serve."""
+    layout: gl.constexpr = gl.SliceLayout(1, c.layout)
+    total = gl.convert_layout(gl.sum(total, 1), layout)
+    lines = c.line + w * 64 + gl.arange(0, 64, layout=layout)
+    inside = lines < c.num_lines
+    place = c.plane.to(gl.int64) * c.num_lines + lines
+    gl.store(c.totals + place, total, mask=inside)
+    gl.store(c.references + place, reference, mask=inside)
+    if NOTES:
+        bad = inside & ((total > LEAST_TOTAL) & (total < LARGEST_TOTAL) == False)  # noqa: E712
+        if c.IS_CAUSAL:
+            bad = bad & (positions(c, w) >= 0)
+        gl.store(c.noted + lines * 0, 1, mask=bad)
+
+
+@gluon.jit
+def consumer(c, w: gl.constexpr):
+    """One consumer warpgroup."""
+    count = num_blocks(c)
+    zeros = gl.zeros([64, KEYS], gl.float32, c.layout)
+    if c.IS_CAUSAL:
+        for block in range(count, gl.cdiv(c.len_k, KEYS)):
+            write(c, w, zeros, block)
+    q = ()
+    for part in gl.static_range(c.PARTS):
+        mbarrier.wait(c.k_full.index(part), 0)
+        q = q + (c.k.index(part).slice(w * 64, 64, dim=0).load(c.query_layout),)  # noqa: RUF005
+        fence_async_shared()
+        meet(part, "arrive", THREADS)
+    s, stage, phase = scores(c, q, gl.to_tensor(c.PARTS), gl.to_tensor(0))
+    # A row that sees none of this block is held to what it does not see; its total tells.
+    raw = gl.max(s, 1) * c.scale
+    s = hide(c, w, s, count - 1)
+    reference = gl.max(s, 1) * c.scale
+    reference = gl.where(reference == NO_SCORE, raw, reference)
+    p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
+    total = sum_in_thread(p)
+    write(c, w, p, count - 1)
+    # Blocks from here on hide keys from some lines.
+    plain_end = count
+    masked_end = gl.to_tensor(1)
+    if c.IS_CAUSAL:
+        row = (c.line + w * 64) % c.num_rows
+        row = gl.where(row + 64 > c.num_rows, 0, row)
+        plain = gl.maximum(row + c.first + 1, 0) // KEYS
+        masked_end = gl.minimum(gl.maximum(count - plain, 1), count)
+        reference, total, stage, phase = visit(
+            c, q, w, count - 1, 1, masked_end, reference, total, stage, phase, True, False
+        )
+    reference, total, stage, phase = visit(
+        c, q, w, count - 1, masked_end, plain_end, reference, total, stage, phase, False, False
+    )
+    keep(c, w, reference, total, True)
+    # What is stored again must come behind what was stored before.
+    wait_for_writes()
+    mbarrier.arrive(c.done)
+    mbarrier.wait(c.done, 0)
+    if gl.load(c.noted) != 0:
+        reference = gl.zeros([64], gl.float32, gl.SliceLayout(1, c.layout)) + NO_SCORE
+        reference, total, stage, phase = visit(
+            c, q, w, count - 1, 0, count, reference, total, stage, phase, True, True
+        )
+        reference = gl.where(reference == NO_SCORE, 0.0, reference)
+        total = sum_in_thread(zeros)
+        reference, total, stage, phase = visit(
+            c, q, w, count - 1, 0, count, reference, total, stage, phase, True, False
+        )
+        keep(c, w, reference, total, False)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def weights(
+    query, key, weights, totals, references, noted, scale,
+    num_lines, num_rows, tiles, len_k, first,
+    PARTS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Stages and barriers made ready, then one producer beside two consumers.
+
+    Args, beyond their names:
+        query: [planes, lines, D], copied 128 x 64 at a time.
+        key: [planes, keys, D], likewise.
+        weights: [planes, lines, keys], written 64 x 128 at a time.
+        totals: fp32 [planes, lines]; the references likewise, in units of log 2.
+        noted: int32 [blocks].
+        scale: above 0, in those units.
+        num_rows: of each head in the chunk: lines are rows of one head after another's.
+        tiles: blocks of a plane.
+        len_k: keys of the chunk.
+        first: position of row 0 among them, negative where it sees none.
+        PARTS: times 64 columns.
+    """
+    dtype: gl.constexpr = query.dtype
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, COLUMNS], dtype)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, KEYS], dtype)
+    single: gl.constexpr = mbarrier.MBarrierLayout()
+    k = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, COLUMNS], k_layout)
+    p = gl.allocate_shared_memory(dtype, [2, 64, KEYS], p_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], single)
+    done = gl.allocate_shared_memory(gl.int64, [1], single)
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+    mbarrier.init(done, count=2)
+    fence_async_shared()
+    block = gl.program_id(0)
+    # In causal order the last lines have most to do.
+    line = (tiles - 1 - block % tiles) * LINES
+    c = Weights(
+        query, key, weights, totals, references, noted + block, scale, num_lines, num_rows, len_k,
+        first, block // tiles, line, k, p, k_full, done, PARTS, IS_CAUSAL,
+    )  # fmt: skip
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.store(c.noted + lanes * 0, lanes * 0)
+    barrier()
+    gl.warp_specialize(
+        [(producer, (c,)), (consumer, (c, 0)), (consumer, (c, 1))], [4, 4], [240, 240]
+    )
