@@ -19,7 +19,8 @@ from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
-from adaattn.backends.streamed.fused_launch import FusedChunks, has_keys, reads, serves
+from adaattn.backends.streamed.fused_launch import FusedChunks, reads
+from adaattn.backends.streamed.fused_rules import has_keys, serves
 from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
@@ -56,14 +57,7 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
 def is_ready(problem: AttentionProblem) -> bool:
     """Return whether this machine has compiled the kernels of a problem."""
     asked = trained(problem) if problem.wants_gradients else problem
-    return is_noted(_known_by(asked))
-
-
-def _known_by(problem: AttentionProblem) -> tuple[object, ...]:
-    """Return what says which kernels a problem takes; those of its gradients are `gradients`'."""
-    many = has_keys(problem.len_k, problem.value_dim)
-    is_fused = many and not problem.wants_gradients and serves(problem)
-    return ("fused", *Arguments(problem).known_by) if is_fused else Arguments(problem).known_by
+    return is_noted(Arguments(asked).known_by)
 
 
 def _computed(problem: AttentionProblem, *given: Any, chunk_rows: int = 0, **others: Any) -> Result:
@@ -164,7 +158,7 @@ class _Launcher:
         # What a backward pass takes is compiled there.
         if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
-            note(_known_by(self._problem))
+            note(Arguments(self._problem).known_by)
         return output
 
     def _prepare(self, layout: tuple[Any, ...], output: torch.Tensor) -> _Prepared:

@@ -1,7 +1,10 @@
 """Weights of wide heads on Hopper, made where their scores are: those are never in memory.
 
-    p = exp2(scale * q k^T - reference);  total = sum p
+    SUMS:     p = exp2(scale * q k^T - reference);  total = sum p
+    GIVEN:    p = exp(scale * q k^T - lse)
+    CHANGES:  ds = p * (do v^T - delta)
 
+The first is of a forward pass, the others of a backward pass, which knows the log-sum-exp.
 A block has 128 lines of a plane, 64 for each of two consumer warpgroups, which hold their queries
 in registers, up to 512 columns of them. A producer copies keys, 128 x 64 numbers a stage; blocks of
 keys are visited from the last to the first. While one warpgroup makes weights of its scores, the
@@ -24,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from adaattn import _constants
 from adaattn.backends.device.barriers import meet, sum_in_thread, wait_for_writes
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.device.stages import advance, copy, mma_layout
@@ -31,13 +35,16 @@ from adaattn.backends.device.stages import advance, copy, mma_layout
 LINES = gl.constexpr(128)
 KEYS = gl.constexpr(128)
 COLUMNS = gl.constexpr(64)
-NUM_STAGES = gl.constexpr(11)
+SUMS = gl.constexpr(0)
+GIVEN = gl.constexpr(1)
+CHANGES = gl.constexpr(2)
 # Two consumer warpgroups, and the producer's.
 THREADS = gl.constexpr(384)
 NO_SCORE = gl.constexpr(-float("inf"))
 # Totals that a reference may leave: beyond, the lines are computed again.
 LEAST_TOTAL = gl.constexpr(2.0**-60)
 LARGEST_TOTAL = gl.constexpr(2.0**60)
+LOG2_E = gl.constexpr(_constants.LOG2_E)
 
 
 @aggregate
@@ -46,7 +53,8 @@ class Weights:
 
     query: tma.tensor_descriptor
     key: tma.tensor_descriptor
-    weights: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    read: tma.tensor_descriptor
     totals: gl.tensor
     references: gl.tensor
     noted: gl.tensor
@@ -58,22 +66,27 @@ class Weights:
     plane: gl.tensor
     line: gl.tensor
     k: gl.shared_memory_descriptor
+    o: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
     done: gl.shared_memory_descriptor
+    KIND: gl.constexpr
     PARTS: gl.constexpr
+    STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
     layout: gl.constexpr
     query_layout: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, weights, totals, references, noted, scale, num_lines, num_rows, len_k,
-        first, plane, line, k, p, k_full, done, PARTS, IS_CAUSAL,
+        self, query, key, out, read, totals, references, noted, scale, num_lines, num_rows, len_k,
+        first, plane, line, k, o, p, k_full, p_full, done, KIND, PARTS, STAGES, IS_CAUSAL,
     ):  # fmt: skip
         self.query = query
         self.key = key
-        self.weights = weights
+        self.out = out
+        self.read = read
         self.totals = totals
         self.references = references
         self.noted = noted
@@ -85,10 +98,14 @@ class Weights:
         self.plane = plane
         self.line = line
         self.k = k
+        self.o = o
         self.p = p
         self.k_full = k_full
+        self.p_full = p_full
         self.done = done
+        self.KIND = gl.constexpr(KIND)
         self.PARTS = gl.constexpr(PARTS)
+        self.STAGES = gl.constexpr(STAGES)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
         self.layout = gl.constexpr(mma_layout(128))
         self.query_layout = gl.constexpr(
@@ -109,15 +126,21 @@ def num_blocks(c):
 
 @gluon.jit
 def produce(c, count, fills, stage):
-    """Copies the keys of one pass."""
+    """Copies the keys of one pass, and beside them the weights whose changes are wanted."""
     for i in range(count):
         for part in gl.static_range(c.PARTS):
-            if fills >= NUM_STAGES:
+            if fills >= c.STAGES:
                 meet(stage, "sync", THREADS)
             place = c.plane, (count - 1 - i) * KEYS, part * COLUMNS
             copy(c.key, c.k_full.index(stage), c.k.index(stage), place)
-            stage = (stage + 1) % NUM_STAGES
+            stage = (stage + 1) % c.STAGES
             fills += 1
+        if c.KIND == CHANGES:
+            for w in gl.static_range(2):
+                if i > 0:
+                    meet(c.STAGES + w, "sync", 256)
+                place = c.plane, c.line + w * 64, (count - 1 - i) * KEYS
+                copy(c.read, c.p_full.index(w), c.p.index(w), place)
     return fills, stage
 
 
@@ -129,10 +152,11 @@ def producer(c):
         place = c.plane, c.line, part * COLUMNS
         copy(c.query, c.k_full.index(part), c.k.index(part), place)
     fills, stage = produce(c, count, gl.to_tensor(c.PARTS), gl.to_tensor(c.PARTS))
-    mbarrier.wait(c.done, 0)
-    if gl.load(c.noted) != 0:
-        fills, stage = produce(c, count, fills, stage)
-        produce(c, count, fills, stage)
+    if c.KIND == SUMS:
+        mbarrier.wait(c.done, 0)
+        if gl.load(c.noted) != 0:
+            fills, stage = produce(c, count, fills, stage)
+            produce(c, count, fills, stage)
 
 
 @gluon.jit
@@ -148,7 +172,7 @@ def scores(c, q, stage, phase):
             s = warpgroup_mma_wait(1, deps=[s])
             meet(before, "arrive", THREADS)
         before = stage
-        stage, phase = advance(stage, phase, NUM_STAGES)
+        stage, phase = advance(stage, phase, c.STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
     meet(before, "arrive", THREADS)
     return s, stage, phase
@@ -177,11 +201,22 @@ def write(c, w: gl.constexpr, p, block):
     """Registers, stmatrix, TMA: lines and keys beyond the last are clipped."""
     tma.store_wait(0)
     barrier()
-    buffer = c.p.index(w)
+    buffer = c.o.index(w)
     buffer.store(p.to(buffer.dtype))
     fence_async_shared()
     place = c.plane, c.line + w * 64, block * KEYS
-    tma_store(c.weights, place, shaped_as(buffer, c.weights))
+    tma_store(c.out, place, shaped_as(buffer, c.out))
+
+
+@gluon.jit
+def change(c, w: gl.constexpr, s, delta, i):
+    """Changes of scores: what is hidden has no weight, and none."""
+    mbarrier.wait(c.p_full.index(w), i & 1)
+    p = c.p.index(w).load(c.layout).to(gl.float32)
+    # A barrier does not wait for what is being read: TMA would write over it.
+    fence_async_shared()
+    meet(c.STAGES + w, "arrive", 256)
+    return p * (s - gl.expand_dims(delta, 1))
 
 
 @gluon.jit
@@ -189,16 +224,22 @@ def visit(
     c, q, w: gl.constexpr, last, begin, end, reference, total, stage, phase,
     HIDES: gl.constexpr, FINDS: gl.constexpr,
 ):  # fmt: skip
-    """Blocks ``last - begin`` down to ``last - end + 1``: weights, or the maximum of their rows."""
+    """Blocks ``last - begin`` down to ``last - end + 1``: weights, or the maximum of their rows.
+
+    The reference is what a row's scores, or products, are less.
+    """
     for i in range(begin, end):
         s, stage, phase = scores(c, q, stage, phase)
         if HIDES:
             s = hide(c, w, s, last - i)
-        if FINDS:
+        if c.KIND == CHANGES:
+            write(c, w, change(c, w, s, reference, i), last - i)
+        elif FINDS:
             reference = gl.maximum(reference, gl.max(s, 1) * c.scale)
         else:
             p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
-            total = total + sum_in_thread(p)
+            if c.KIND == SUMS:
+                total = total + sum_in_thread(p)
             write(c, w, p, last - i)
     return reference, total, stage, phase
 
@@ -221,6 +262,18 @@ def keep(c, w: gl.constexpr, reference, total, NOTES: gl.constexpr):
 
 
 @gluon.jit
+def given(c, w: gl.constexpr):
+    """What each row's scores are less, in units of log 2, or its products: as they are given."""
+    lines = c.line + w * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, c.layout))
+    place = c.plane.to(gl.int64) * c.num_lines + lines
+    found = gl.load(c.references + place, mask=lines < c.num_lines, other=0.0)
+    if c.KIND == GIVEN:
+        # A row that sees nothing has a log-sum-exp of -inf, and no weights.
+        found = gl.where(found == NO_SCORE, float("inf"), found * LOG2_E)
+    return found
+
+
+@gluon.jit
 def consumer(c, w: gl.constexpr):
     """One consumer warpgroup."""
     count = num_blocks(c)
@@ -234,29 +287,46 @@ def consumer(c, w: gl.constexpr):
         q = q + (c.k.index(part).slice(w * 64, 64, dim=0).load(c.query_layout),)  # noqa: RUF005
         fence_async_shared()
         meet(part, "arrive", THREADS)
-    s, stage, phase = scores(c, q, gl.to_tensor(c.PARTS), gl.to_tensor(0))
-    # A row that sees none of this block is held to what it does not see; its total tells.
-    raw = gl.max(s, 1) * c.scale
-    s = hide(c, w, s, count - 1)
-    reference = gl.max(s, 1) * c.scale
-    reference = gl.where(reference == NO_SCORE, raw, reference)
-    p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
-    total = sum_in_thread(p)
-    write(c, w, p, count - 1)
-    # Blocks from here on hide keys from some lines.
-    plain_end = count
-    masked_end = gl.to_tensor(1)
-    if c.IS_CAUSAL:
-        row = (c.line + w * 64) % c.num_rows
-        row = gl.where(row + 64 > c.num_rows, 0, row)
-        plain = gl.maximum(row + c.first + 1, 0) // KEYS
-        masked_end = gl.minimum(gl.maximum(count - plain, 1), count)
+    stage = gl.to_tensor(c.PARTS)
+    phase = gl.to_tensor(0)
+    total = sum_in_thread(zeros)
+    begin = gl.to_tensor(0)
+    if c.KIND == SUMS:
+        s, stage, phase = scores(c, q, stage, phase)
+        # A row that sees none of this block is held to what it does not see; its total tells.
+        raw = gl.max(s, 1) * c.scale
+        s = hide(c, w, s, count - 1)
+        reference = gl.max(s, 1) * c.scale
+        reference = gl.where(reference == NO_SCORE, raw, reference)
+        p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
+        total = sum_in_thread(p)
+        write(c, w, p, count - 1)
+        begin = gl.to_tensor(1)
+    else:
+        reference = given(c, w)
+    if c.KIND == GIVEN or (c.KIND == SUMS and c.IS_CAUSAL):
+        # Blocks up to here hide keys from some lines. Those have no weights that change.
+        masked_end = gl.to_tensor(1)
+        if c.IS_CAUSAL:
+            row = (c.line + w * 64) % c.num_rows
+            row = gl.where(row + 64 > c.num_rows, 0, row)
+            plain = gl.maximum(row + c.first + 1, 0) // KEYS
+            masked_end = gl.minimum(gl.maximum(count - plain, 1), count)
         reference, total, stage, phase = visit(
-            c, q, w, count - 1, 1, masked_end, reference, total, stage, phase, True, False
+            c, q, w, count - 1, begin, masked_end, reference, total, stage, phase, True, False
         )
+        begin = masked_end
     reference, total, stage, phase = visit(
-        c, q, w, count - 1, masked_end, plain_end, reference, total, stage, phase, False, False
+        c, q, w, count - 1, begin, count, reference, total, stage, phase, False, False
     )
+    if c.KIND == SUMS:
+        finish(c, w, q, count, reference, total, stage, phase)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def finish(c, w: gl.constexpr, q, count, reference, total, stage, phase):
+    """Keeps what rows leave, and visits the blocks again where a reference did not serve."""
     keep(c, w, reference, total, True)
     # What is stored again must come behind what was stored before.
     wait_for_writes()
@@ -268,31 +338,33 @@ def consumer(c, w: gl.constexpr):
             c, q, w, count - 1, 0, count, reference, total, stage, phase, True, True
         )
         reference = gl.where(reference == NO_SCORE, 0.0, reference)
-        total = sum_in_thread(zeros)
+        total = sum_in_thread(gl.zeros([64, KEYS], gl.float32, c.layout))
         reference, total, stage, phase = visit(
             c, q, w, count - 1, 0, count, reference, total, stage, phase, True, False
         )
         keep(c, w, reference, total, False)
-    tma.store_wait(0)
 
 
 @gluon.jit
 def weights(
-    query, key, weights, totals, references, noted, scale,
-    num_lines, num_rows, tiles, len_k, first,
-    PARTS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    query, key, out, read, totals, references, noted, scale,
+    num_lines, num_rows, tiles, planes, len_k, first,
+    KIND: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer beside two consumers.
 
     Args, beyond their names:
-        query: [planes, lines, D], copied 128 x 64 at a time.
-        key: [planes, keys, D], likewise.
-        weights: [planes, lines, keys], written 64 x 128 at a time.
-        totals: fp32 [planes, lines]; the references likewise, in units of log 2.
-        noted: int32 [blocks].
+        query: [planes, lines, D], copied 128 x 64 at a time; of CHANGES the output's gradient.
+        key: [planes, keys, D], likewise; of CHANGES values.
+        out: weights or changes, [planes, lines, keys], written 64 x 128 at a time.
+        read: weights, likewise, for CHANGES.
+        totals: fp32 [planes, lines], written by SUMS.
+        references: likewise, in units of log 2; of GIVEN the log-sum-exp that is read, of CHANGES
+            delta.
+        noted: int32 [blocks], for SUMS.
         scale: above 0, in those units.
         num_rows: of each head in the chunk: lines are rows of one head after another's.
-        tiles: blocks of a plane.
+        tiles: blocks of a plane, of which there are ``planes``.
         len_k: keys of the chunk.
         first: position of row 0 among them, negative where it sees none.
         PARTS: times 64 columns.
@@ -301,23 +373,37 @@ def weights(
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, COLUMNS], dtype)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, KEYS], dtype)
     single: gl.constexpr = mbarrier.MBarrierLayout()
-    k = gl.allocate_shared_memory(dtype, [NUM_STAGES, KEYS, COLUMNS], k_layout)
-    p = gl.allocate_shared_memory(dtype, [2, 64, KEYS], p_layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], single)
+    k = gl.allocate_shared_memory(dtype, [STAGES, KEYS, COLUMNS], k_layout)
+    o = gl.allocate_shared_memory(dtype, [2, 64, KEYS], p_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], single)
     done = gl.allocate_shared_memory(gl.int64, [1], single)
-    for i in gl.static_range(NUM_STAGES):
+    # Weights that are not read have no place: what stands for it is never touched.
+    source = out
+    p = o
+    p_full = k_full
+    if KIND == CHANGES:
+        source = read
+        p = gl.allocate_shared_memory(dtype, [2, 64, KEYS], p_layout)
+        p_full = gl.allocate_shared_memory(gl.int64, [2, 1], single)
+        for i in gl.static_range(2):
+            mbarrier.init(p_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
     mbarrier.init(done, count=2)
     fence_async_shared()
     block = gl.program_id(0)
-    # In causal order the last lines have most to do.
-    line = (tiles - 1 - block % tiles) * LINES
+    plane = block // tiles
+    line = block % tiles * LINES
+    if IS_CAUSAL:  # the last lines of all planes have most to do, and begin
+        plane = block % planes
+        line = (tiles - 1 - block // planes) * LINES
     c = Weights(
-        query, key, weights, totals, references, noted + block, scale, num_lines, num_rows, len_k,
-        first, block // tiles, line, k, p, k_full, done, PARTS, IS_CAUSAL,
+        query, key, out, source, totals, references, noted + block, scale, num_lines, num_rows,
+        len_k, first, plane, line, k, o, p, k_full, p_full, done, KIND, PARTS, STAGES, IS_CAUSAL,
     )  # fmt: skip
-    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.store(c.noted + lanes * 0, lanes * 0)
+    if KIND == SUMS:
+        lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        gl.store(c.noted + lanes * 0, lanes * 0)
     barrier()
     gl.warp_specialize(
         [(producer, (c,)), (consumer, (c, 0)), (consumer, (c, 1))], [4, 4], [240, 240]

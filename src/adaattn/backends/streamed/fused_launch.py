@@ -1,5 +1,6 @@
-"""Chunks on Hopper whose scores are never in memory: `fused`, products with values, division."""
+"""Chunks on Hopper whose scores are never in memory: launches of `fused`, and what is around."""
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,26 +16,37 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.backends.streamed.chunks import Chunk
 from adaattn.backends.streamed.planes import Planes, Space
 from adaattn.backends.streamed.products import multiply
-from adaattn.hardware import probe
-from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
+from adaattn.spec import AttentionProblem
 
-__all__ = ["BOXES", "FusedChunks", "Variant", "has_keys", "reads", "serves"]
-
-BOXES: Final = ((128, 64), (128, 64), (64, 128))
-"""What one copy of queries, keys and weights takes: lines or keys, and columns."""
+__all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes", "reads"]
 
 _LINES: Final = 128
 _COLUMNS: Final = 64
-_MOST_COLUMNS: Final = 512
-"""A warpgroup holds so many of 64 queries in half of its registers."""
+_KEYS_BOX: Final = (128, 64)
+_SCORES_BOX: Final = (64, 128)
 
 _STEP: Final = 8
 """16 bytes, of which addresses and strides are multiples."""
 
-_LEAST_KEYS: Final = 128
-_HOPPER: Final = (9, 0)
 _DIVIDED: Final = (4, 512)
 """Lines and columns of a program that divides."""
+
+
+class Kind(enum.Enum):
+    """What the kernel makes of products, by its own constants."""
+
+    SUMS = 0
+    """Weights that are not divided by their sums yet, and those."""
+    GIVEN = 1
+    """Weights, of a log-sum-exp."""
+    CHANGES = 2
+    """Gradients of scores, of weights."""
+
+
+def boxes(kind: Kind) -> tuple[tuple[int, int], ...]:
+    """Return what one copy of each tensor takes: lines or keys, and columns."""
+    scores = 2 if kind is Kind.CHANGES else 1
+    return (_KEYS_BOX, _KEYS_BOX, *(_SCORES_BOX,) * scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +54,16 @@ class Variant:
     """What the kernel is compiled for.
 
     Args:
-        parts: of 64 columns, that queries and keys have.
+        kind: what it makes.
+        parts: of 64 columns, that what is multiplied has.
         is_causal: keys behind a row's position are hidden.
+        dtype: of all, by Triton's name.
     """
 
+    kind: Kind
     parts: int
     is_causal: bool
-
-
-def serves(problem: AttentionProblem) -> bool:
-    """Return whether weights of a problem of any lengths can be made where its scores are.
-
-    Weights need the exponents of bf16, and scores nothing but a scale and causal order.
-    """
-    sizes = problem.head_dim, problem.value_dim
-    return (
-        problem.precision is Precision.BF16
-        and problem.head_dim <= _MOST_COLUMNS
-        and not any(size % _STEP for size in sizes)
-        and problem.scale > 0
-        and problem.window == (-1, -1)
-        and problem.dilation == 1
-        and problem.mask is MaskKind.NONE
-        and not (problem.softcap or problem.has_sinks or problem.has_alibi or problem.dropout_p)
-        and problem.aux in (Aux.NONE, Aux.LSE)
-        and _is_on_hopper(problem)
-    )
-
-
-def _is_on_hopper(problem: AttentionProblem) -> bool:
-    """Return whether a problem's device has the kernel's instructions."""
-    return problem.device_type == "cuda" and probe().compute_capability == _HOPPER
-
-
-def has_keys(len_k: int, value_dim: int) -> bool:
-    """Return whether keys are many: products in fp32 take no more memory than scores then."""
-    return len_k >= max(_LEAST_KEYS, value_dim)
+    dtype: str
 
 
 def reads(*tensors: torch.Tensor) -> bool:
@@ -92,8 +78,66 @@ def _is_uneven(tensor: torch.Tensor) -> bool:
     return uneven or tensor.data_ptr() % (_STEP * tensor.element_size()) != 0
 
 
+class Fused:
+    """The kernel of one kind for the chunks of calls of one layout.
+
+    Args:
+        problem: of the call.
+        kind: what it makes.
+        device: where.
+    """
+
+    def __init__(self, problem: AttentionProblem, kind: Kind, device: torch.device) -> None:
+        self._problem, self._kind = problem, kind
+        columns = problem.value_dim if kind is Kind.CHANGES else problem.head_dim
+        parts, label = -(-columns // _COLUMNS), problem.precision.label
+        self._bind = _compiled(Variant(kind, parts, problem.is_causal, label), device)
+        self._bound: dict[Chunk, tuple[tuple[View, ...], Callable[..., None]]] = {}
+
+    def __call__(
+        self,
+        chunk: Chunk,
+        copied: tuple[torch.Tensor, ...],
+        references: torch.Tensor,
+        totals: torch.Tensor | None = None,
+        noted: torch.Tensor | None = None,
+    ) -> None:
+        """Make a chunk.
+
+        Args:
+            chunk: of the scores.
+            copied: what is multiplied, [P, L, D] and [P, C, D], what is made, [P, L, C], and of
+                CHANGES the weights, likewise.
+            references: fp32 [P, L], written by SUMS, and read by the others.
+            totals: likewise, of SUMS.
+            noted: int32 of as many numbers as `num_blocks` says, of SUMS.
+        """
+        problem, rows = self._problem, len(chunk.rows)
+        views = tuple(map(_view, copied))
+        known = self._bound.get(chunk)
+        if known is None or known[0] != views:
+            known = self._bound[chunk] = views, self._bind(views)
+        known[1](
+            self.num_blocks(chunk),
+            stream_of(copied[0]),
+            copied,
+            *map(_address, (totals, references, noted)),
+            problem.scale * LOG2_E,
+            problem.group_size * rows,
+            rows,
+            self.num_blocks(chunk) // len(chunk.planes),
+            len(chunk.planes),
+            len(chunk.keys),
+            chunk.rows.start + problem.offset - chunk.keys.start,
+        )
+
+    def num_blocks(self, chunk: Chunk) -> int:
+        """Return how many blocks a chunk takes."""
+        return len(chunk.planes) * -(-self._problem.group_size * len(chunk.rows) // _LINES)
+
+
 class FusedChunks:
-    """The chunks of calls of one layout, and the launches of each.
+    """The chunks of a forward pass of calls of one layout.
 
     Args:
         problem: of the call.
@@ -110,13 +154,11 @@ class FusedChunks:
         entries: int,
     ) -> None:
         self._problem, self._chunks, self._entries = problem, chunks, entries
-        variant = Variant(-(-problem.head_dim // _COLUMNS), problem.is_causal)
-        self._bind = _compiled(variant, output.device)
-        self._bound: dict[int, tuple[tuple[View, ...], Callable[..., None]]] = {}
+        self._weights = Fused(problem, Kind.SUMS, output.device)
         self._divisions = [self._division(chunk, output) for chunk in chunks]
-        lines = [len(chunk.planes) * problem.group_size * len(chunk.rows) for chunk in chunks]
-        self._most_lines = max(lines)
-        self._most_blocks = max(len(it.planes) * self._tiles(it) for it in chunks)
+        lines = (len(chunk.planes) * len(chunk.rows) for chunk in chunks)
+        self._most_lines = problem.group_size * max(lines)
+        self._most_blocks = max(map(self._weights.num_blocks, chunks))
 
     def run(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor | None) -> None:
         """Compute all chunks.
@@ -129,44 +171,18 @@ class FusedChunks:
         given, output = tensors[0], tensors[3]
         query, key, value = (Planes(it, problem.num_kv_heads, self._entries) for it in tensors[:3])
         space = Space(given, given.dtype, self._chunks, problem.group_size)
-        products = unfilled(given, (self._most_lines * problem.value_dim,), dtype=torch.float32)
-        sums = unfilled(given, (2, self._most_lines), dtype=torch.float32)
+        size = self._most_lines * problem.value_dim
+        products = unfilled(given, (size,), dtype=torch.float32)
+        totals, references = unfilled(given, (2, self._most_lines), dtype=torch.float32)
         noted = unfilled(given, (self._most_blocks,), dtype=torch.int32)
-        stream = stream_of(given)
-        for place, chunk in enumerate(self._chunks):
-            copied = query.lines(chunk), key.keys(chunk), space.of(chunk)
-            self._launch(place, copied)(
-                len(chunk.planes) * self._tiles(chunk),
-                stream,
-                copied,
-                *map(_address, (sums[0], sums[1], noted)),
-                *self._numbers(chunk),
-            )
-            weights = copied[2]
-            size = (*weights.shape[:2], problem.value_dim)
-            written = products[: size[0] * size[1] * size[2]].view(size)
+        for chunk, division in zip(self._chunks, self._divisions, strict=True):
+            weights = space.of(chunk)
+            copied = query.lines(chunk), key.keys(chunk), weights
+            self._weights(chunk, copied, references, totals, noted)
+            shape = (*weights.shape[:2], problem.value_dim)
+            written = products[: shape[0] * shape[1] * shape[2]].view(shape)
             multiply(weights, value.keys(chunk), written)
-            self._divisions[place](written, sums[0], sums[1], output, lse)
-
-    def _launch(self, place: int, copied: tuple[torch.Tensor, ...]) -> Callable[..., None]:
-        """Return the launch of a chunk, for tensors that lie as these."""
-        views = tuple(map(_view, copied))
-        known = self._bound.get(place)
-        if known is None or known[0] != views:
-            known = self._bound[place] = views, self._bind(views)
-        return known[1]
-
-    def _numbers(self, chunk: Chunk) -> tuple[float, ...]:
-        """Return the numbers of a chunk, in the kernel's order."""
-        problem, rows = self._problem, len(chunk.rows)
-        first = chunk.rows.start + problem.offset - chunk.keys.start
-        lines = problem.group_size * rows
-        scale = problem.scale * LOG2_E
-        return scale, lines, rows, self._tiles(chunk), len(chunk.keys), first
-
-    def _tiles(self, chunk: Chunk) -> int:
-        """Return the blocks of lines of a plane."""
-        return -(-self._problem.group_size * len(chunk.rows) // _LINES)
+            division(written, totals, references, output, lse)
 
     def _division(self, chunk: Chunk, output: torch.Tensor) -> Launch:
         """Return the launch of what divides by the sums of weights."""
@@ -193,9 +209,9 @@ def _view(tensor: torch.Tensor) -> View:
     return tuple(tensor.shape), (by_plane if planes > 1 else by_line, by_line, 1)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor | None) -> int:
     """Return where a tensor begins: a number is launched faster than the tensor."""
-    return tensor.data_ptr()
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ Gradients of keys and values are added up over the chunks of rows in fp32; where
 of them they are written at once. Equal inputs give equal bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
@@ -21,6 +22,8 @@ from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
+from adaattn.backends.streamed.fused_launch import Fused, Kind, reads
+from adaattn.backends.streamed.fused_rules import has_keys, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
 from adaattn.backends.streamed.products import multiply
 from adaattn.hardware import on_clear
@@ -32,6 +35,10 @@ _KEPT: Final = 256
 _PRODUCTS: Final = ("query", "key", "value")
 
 _Optional = torch.Tensor | None
+
+_Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Makes weights and their changes [P, L, C] of a chunk, from it and its queries, keys, values, and
+gradients of the output."""
 
 
 def gradients(
@@ -77,12 +84,15 @@ class _Prepared:
         sums: of the products of outputs and gradients.
         chunks: of the scores.
         launches: of the gradients of each.
+        fused: what makes weights, and their changes, in place of those where scores are not
+            written.
     """
 
     layout: tuple[Any, ...]
     sums: Launch
     chunks: tuple[Chunk, ...]
     launches: tuple[Launch, ...]
+    fused: tuple[Fused, Fused] | None
 
 
 class _Backward:
@@ -93,6 +103,7 @@ class _Backward:
         self._chunk_rows = chunk_rows
         self._prepared: _Prepared | None = None
         self._is_noted = False
+        self._may_fuse = serves_gradients(problem)
 
     def __call__(
         self,
@@ -113,17 +124,28 @@ class _Backward:
         mask = as_bytes(tensors.mask)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         entries = num_entries(*read.values(), *found.values())
-        prepared = self._known(kept.output, read, entries, Beside.of(mask, slopes))
+        is_fused = (
+            self._may_fuse
+            and kept.lse_rest is None
+            and has_keys(read["key"].shape[2], read["value"].shape[3])
+            and reads(*read.values())
+        )
+        prepared = self._known(kept.output, read, entries, Beside.of(mask, slopes), is_fused)
         delta = unfilled(kept.lse, kept.lse.shape)
         if lse_upstream is not None:
             lse_upstream = lse_upstream.contiguous()
         prepared.sums(kept.output, read["upstream"], lse_upstream, delta)
         if found:
-            rest = (kept.lse, delta, None, kept.lse_rest, mask, slopes, kept.seed)
             work = _Work(self._problem, read, found, entries, prepared.chunks)
-            steps = zip(prepared.chunks, prepared.launches, strict=True)
-            for _, of_planes in groupby(steps, key=lambda step: step[0].planes):
-                work.planes(list(of_planes), rest)
+            if prepared.fused is None:
+                rest = (kept.lse, delta, None, kept.lse_rest, mask, slopes, kept.seed)
+                made = work.written(
+                    dict(zip(prepared.chunks, prepared.launches, strict=True)), rest
+                )
+            else:
+                made = work.fused(*prepared.fused, kept.lse, delta)
+            for _, of_planes in groupby(prepared.chunks, key=lambda chunk: chunk.planes):
+                work.planes(list(of_planes), made)
         if "sinks" in wanted:
             assert tensors.sinks is not None
             found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
@@ -138,10 +160,11 @@ class _Backward:
         read: dict[str, torch.Tensor],
         entries: int,
         beside: Beside,
+        is_fused: bool,
     ) -> _Prepared:
         """Return what is prepared for tensors that lie as these."""
         query, key, upstream = read["query"], read["key"], read["upstream"]
-        lying = (output.stride(), upstream.stride(), upstream.dtype, query.get_device())
+        lying = (output.stride(), upstream.stride(), upstream.dtype, query.get_device(), is_fused)
         layout = (query.shape, key.shape, entries, beside, *lying)
         prepared = self._prepared
         if prepared is None or prepared.layout != layout:
@@ -149,9 +172,15 @@ class _Backward:
             own = replace(self._problem, batch=batch, len_q=len_q, len_k=key.shape[2])
             arguments = Arguments(own)
             chunks = tuple(chunks_of(own, self._chunk_rows, entries))
-            launches = tuple(map(partial(arguments.changes, beside=beside), chunks))
             sums = arguments.sums(output, upstream)
-            prepared = self._prepared = _Prepared(layout, sums, chunks, launches)
+            launches: tuple[Launch, ...] = ()
+            fused = None
+            if is_fused:
+                kinds = Kind.GIVEN, Kind.CHANGES
+                fused = (Fused(own, kinds[0], query.device), Fused(own, kinds[1], query.device))
+            else:
+                launches = tuple(map(partial(arguments.changes, beside=beside), chunks))
+            prepared = self._prepared = _Prepared(layout, sums, chunks, launches, fused)
         return prepared
 
 
@@ -177,54 +206,94 @@ class _Work:
         self._scale, kv_heads, group = problem.scale, problem.num_kv_heads, problem.group_size
         self._read = {name: Planes(it, kv_heads, entries) for name, it in read.items()}
         self._found = {name: Planes(it, kv_heads, entries) for name, it in found.items()}
-        given = read["query"]
-        fp32 = [Space(given, torch.float32, chunks, group) for _ in range(2)]
-        own = fp32
-        if given.dtype != torch.float32:
-            own = [Space(given, given.dtype, chunks, group) for _ in range(2)]
-        self._scores, self._products, self._weights, self._changes = *fp32, *own
+        self._given, self._chunks, self._group = read["query"], chunks, group
         self._keys = range(read["key"].shape[2])
 
-    def planes(self, steps: list[tuple[Chunk, Launch]], rest: tuple[_Optional, ...]) -> None:
+    def written(self, launches: dict[Chunk, Launch], rest: tuple[_Optional, ...]) -> _Made:
+        """Return what makes weights and their changes of written-out scores and products.
+
+        Args:
+            launches: of each chunk.
+            rest: what the kernel reads beside scores and products.
+        """
+        of_scores, of_products = self._space(torch.float32), self._space(torch.float32)
+        of_weights, of_changes = of_scores, of_products
+        if self._given.dtype != torch.float32:
+            of_weights, of_changes = self._space(self._given.dtype), self._space(self._given.dtype)
+
+        def made(
+            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            value, upstream = others
+            scores, products = of_scores.of(chunk), of_products.of(chunk)
+            weights, changes = of_weights.of(chunk), of_changes.of(chunk)
+            multiply(query, key.mT, scores)
+            multiply(upstream, value.mT, products)
+            launches[chunk](scores, products, weights, changes, *rest)
+            return weights, changes
+
+        return made
+
+    def fused(self, make: Fused, change: Fused, lse: torch.Tensor, delta: torch.Tensor) -> _Made:
+        """Return what makes weights and their changes where scores and products are.
+
+        Args:
+            make: the kernel of weights.
+            change: that of their changes.
+            lse: log-sum-exp of rows, fp32 [B, Hq, Sq].
+            delta: what products of a row are less, likewise.
+        """
+        of_weights, of_changes = self._space(self._given.dtype), self._space(self._given.dtype)
+        shape = (-1, self._group, lse.shape[2])
+        by_plane = lse.reshape(shape), delta.reshape(shape)
+
+        def made(
+            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            value, upstream = others
+            planes, rows = (slice(it.start, it.stop) for it in (chunk.planes, chunk.rows))
+            of_rows, less = (it[planes, :, rows].contiguous() for it in by_plane)
+            weights, changes = of_weights.of(chunk), of_changes.of(chunk)
+            make(chunk, (query, key, weights), of_rows)
+            change(chunk, (upstream, value, changes, weights), less)
+            return weights, changes
+
+        return made
+
+    def _space(self, dtype: torch.dtype) -> Space:
+        """Return memory for numbers of scores."""
+        return Space(self._given, dtype, self._chunks, self._group)
+
+    def planes(self, chunks: list[Chunk], made: _Made) -> None:
         """Write the gradients of some planes.
 
         Args:
-            steps: all chunks of them, and their launches.
-            rest: what the kernel reads beside scores and products.
+            chunks: all of them.
+            made: returns the weights of a chunk and their changes.
         """
-        first, _ = steps[0]
+        first = chunks[0]
         written: dict[str, torch.Tensor] = {
             name: self._found[name].part(first.planes, self._keys).squeeze(1)
             for name in ("key", "value")
             if name in self._found
         }
         sums = written
-        is_whole = len(steps) == 1 and first.keys == self._keys
+        is_whole = len(chunks) == 1 and first.keys == self._keys
         if not is_whole:
             sums = {name: torch.zeros_like(it, dtype=torch.float32) for name, it in written.items()}
-        for chunk, launch in steps:
-            self._chunk(chunk, launch, rest, sums, adds=not is_whole)
+        for chunk in chunks:
+            self._chunk(chunk, made, sums, adds=not is_whole)
         if not is_whole:
             for name, item in written.items():
                 item.copy_(sums[name])
 
     def _chunk(
-        self,
-        chunk: Chunk,
-        launch: Launch,
-        rest: tuple[_Optional, ...],
-        sums: dict[str, torch.Tensor],
-        *,
-        adds: bool,
+        self, chunk: Chunk, made: _Made, sums: dict[str, torch.Tensor], *, adds: bool
     ) -> None:
         """Write, or add, the gradients of one chunk."""
         query, upstream = (self._read[name].lines(chunk) for name in ("query", "upstream"))
         key, value = (self._read[name].keys(chunk) for name in ("key", "value"))
-        scores, products = self._scores.of(chunk), self._products.of(chunk)
-        weights, changes = self._weights.of(chunk), self._changes.of(chunk)
-        multiply(query, key.mT, scores)
-        multiply(upstream, value.mT, products)
-        launch(scores, products, weights, changes, *rest)
+        weights, changes = made(chunk, query, key, value, upstream)
         keys = slice(chunk.keys.start, chunk.keys.stop)
         if "value" in sums:
             multiply(weights.mT, upstream, sums["value"][:, keys], adds=adds)

@@ -11,8 +11,9 @@ from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends import streamed
 from adaattn.backends.interface import Tensors
-from adaattn.backends.streamed import executor, fused_launch
-from adaattn.backends.streamed.fused_launch import BOXES, Variant, has_keys, serves
+from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules
+from adaattn.backends.streamed.fused_launch import Variant, boxes
+from adaattn.backends.streamed.fused_rules import is_fused
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
 from adaattn.testing import (
     Layout,
@@ -47,7 +48,7 @@ class Machine:
         compiled = pytest.importorskip("adaattn.backends.streamed.fused_compiled")
         space = device_code(FILES)
         space.update(self.others)
-        bind = bound(space["weights"], compiled.constants_of(variant), BOXES)
+        bind = bound(space["weights"], compiled.constants_of(variant), boxes(variant.kind))
 
         def counted(views: Any) -> Callable[..., None]:
             launch = bind(views)
@@ -66,10 +67,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(fused_launch, "_compiled", machine)
     monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
-    monkeypatch.setattr(fused_launch, "_is_on_hopper", lambda problem: True)
-    executor._launcher.cache_clear()
+    monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda problem: True)
+    for kept in (executor._launcher, chunks._size):
+        kept.cache_clear()
     yield machine
-    executor._launcher.cache_clear()
+    for kept in (executor._launcher, chunks._size):
+        kept.cache_clear()
 
 
 @pytest.fixture
@@ -171,7 +174,7 @@ UNSERVED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", UNSERVED)
 def test_all_else_goes_the_other_way(name: str, machine: Machine) -> None:
     problem, _, _ = made({"len_k": 300} | UNSERVED[name])
-    assert not (serves(problem) and has_keys(problem.len_k, problem.value_dim))
+    assert not is_fused(problem)
     hold(UNSERVED[name])
     assert not machine.launched
 

@@ -1,0 +1,63 @@
+"""Which problems have their weights made where their scores are, on Hopper (`fused`)."""
+
+from typing import Final
+
+from adaattn.hardware import probe
+from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
+
+__all__ = ["has_keys", "is_fused", "serves", "serves_gradients"]
+
+_MOST_COLUMNS: Final = 512
+"""A warpgroup holds so many of 64 lines in half of its registers."""
+
+_STEP: Final = 8
+"""Columns whose rows begin at multiples of 16 bytes."""
+
+_LEAST_KEYS: Final = 128
+_HOPPER: Final = (9, 0)
+
+
+def is_fused(problem: AttentionProblem) -> bool:
+    """Return whether a pass that a problem asks for writes no scores: the backward one if both."""
+    rule = serves_gradients if problem.wants_gradients else serves
+    return has_keys(problem.len_k, problem.value_dim) and rule(problem)
+
+
+def serves(problem: AttentionProblem) -> bool:
+    """Return whether the forward pass of a problem of any lengths writes no scores.
+
+    Weights that are divided by their sums later need the exponents of bf16.
+    """
+    return problem.precision is Precision.BF16 and _is_plain(problem)
+
+
+def serves_gradients(problem: AttentionProblem) -> bool:
+    """Return whether the backward pass of a problem of any lengths writes no scores."""
+    known = problem.precision in (Precision.BF16, Precision.FP16)
+    return known and problem.value_dim <= _MOST_COLUMNS and _is_plain(problem)
+
+
+def has_keys(len_k: int, value_dim: int) -> bool:
+    """Return whether keys are many: products in fp32 take no more memory than scores then."""
+    return len_k >= max(_LEAST_KEYS, value_dim)
+
+
+def _is_plain(problem: AttentionProblem) -> bool:
+    """Return whether scores have nothing but a scale and causal order."""
+    sizes = problem.head_dim, problem.value_dim
+    return (
+        problem.head_dim <= _MOST_COLUMNS
+        and not any(size % _STEP for size in sizes)
+        and problem.scale > 0
+        and problem.window == (-1, -1)
+        and problem.dilation == 1
+        and problem.mask is MaskKind.NONE
+        and not (problem.softcap or problem.has_sinks or problem.has_alibi or problem.dropout_p)
+        and problem.aux in (Aux.NONE, Aux.LSE)
+        and _is_on_hopper(problem)
+    )
+
+
+def _is_on_hopper(problem: AttentionProblem) -> bool:
+    """Return whether a problem's device has the kernel's instructions."""
+    return problem.device_type == "cuda" and probe().compute_capability == _HOPPER
