@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Final
 
 from adaattn.backends.common import key_range
-from adaattn.backends.streamed.fused_rules import is_fused
+from adaattn.backends.streamed.fused_rules import is_fused, writes_no_scores
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, Overhead
 
@@ -30,8 +30,10 @@ _L2_BYTES: Final = 32 << 20
 """Of an L2 cache of 50 (H100) or 60 MB (H200) what scores may take, beside keys and values."""
 
 _FUSED_LINES: Final = 2 * 128 * 128
-"""Lines of a chunk whose scores are not written: two tiles for nearly all processors, one of which
-has much to do in causal order and the other little."""
+"""Lines of a chunk whose scores are not written: two tiles for nearly all processors."""
+
+_LEAST_FUSED_LINES: Final = 128 * 128
+"""The same where rows see few keys."""
 
 _MOST_BYTES: Final = 4 << 30
 """Of a chunk's scores where the policy sets no limit."""
@@ -153,17 +155,13 @@ def _keys(problem: AttentionProblem, rows: range) -> range:
     return range(begin // _KEY_STEP * _KEY_STEP, end) if begin < end else range(0)
 
 
-def _writes_no_scores(problem: AttentionProblem) -> bool:
-    """Return whether chunks hold weights alone; a backward pass's are as large as if they did."""
-    return not problem.wants_gradients and is_fused(problem)
-
-
 def _pair_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of a score: itself in fp32, and beside it what is multiplied in 16 bits."""
-    if _writes_no_scores(problem):
-        return 2
     beside = 2 if problem.precision.bits <= 16 else 0
-    return 2 * (4 + beside) if problem.wants_gradients else 4 + beside
+    forward = beside + (0 if writes_no_scores(problem) else 4)
+    if not problem.wants_gradients:
+        return forward
+    return max(forward, 2 * (beside + (0 if is_fused(problem) else 4)))
 
 
 def _line_bytes(problem: AttentionProblem) -> int:
@@ -173,7 +171,7 @@ def _line_bytes(problem: AttentionProblem) -> int:
     if problem.wants_gradients:
         columns += problem.head_dim
     copies = number * columns if problem.group_size > 1 else 0
-    if _writes_no_scores(problem):
+    if writes_no_scores(problem):
         copies += 4 * problem.value_dim + 8  # products before they are divided, and by what
     return _pair_bytes(problem) * (problem.len_k + _KEY_STEP + _PITCH) + copies
 
@@ -190,10 +188,10 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
         lines = cached
     rows = fitting // group if problem.wants_gradients else lines // group
     least = -(-_LEAST_LINES // group)
-    if _writes_no_scores(problem):
+    if is_fused(problem):
         lines = min(_FUSED_LINES, fitting)
-        rows = lines // group
-        least = lines // (group * problem.batch * problem.num_kv_heads)
+        rows = rows if problem.wants_gradients else lines // group
+        least = min(_LEAST_FUSED_LINES, fitting) // (group * problem.batch * problem.num_kv_heads)
     seen = problem.visible_pairs * problem.dilation / max(problem.len_q, 1)
     if seen < problem.len_k:
         rows = min(rows, max(int(seen * _HIDDEN_SHARE), least))

@@ -52,15 +52,14 @@ def divide(
         lines, num_lines, first_plane, first_row, num_rows, num_heads, GROUP
     )
     total = tl.load(totals_ptr + lines, mask=is_line, other=0.0)
-    factor = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
+    factor = 1.0 / tl.where(total == 0.0, 1.0, total)
     starts = lines.to(tl.int64) * DV
     places = times(batch, stride_ob, 8) + times(head, stride_oh, 8) + times(row, stride_om, 8)
     for START in tl.static_range(0, DV, BLOCK_DV):
         columns = START + tl.arange(0, BLOCK_DV)
         inside = is_line[:, None] & (columns < DV)[None, :]
         found = tl.load(products_ptr + starts[:, None] + columns[None, :], mask=inside, other=0.0)
-        # What nothing is seen of is 0, whatever values are.
-        found = tl.where((total == 0.0)[:, None], 0.0, found * factor[:, None])
+        found *= factor[:, None]
         pointers = output_ptr + places[:, None] + columns[None, :]
         tl.store(pointers, found.to(output_ptr.dtype.element_ty), mask=inside)
     if lse_ptr is not None:

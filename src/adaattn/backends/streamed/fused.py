@@ -268,8 +268,8 @@ def given(c, w: gl.constexpr):
     place = c.plane.to(gl.int64) * c.num_lines + lines
     found = gl.load(c.references + place, mask=lines < c.num_lines, other=0.0)
     if c.KIND == GIVEN:
-        # A row that sees nothing has a log-sum-exp of -inf, and no weights.
-        found = gl.where(found == NO_SCORE, float("inf"), found * LOG2_E)
+        # A row that sees nothing has a log-sum-exp of -inf, as its scores.
+        found = gl.where(found == NO_SCORE, 0.0, found * LOG2_E)
     return found
 
 
@@ -348,7 +348,7 @@ def finish(c, w: gl.constexpr, q, count, reference, total, stage, phase):
 @gluon.jit
 def weights(
     query, key, out, read, totals, references, noted, scale,
-    num_lines, num_rows, tiles, planes, len_k, first,
+    num_lines, num_rows, tiles, together, len_k, first,
     KIND: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer beside two consumers.
@@ -364,7 +364,8 @@ def weights(
         noted: int32 [blocks], for SUMS.
         scale: above 0, in those units.
         num_rows: of each head in the chunk: lines are rows of one head after another's.
-        tiles: blocks of a plane, of which there are ``planes``.
+        tiles: blocks of a plane.
+        together: planes whose blocks take turns: all or one.
         len_k: keys of the chunk.
         first: position of row 0 among them, negative where it sees none.
         PARTS: times 64 columns.
@@ -392,11 +393,11 @@ def weights(
     mbarrier.init(done, count=2)
     fence_async_shared()
     block = gl.program_id(0)
-    plane = block // tiles
-    line = block % tiles * LINES
-    if IS_CAUSAL:  # the last lines of all planes have most to do, and begin
-        plane = block % planes
-        line = (tiles - 1 - block // planes) * LINES
+    # Of some planes together the last lines begin, which have most to do in causal order.
+    of_planes = block // (together * tiles)
+    within = block % (together * tiles)
+    plane = of_planes * together + within % together
+    line = (tiles - 1 - within // together) * LINES
     c = Weights(
         query, key, out, source, totals, references, noted + block, scale, num_lines, num_rows,
         len_k, first, plane, line, k, o, p, k_full, p_full, done, KIND, PARTS, STAGES, IS_CAUSAL,

@@ -18,7 +18,7 @@ from adaattn.backends.streamed.planes import Planes, Space
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes", "reads"]
+__all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes", "readable"]
 
 _LINES: Final = 128
 _COLUMNS: Final = 64
@@ -27,6 +27,9 @@ _SCORES_BOX: Final = (64, 128)
 
 _STEP: Final = 8
 """16 bytes, of which addresses and strides are multiples."""
+
+_L2_BYTES: Final = 32 << 20
+"""Of keys that stay in the L2 cache of 50 MiB beside what is written."""
 
 _DIVIDED: Final = (4, 512)
 """Lines and columns of a program that divides."""
@@ -66,16 +69,13 @@ class Variant:
     dtype: str
 
 
-def reads(*tensors: torch.Tensor) -> bool:
-    """Return whether TMA can read tensors [B, H, S, D]: all begins at multiples of 16 bytes."""
-    return not any(map(_is_uneven, tensors))
-
-
-def _is_uneven(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor or one of its rows begins elsewhere."""
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [B, H, S, D] that TMA can read: a copy if rows begin at odd places."""
     sizes = zip(tensor.shape[:3], tensor.stride(), strict=False)
-    uneven = any(step % _STEP for size, step in sizes if size > 1)
-    return uneven or tensor.data_ptr() % (_STEP * tensor.element_size()) != 0
+    uneven = any(step % _STEP or not step for size, step in sizes if size > 1)
+    if uneven or tensor.data_ptr() % (_STEP * tensor.element_size()):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
 class Fused:
@@ -89,8 +89,8 @@ class Fused:
 
     def __init__(self, problem: AttentionProblem, kind: Kind, device: torch.device) -> None:
         self._problem, self._kind = problem, kind
-        columns = problem.value_dim if kind is Kind.CHANGES else problem.head_dim
-        parts, label = -(-columns // _COLUMNS), problem.precision.label
+        self._columns = problem.value_dim if kind is Kind.CHANGES else problem.head_dim
+        parts, label = -(-self._columns // _COLUMNS), problem.precision.label
         self._bind = _compiled(Variant(kind, parts, problem.is_causal, label), device)
         self._bound: dict[Chunk, tuple[tuple[View, ...], Callable[..., None]]] = {}
 
@@ -126,10 +126,18 @@ class Fused:
             problem.group_size * rows,
             rows,
             self.num_blocks(chunk) // len(chunk.planes),
-            len(chunk.planes),
+            self._together(chunk),
             len(chunk.keys),
             chunk.rows.start + problem.offset - chunk.keys.start,
         )
+
+    def _together(self, chunk: Chunk) -> int:
+        """Return how many planes' blocks take turns: in causal order all, if caches hold the keys.
+
+        Blocks with more to do then begin.
+        """
+        size = 2 * len(chunk.planes) * len(chunk.keys) * self._columns
+        return len(chunk.planes) if self._problem.is_causal and size <= _L2_BYTES else 1
 
     def num_blocks(self, chunk: Chunk) -> int:
         """Return how many blocks a chunk takes."""

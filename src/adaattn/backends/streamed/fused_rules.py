@@ -5,7 +5,7 @@ from typing import Final
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
-__all__ = ["has_keys", "is_fused", "serves", "serves_gradients"]
+__all__ = ["has_keys", "is_fused", "serves", "serves_gradients", "writes_no_scores"]
 
 _MOST_COLUMNS: Final = 512
 """A warpgroup holds so many of 64 lines in half of its registers."""
@@ -18,9 +18,14 @@ _HOPPER: Final = (9, 0)
 
 
 def is_fused(problem: AttentionProblem) -> bool:
-    """Return whether a pass that a problem asks for writes no scores: the backward one if both."""
+    """Return whether the last pass of a problem writes no scores: in training the backward one."""
     rule = serves_gradients if problem.wants_gradients else serves
     return has_keys(problem.len_k, problem.value_dim) and rule(problem)
+
+
+def writes_no_scores(problem: AttentionProblem) -> bool:
+    """Return whether the forward pass writes none."""
+    return has_keys(problem.len_k, problem.value_dim) and serves(problem)
 
 
 def serves(problem: AttentionProblem) -> bool:

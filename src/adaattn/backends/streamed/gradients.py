@@ -22,7 +22,7 @@ from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
-from adaattn.backends.streamed.fused_launch import Fused, Kind, reads
+from adaattn.backends.streamed.fused_launch import Fused, Kind, readable
 from adaattn.backends.streamed.fused_rules import has_keys, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
 from adaattn.backends.streamed.products import multiply
@@ -116,6 +116,9 @@ class _Backward:
         """Return the gradients that are wanted."""
         given = (tensors.query, tensors.key, tensors.value, upstream)
         read = dict(zip((*_PRODUCTS, "upstream"), map(with_dense_columns, given), strict=True))
+        is_fused = self._may_fuse and has_keys(read["key"].shape[2], read["value"].shape[3])
+        if is_fused:
+            read = {name: readable(item) for name, item in read.items()}
         named = [name for name in _PRODUCTS if name in wanted]
         found: dict[str, torch.Tensor]
         found = {name: output_like(read[name], read[name].shape[3]) for name in named}
@@ -124,12 +127,6 @@ class _Backward:
         mask = as_bytes(tensors.mask)
         slopes = None if tensors.alibi_slopes is None else with_dense_columns(tensors.alibi_slopes)
         entries = num_entries(*read.values(), *found.values())
-        is_fused = (
-            self._may_fuse
-            and kept.lse_rest is None
-            and has_keys(read["key"].shape[2], read["value"].shape[3])
-            and reads(*read.values())
-        )
         prepared = self._known(kept.output, read, entries, Beside.of(mask, slopes), is_fused)
         delta = unfilled(kept.lse, kept.lse.shape)
         if lse_upstream is not None:

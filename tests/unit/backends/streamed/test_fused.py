@@ -11,8 +11,8 @@ from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends import streamed
 from adaattn.backends.interface import Tensors
-from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules
-from adaattn.backends.streamed.fused_launch import Variant, boxes
+from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules, gradients
+from adaattn.backends.streamed.fused_launch import Kind, Variant, boxes
 from adaattn.backends.streamed.fused_rules import is_fused
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
 from adaattn.testing import (
@@ -32,17 +32,23 @@ CAUSAL: dict[str, Any] = {"len_q": 300, "is_causal": True}
 GROUPS: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
+def forget() -> None:
+    """Have nothing kept of what was bound to other kernels."""
+    for kept in (executor._launcher, gradients._backward, chunks._size):
+        kept.cache_clear()
+
+
 class Machine:
     """Stands for the compiled kernel, and counts its launches."""
 
     def __init__(self) -> None:
         self.others: dict[str, Any] = {}
-        self.launched = 0
+        self.launched: list[Kind] = []
 
     def replace(self, name: str, remake: Callable[[Any], Any]) -> None:
         """Have what is made of a function of the source run in its place, from now on."""
         self.others[name] = remake(device_code(FILES)[name])
-        executor._launcher.cache_clear()
+        forget()
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         compiled = pytest.importorskip("adaattn.backends.streamed.fused_compiled")
@@ -54,7 +60,7 @@ class Machine:
             launch = bind(views)
 
             def count(*given: Any) -> None:
-                self.launched += 1
+                self.launched.append(variant.kind)
                 launch(*given)
 
             return count
@@ -68,11 +74,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(fused_launch, "_compiled", machine)
     monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
     monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda problem: True)
-    for kept in (executor._launcher, chunks._size):
-        kept.cache_clear()
+    forget()
     yield machine
-    for kept in (executor._launcher, chunks._size):
-        kept.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -114,6 +118,9 @@ def hold(values: dict[str, Any]) -> None:
 FIRST_KEYS = slice(0, 50)
 LAST_KEYS = slice(-50, None)
 
+NOT_SEEN: dict[str, Any] = {"len_q": 140, "len_k": 397, "loud": slice(385, None)}
+"""Only the last row of the first tile sees the last block of keys, of which its first."""
+
 SERVED: dict[str, dict[str, Any]] = {
     "plain": {},
     "one block of keys": {"len_k": 128},
@@ -138,13 +145,20 @@ SERVED: dict[str, dict[str, Any]] = {
                                             "loud": LAST_KEYS},
     "training": {"requires_grad": True, "len_q": 130, "len_k": 200},
     "training, causal": {"requires_grad": True, **CAUSAL, "chunk_rows": 128},
+    "keys far above the others, not seen by all": TO_END | NOT_SEEN,
+    "training, rows that see nothing": TO_END | {"requires_grad": True, "len_q": 300,
+                                                 "len_k": 140},
+    "training, grouped heads": GROUPS | {"requires_grad": True, "len_q": 150, "is_causal": True},
+    "training, memory of other order": GROUPS | {"requires_grad": True,
+                                                 "layout": Layout.TRANSPOSED},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_it_matches_the_definition(name: str, machine: Machine) -> None:
     hold(SERVED[name])
-    assert machine.launched
+    kinds = set(machine.launched)
+    assert kinds == (set(Kind) if SERVED[name].get("requires_grad") else {Kind.SUMS})
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -179,14 +193,25 @@ def test_all_else_goes_the_other_way(name: str, machine: Machine) -> None:
     assert not machine.launched
 
 
-def test_what_tma_cannot_read_goes_the_other_way(machine: Machine) -> None:
-    problem, tensors, group = made({})
-    shifted = torch.empty(tensors.key.numel() + 1, dtype=tensors.key.dtype)[1:]
-    key = shifted.view_as(tensors.key).copy_(tensors.key)
-    assert_executor_matches(
-        partial(streamed.run, group=group), with_tensors(tensors, key=key), problem
-    )
-    assert not machine.launched
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that begins where TMA cannot read."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return memory[1:].view_as(tensor).copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["query", "key"])
+@pytest.mark.parametrize("trained", [False, True], ids=["forward", "training"])
+def test_what_tma_cannot_read_is_copied(name: str, trained: bool, machine: Machine) -> None:
+    problem, tensors, group = made({"requires_grad": True} if trained else {})
+    tensors = with_tensors(tensors, **{name: shifted(getattr(tensors, name))})
+    compare = assert_training_matches if trained else assert_executor_matches
+    compare(partial(streamed.run, group=group), tensors, problem)
+    assert set(machine.launched) == (set(Kind) if trained else {Kind.SUMS})
+
+
+def test_half_precision_has_fused_gradients_alone(machine: Machine) -> None:
+    hold({"precision": Precision.FP16, "requires_grad": True})
+    assert set(machine.launched) == {Kind.GIVEN, Kind.CHANGES}
 
 
 def test_another_layout_of_the_same_shapes_is_launched_anew(machine: Machine) -> None:
@@ -202,3 +227,91 @@ def test_another_layout_of_the_same_shapes_is_launched_anew(machine: Machine) ->
     )
     assert_executor_matches(run, others, problem)
     assert machine.launched
+
+
+TWO: dict[str, Any] = {"num_heads": 2}
+LONG: dict[str, Any] = {"len_q": 300}
+LOUD: dict[str, Any] = {"loud": FIRST_KEYS}
+TRAINED: dict[str, Any] = {"requires_grad": True, "len_q": 130, "len_k": 300}
+
+Fault = tuple[str, str, str, dict[str, Any]]
+
+FAULTS: dict[str, Fault] = {
+    "keys of the first block": ("produce", "i) * KEYS, part", "i) * 0, part", {}),
+    "keys of the first columns": ("produce", "part * COLUMNS", "0 * COLUMNS", {}),
+    "keys of the first plane": ("produce", "c.plane, (count - 1 - i) * KEYS, part",
+                                "0, (count - 1 - i) * KEYS, part", TWO),
+    "queries of the first columns": ("producer", "part * COLUMNS", "0 * COLUMNS", {}),
+    "queries of the first tile": ("producer", "c.line, part", "0, part", LONG),
+    "queries of one warpgroup": ("consumer", "slice(w * 64,", "slice(0,", LONG),
+    "products of the first columns": ("scores", "q[part], k", "q[0], k", {}),
+    "products not added up": ("scores", "use_acc=part > 0", "use_acc=part > 1", {}),
+    "no scale": ("visit", "s * c.scale - gl", "s - gl", {}),
+    "first block elsewhere": ("consumer", "write(c, w, p, count - 1)", "write(c, w, p, 0)", {}),
+    "sums of the first block alone": ("visit", "total + sum_in_thread(p)", "total", {}),
+    "keys behind a position": ("hide", "gl.minimum(last, places)", "last", CAUSAL),
+    "keys behind the last": ("hide", "c.len_k - 1", "c.len_k + 99", {}),
+    "positions from 0 on": ("positions", " + c.first", "", TO_END | {"len_k": 397}),
+    "positions of another head": ("positions", "lines % c.num_rows", "lines",
+                                  GROUPS | {"len_q": 150, "is_causal": True}),
+    "blocks that hide nothing": ("consumer", "count - plain", "1 + 0 * plain",
+                                 TO_END | {"len_q": 300, "len_k": 350}),
+    "too few blocks": ("num_blocks", "last + c.first, 0)", "row + c.first, 0)",
+                       TO_END | {"len_q": 140, "len_k": 440}),
+    "blocks of a head's end": ("num_blocks", "row + LINES > c.num_rows, c.num_rows,",
+                               "row + LINES > c.num_rows, row + 1,",
+                               GROUPS | {"len_q": 300, "is_causal": True}),
+    "written by one warpgroup": ("write", "c.line + w * 64", "c.line", LONG),
+    "hidden blocks unwritten": ("consumer", "range(count, gl", "range(99, gl", CAUSAL),
+    "a reference that does not serve": ("keep", "== False", "== 7", LOUD),
+    "a reference far above": ("keep", "(total > LEAST_TOTAL)", "(total > -1.0)",
+                              TO_END | NOT_SEEN),
+    "another reference too small": ("visit", "gl.max(s, 1) * c.scale", "gl.max(s, 1) * 0.0", LOUD),
+    "sums of another line": ("keep", "c.totals + place", "c.totals + place * 0", {}),
+    "blocks of the first plane": ("weights", "of_planes * together + within % together",
+                                  "of_planes * together", CAUSAL | TWO),
+    "blocks of the first planes": ("weights", "of_planes * together + within",
+                                   "0 * of_planes + within", TWO),
+    "the first tile alone": ("weights", "within // together) * LINES", "tiles + 1) * LINES", LONG),
+    "log-sum-exp of another base": ("given", "found * LOG2_E", "found", TRAINED),
+    "log-sum-exp of rows that see nothing": ("given", "found == NO_SCORE", "found == 7.0",
+                                             TO_END | TRAINED | {"len_q": 300, "len_k": 140}),
+    "terms of another line": ("given", "c.num_lines + lines", "c.num_lines + lines * 0", TRAINED),
+    "products as changes": ("change", "s - gl.expand_dims(delta, 1)", "s", TRAINED),
+    "weights of the first block": ("produce", "i) * KEYS\n", "i) * 0\n", TRAINED),
+    "weights of one warpgroup": ("produce", "c.line + w * 64", "c.line", TRAINED),
+}  # fmt: skip
+
+DIVISIONS: dict[str, Fault] = {
+    "no division": ("divide", "found *= factor[:, None]", "found *= 1.0", {}),
+    "another reference": ("divide", "log2_or_nothing(total, reference)",
+                          "log2_or_nothing(total, reference * 0.0)", {}),
+    "another head": ("divide", "times(head, stride_oh", "times(head * 0, stride_oh", TWO),
+    "the first columns": ("divide", "START + tl.arange", "tl.arange",
+                          {"value_dim": 520, "len_k": 528}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_device_code_is_seen(
+    name: str, machine: Machine, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new, values = FAULTS[name]
+    machine.replace(function, partial(rewritten, old=old, new=old))
+    hold(values)
+    machine.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold(values)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is replaced in Triton's interpreter")
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_a_fault_in_the_division_is_seen(
+    name: str, change: Callable[[str, str, str], None]
+) -> None:
+    function, old, new, values = DIVISIONS[name]
+    change(function, old, old)
+    hold(values)
+    change(function, old, new)
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold(values)
