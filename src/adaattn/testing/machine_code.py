@@ -100,7 +100,7 @@ def hopper_code(problem: AttentionProblem) -> MachineCode:
     variant = choose(problem)
     tiling = variant.tiling
     products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
-    return _examined(lambda: compile_variant(variant), products)
+    return examined(lambda: compile_variant(variant), products)
 
 
 def hopper_gradients_code(problem: AttentionProblem) -> MachineCode:
@@ -138,7 +138,7 @@ def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
         depths = {variant.block_d + variant.block_m, variant.block_v + variant.block_m}
     if kind == "queries":
         depths = {variant.block_d + variant.block_v + variant.block_n}
-    return _examined(
+    return examined(
         lambda: compile_gradients(variant, kind), *(depth // _DEPTH for depth in depths)
     )
 
@@ -201,7 +201,7 @@ def built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     source = ASTSource(function, sources, constants, aligned)
     target = GPUTarget("cuda", 90, 32)
     options = dict(launch.options)
-    return _examined(lambda: triton.compile(source, target=target, options=options))
+    return examined(lambda: triton.compile(source, target=target, options=options))
 
 
 def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> MachineCode:
@@ -297,7 +297,7 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed)
 
 
-def _examined(build: Callable[[], Any], *products_of_block: int) -> MachineCode:
+def examined(build: Callable[[], Any], *products_of_block: int) -> MachineCode:
     """Return what a kernel is made of.
 
     Args:

@@ -6,17 +6,22 @@ from adaattn._dtypes import torch_dtype
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
+from adaattn.backends.streamed.fused_launch import Kind, Variant
 from adaattn.backends.streamed.split import choose_splits, partials, slices
 from adaattn.spec import AttentionProblem, Aux, Precision
 from adaattn.testing.machine_code import (
     TYPES,
     MachineCode,
     built,
+    examined,
     mask_layout,
     slopes_and_seed,
 )
 
 __all__ = [
+    "fused_changes_code",
+    "fused_sums_code",
+    "fused_weights_code",
     "partial_products_code",
     "score_changes_code",
     "slice_products_code",
@@ -43,6 +48,29 @@ def score_changes_code(problem: AttentionProblem) -> MachineCode:
     scores = ("*fp32", "*fp32", kind, kind)
     pointers = (*scores, "*fp32", "*fp32", None, rest, mask, *slopes_and_seed(problem))
     return built(pointers, arguments.changes(chunk, beside))
+
+
+def fused_sums_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the kernel of weights and their sums, for Hopper GPUs."""
+    return _fused(problem, Kind.SUMS, problem.head_dim)
+
+
+def fused_weights_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the same in a backward pass."""
+    return _fused(problem, Kind.GIVEN, problem.head_dim)
+
+
+def fused_changes_code(problem: AttentionProblem) -> MachineCode:
+    """Return that of the gradients of scores."""
+    return _fused(problem, Kind.CHANGES, problem.value_dim)
+
+
+def _fused(problem: AttentionProblem, kind: Kind, columns: int) -> MachineCode:
+    """Return the machine code of a kernel that writes no scores."""
+    from adaattn.backends.streamed.fused_compiled import compile_weights
+
+    variant = Variant(kind, -(-columns // 64), problem.is_causal, problem.precision.label)
+    return examined(lambda: compile_weights(variant))
 
 
 def partial_products_code(problem: AttentionProblem) -> MachineCode:

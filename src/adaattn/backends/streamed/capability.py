@@ -133,7 +133,7 @@ CAPABILITIES = (
         # Behind what a user of PyTorch has: measured times bring it forward.
         order=lambda problem: 72,
         compiles=True,
-        compile_ms=6000.0,  # of `fused`, 5 s; others 1.6 to 2.9 s on a busy CPU (Triton 3.7, 2026-11)
+        compile_ms=6000.0,  # `fused` 5 s; others 1.6 to 2.9 s on a busy CPU (Triton 3.7)
         chunk_rows=choose_chunk_rows,
         row_bytes=row_bytes,
         overhead=overhead,

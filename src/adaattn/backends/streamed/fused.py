@@ -6,7 +6,7 @@
 
 The first is of a forward pass, the others of a backward pass, which knows the log-sum-exp.
 A block has 128 lines of a plane, 64 for each of two consumer warpgroups, which hold their queries
-in registers, up to 512 columns of them. A producer copies keys, 128 x 64 numbers a stage; blocks of
+in registers, up to 576 columns of them. A producer copies keys, 128 x 64 numbers a stage; blocks of
 keys are visited from the last to the first. While one warpgroup makes weights of its scores, the
 other one has the units for products.
 
@@ -151,7 +151,8 @@ def producer(c):
     for part in gl.static_range(c.PARTS):
         place = c.plane, c.line, part * COLUMNS
         copy(c.query, c.k_full.index(part), c.k.index(part), place)
-    fills, stage = produce(c, count, gl.to_tensor(c.PARTS), gl.to_tensor(c.PARTS))
+    fills = gl.to_tensor(c.PARTS)
+    fills, stage = produce(c, count, fills, gl.to_tensor(c.PARTS % c.STAGES))
     if c.KIND == SUMS:
         mbarrier.wait(c.done, 0)
         if gl.load(c.noted) != 0:
@@ -287,8 +288,8 @@ def consumer(c, w: gl.constexpr):
         q = q + (c.k.index(part).slice(w * 64, 64, dim=0).load(c.query_layout),)  # noqa: RUF005
         fence_async_shared()
         meet(part, "arrive", THREADS)
-    stage = gl.to_tensor(c.PARTS)
-    phase = gl.to_tensor(0)
+    stage = gl.to_tensor(c.PARTS % c.STAGES)
+    phase = gl.to_tensor(c.PARTS // c.STAGES)
     total = sum_in_thread(zeros)
     begin = gl.to_tensor(0)
     if c.KIND == SUMS:

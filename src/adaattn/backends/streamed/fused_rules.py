@@ -7,8 +7,8 @@ from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = ["has_keys", "is_fused", "serves", "serves_gradients", "writes_no_scores"]
 
-_MOST_COLUMNS: Final = 512
-"""A warpgroup holds so many of 64 lines in half of its registers."""
+_MOST_COLUMNS: Final = 576
+"""A warpgroup holds so many of 64 lines in more than half of its registers."""
 
 _STEP: Final = 8
 """Columns whose rows begin at multiples of 16 bytes."""

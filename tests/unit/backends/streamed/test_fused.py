@@ -143,7 +143,10 @@ SERVED: dict[str, dict[str, Any]] = {
     "the same in some lines": {"len_q": 260, "len_k": 300, "loud": FIRST_KEYS, "num_heads": 2},
     "keys far above the others, not seen": {"len_q": 140, "len_k": 140, "is_causal": True,
                                             "loud": LAST_KEYS},
+    "as many columns as there may be": {"head_dim": 576, "len_q": 20, "len_k": 700},
     "training": {"requires_grad": True, "len_q": 130, "len_k": 200},
+    "training, as many columns as there may be": {"requires_grad": True, "len_q": 20,
+                                                  "len_k": 700, "value_dim": 576},
     "training, causal": {"requires_grad": True, **CAUSAL, "chunk_rows": 128},
     "keys far above the others, not seen by all": TO_END | NOT_SEEN,
     "training, rows that see nothing": TO_END | {"requires_grad": True, "len_q": 300,
@@ -169,7 +172,7 @@ def test_nothing_is_read_or_written_too_early(name: str) -> None:
 
 UNSERVED: dict[str, dict[str, Any]] = {
     "half precision has too few exponents": {"precision": Precision.FP16},
-    "more columns than registers": {"head_dim": 520},
+    "more columns than registers": {"head_dim": 584},
     "columns that TMA cannot copy": {"head_dim": 260},
     "few keys": {"len_k": 100},
     "more values than keys": {"value_dim": 304},
