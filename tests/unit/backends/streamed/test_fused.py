@@ -10,8 +10,9 @@ import torch
 from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends import streamed
+from adaattn.backends.allocation import unfilled
 from adaattn.backends.interface import Tensors
-from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules, gradients
+from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules, gradients, planes
 from adaattn.backends.streamed.fused_launch import Kind, Variant, boxes
 from adaattn.backends.streamed.fused_rules import is_fused
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
@@ -19,6 +20,7 @@ from adaattn.testing import (
     Layout,
     assert_executor_matches,
     assert_training_matches,
+    gradients_of,
     make_problem,
     make_tensors,
     poisoned_memory,
@@ -230,6 +232,41 @@ def test_another_layout_of_the_same_shapes_is_launched_anew(machine: Machine) ->
     )
     assert_executor_matches(run, others, problem)
     assert machine.launched
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"value_dim": 264},
+        CAUSAL | {"value_dim": 264, "num_heads": 2, "chunk_rows": 100},
+        GROUPS | {"len_q": 150, "chunk_rows": 64},
+        CAUSAL | {"requires_grad": True, "num_heads": 2},
+        GROUPS | {"requires_grad": True, "len_q": 150, "precision": Precision.FP16},
+    ],
+)
+def test_no_more_is_allocated_than_planning_is_told(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, tensors, group = made(values)
+    sizes: list[int] = []
+
+    def noting(*given: Any, **others: Any) -> torch.Tensor:
+        found = unfilled(*given, **others)
+        sizes.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(fused_launch, "unfilled", noting)
+    monkeypatch.setattr(planes, "unfilled", noting)
+    passes = []
+    result = streamed.run(tensors, problem, group)
+    passes.append(sum(sizes))
+    if problem.requires_grad:
+        sizes.clear()
+        gradients_of(result, tensors)
+        passes.append(sum(sizes))
+    lse = 4 * problem.batch * problem.num_heads * problem.len_q
+    told = (group.launch.chunk_rows or problem.len_q) * chunks.row_bytes(problem) + lse
+    assert 0 < max(passes) <= told
 
 
 TWO: dict[str, Any] = {"num_heads": 2}
