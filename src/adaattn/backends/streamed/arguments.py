@@ -10,7 +10,7 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.masks import broadcast_strides, with_rank
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
-from adaattn.backends.streamed.fused_rules import is_fused
+from adaattn.backends.streamed.fused_rules import num_parts
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = ["Arguments", "Beside", "chained"]
@@ -83,7 +83,7 @@ class Arguments:
         """What says, before there are tensors, which kernels a problem takes."""
         problem = self._problem
         shape = (self._block_keys(problem.len_k), problem.group_size, problem.precision)
-        asked = (problem.aux.value, problem.wants_gradients, is_fused(problem))
+        asked = (problem.aux.value, problem.wants_gradients, *num_parts(problem))
         return ("streamed", *shape, *self._positions, problem.mask, *self._terms, *asked)
 
     def softmax(

@@ -11,7 +11,6 @@ from typing import Final
 
 from adaattn.backends.common import key_range
 from adaattn.backends.streamed.fused_rules import is_fused, writes_no_scores
-from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, Overhead
 
 __all__ = ["Chunk", "choose_chunk_rows", "chunks_of", "overhead", "pitch_of", "row_bytes"]
@@ -100,7 +99,7 @@ def overhead(
     pairs = problem.batch * problem.num_heads * problem.visible_pairs
     passes = 2.0 * _pair_bytes(problem)  # each written and read
     if problem.wants_gradients:
-        passes += 12.0  # those of the forward pass
+        passes += 4.0 if writes_no_scores(problem) else 12.0  # those of the forward pass
     return Overhead(
         bytes_moved=pairs * passes,
         workspace_bytes=_kept_bytes(problem, group.launch.chunk_rows),
@@ -176,10 +175,15 @@ def _line_bytes(problem: AttentionProblem) -> int:
     return _pair_bytes(problem) * (problem.len_k + _KEY_STEP + _PITCH) + copies
 
 
-@lru_cache(maxsize=1024)
 def _size(problem: AttentionProblem) -> tuple[int, int]:
     """Return the planes and the rows of a chunk where memory is no matter."""
-    group, scores = problem.group_size, _pair_bytes(problem) * max(problem.len_k, 1)
+    return _sized(problem, _pair_bytes(problem), is_fused(problem))
+
+
+@lru_cache(maxsize=1024)
+def _sized(problem: AttentionProblem, pair_bytes: int, fused: bool) -> tuple[int, int]:
+    """Return them for scores of so many bytes, which are not written where ``fused``."""
+    group, scores = problem.group_size, pair_bytes * max(problem.len_k, 1)
     fitting = max(_MOST_BYTES // scores, 1)
     columns = max(min(problem.head_dim, problem.value_dim), 1)
     lines = min(-(-_FILLING // columns), fitting)
@@ -188,19 +192,17 @@ def _size(problem: AttentionProblem) -> tuple[int, int]:
         lines = cached
     rows = fitting // group if problem.wants_gradients else lines // group
     least = -(-_LEAST_LINES // group)
-    if is_fused(problem):
+    if fused:
         lines = min(_FUSED_LINES, fitting)
         rows = rows if problem.wants_gradients else lines // group
-        least = min(_LEAST_FUSED_LINES, fitting) // (group * problem.batch * problem.num_kv_heads)
+        of_all = group * problem.batch * problem.num_kv_heads
+        least = max(least, min(_LEAST_FUSED_LINES, fitting) // of_all)
     seen = problem.visible_pairs * problem.dilation / max(problem.len_q, 1)
     if seen < problem.len_k:
         rows = min(rows, max(int(seen * _HIDDEN_SHARE), least))
     rows = _balanced(problem.len_q, max(rows, 1))
     planes = min(-(-lines // (group * rows)), max(fitting // (group * rows), 1))
     return _balanced(problem.batch * problem.num_kv_heads, planes), rows
-
-
-on_clear(_size.cache_clear)
 
 
 def _balanced(total: int, most: int) -> int:

@@ -19,8 +19,8 @@ from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
-from adaattn.backends.streamed.fused_launch import FusedChunks, readable
-from adaattn.backends.streamed.fused_rules import has_keys, serves
+from adaattn.backends.streamed.fused_launch import FusedChunks
+from adaattn.backends.streamed.fused_rules import has_keys, is_on_hopper, serves
 from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
@@ -127,7 +127,9 @@ class _Launcher:
         """
         check_untransformed(query, key, value)
         query, key, value = map(with_dense_columns, (query, key, value))
-        is_fused = self._may_fuse and has_keys(key.shape[2], value.shape[3])
+        is_fused = (
+            self._may_fuse and has_keys(key.shape[2], value.shape[3]) and is_on_hopper(query.device)
+        )
         output = output_like(query, value.shape[3])
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
             fill_for_nothing(output, *statistics, lse_rest)
@@ -139,8 +141,6 @@ class _Launcher:
         entries = num_entries(query, key, value, output)
         beside = Beside.of(mask, slopes, sinks)
         prepared = self._prepared
-        if is_fused:
-            query, key = readable(query), readable(key)
         lying = (output.stride(), query.get_device(), is_fused)
         layout = (query.shape, key.shape, entries, beside, *lying)
         if prepared is None or prepared.layout != layout:

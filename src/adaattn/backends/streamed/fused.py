@@ -296,6 +296,7 @@ def consumer(c, w: gl.constexpr):
         s, stage, phase = scores(c, q, stage, phase)
         # A row that sees none of this block is held to what it does not see; its total tells.
         raw = gl.max(s, 1) * c.scale
+        raw = gl.where(gl.abs(raw) < float("inf"), raw, 0.0)
         s = hide(c, w, s, count - 1)
         reference = gl.max(s, 1) * c.scale
         reference = gl.where(reference == NO_SCORE, raw, reference)
@@ -331,6 +332,7 @@ def finish(c, w: gl.constexpr, q, count, reference, total, stage, phase):
     keep(c, w, reference, total, True)
     # What is stored again must come behind what was stored before.
     wait_for_writes()
+    barrier()
     mbarrier.arrive(c.done)
     mbarrier.wait(c.done, 0)
     if gl.load(c.noted) != 0:

@@ -18,7 +18,7 @@ from adaattn.backends.streamed.planes import Planes, Space
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes", "readable"]
+__all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes"]
 
 _LINES: Final = 128
 _COLUMNS: Final = 64
@@ -69,9 +69,9 @@ class Variant:
     dtype: str
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor [B, H, S, D] that TMA can read: a copy if rows begin at odd places."""
-    sizes = zip(tensor.shape[:3], tensor.stride(), strict=False)
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return matrices [P, L, D] that TMA can read: a copy if rows begin at odd places."""
+    sizes = zip(tensor.shape[:2], tensor.stride(), strict=False)
     uneven = any(step % _STEP or not step for size, step in sizes if size > 1)
     if uneven or tensor.data_ptr() % (_STEP * tensor.element_size()):
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -112,14 +112,20 @@ class Fused:
             totals: likewise, of SUMS.
             noted: int32 of as many numbers as `num_blocks` says, of SUMS.
         """
+        first = copied[0]
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                self(chunk, copied, references, totals, noted)
+            return
         problem, rows = self._problem, len(chunk.rows)
+        copied = _readable(first), _readable(copied[1]), *copied[2:]
         views = tuple(map(_view, copied))
         known = self._bound.get(chunk)
         if known is None or known[0] != views:
             known = self._bound[chunk] = views, self._bind(views)
         known[1](
             self.num_blocks(chunk),
-            stream_of(copied[0]),
+            stream_of(first),
             copied,
             *map(_address, (totals, references, noted)),
             problem.scale * LOG2_E,
@@ -181,15 +187,20 @@ class FusedChunks:
         space = Space(given, given.dtype, self._chunks, problem.group_size)
         size = self._most_lines * problem.value_dim
         products = unfilled(given, (size,), dtype=torch.float32)
-        totals, references = unfilled(given, (2, self._most_lines), dtype=torch.float32)
+        sums = [unfilled(given, (self._most_lines,), dtype=torch.float32) for _ in range(2)]
+        totals, references = sums
         noted = unfilled(given, (self._most_blocks,), dtype=torch.int32)
         for chunk, division in zip(self._chunks, self._divisions, strict=True):
             weights = space.of(chunk)
-            copied = query.lines(chunk), key.keys(chunk), weights
-            self._weights(chunk, copied, references, totals, noted)
             shape = (*weights.shape[:2], problem.value_dim)
             written = products[: shape[0] * shape[1] * shape[2]].view(shape)
-            multiply(weights, value.keys(chunk), written)
+            if chunk.keys:
+                copied = query.lines(chunk), key.keys(chunk), weights
+                self._weights(chunk, copied, references, totals, noted)
+                multiply(weights, value.keys(chunk), written)
+            else:
+                totals.zero_()
+                written.zero_()
             division(written, totals, references, output, lse)
 
     def _division(self, chunk: Chunk, output: torch.Tensor) -> Launch:

@@ -2,10 +2,20 @@
 
 from typing import Final
 
+import torch
+
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
-__all__ = ["has_keys", "is_fused", "serves", "serves_gradients", "writes_no_scores"]
+__all__ = [
+    "has_keys",
+    "is_fused",
+    "is_on_hopper",
+    "num_parts",
+    "serves",
+    "serves_gradients",
+    "writes_no_scores",
+]
 
 _MOST_COLUMNS: Final = 576
 """A warpgroup holds so many of 64 lines in more than half of its registers."""
@@ -20,12 +30,18 @@ _HOPPER: Final = (9, 0)
 def is_fused(problem: AttentionProblem) -> bool:
     """Return whether the last pass of a problem writes no scores: in training the backward one."""
     rule = serves_gradients if problem.wants_gradients else serves
-    return has_keys(problem.len_k, problem.value_dim) and rule(problem)
+    return _is_reached(problem) and rule(problem)
 
 
 def writes_no_scores(problem: AttentionProblem) -> bool:
     """Return whether the forward pass writes none."""
-    return has_keys(problem.len_k, problem.value_dim) and serves(problem)
+    return _is_reached(problem) and serves(problem)
+
+
+def num_parts(problem: AttentionProblem) -> tuple[int, ...]:
+    """Return the columns of both products that kernels are compiled for, in parts of 64."""
+    sizes = problem.head_dim, problem.value_dim
+    return tuple(-(-size // 64) for size in sizes) if is_fused(problem) else ()
 
 
 def serves(problem: AttentionProblem) -> bool:
@@ -59,10 +75,16 @@ def _is_plain(problem: AttentionProblem) -> bool:
         and problem.mask is MaskKind.NONE
         and not (problem.softcap or problem.has_sinks or problem.has_alibi or problem.dropout_p)
         and problem.aux in (Aux.NONE, Aux.LSE)
-        and _is_on_hopper(problem)
     )
 
 
-def _is_on_hopper(problem: AttentionProblem) -> bool:
-    """Return whether a problem's device has the kernel's instructions."""
-    return problem.device_type == "cuda" and probe().compute_capability == _HOPPER
+def _is_reached(problem: AttentionProblem) -> bool:
+    """Return whether keys are many, and the current device is for it: plans are made for that."""
+    many = has_keys(problem.len_k, problem.value_dim)
+    return many and is_on_hopper(torch.device(problem.device_type))
+
+
+def is_on_hopper(device: torch.device) -> bool:
+    """Return whether a device has the kernel's instructions."""
+    there = device.type == "cuda" and torch.cuda.is_available()
+    return there and probe(device).compute_capability == _HOPPER

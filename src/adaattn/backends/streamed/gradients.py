@@ -22,8 +22,8 @@ from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
-from adaattn.backends.streamed.fused_launch import Fused, Kind, readable
-from adaattn.backends.streamed.fused_rules import has_keys, serves_gradients
+from adaattn.backends.streamed.fused_launch import Fused, Kind
+from adaattn.backends.streamed.fused_rules import has_keys, is_on_hopper, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
 from adaattn.backends.streamed.products import multiply
 from adaattn.hardware import on_clear
@@ -116,9 +116,11 @@ class _Backward:
         """Return the gradients that are wanted."""
         given = (tensors.query, tensors.key, tensors.value, upstream)
         read = dict(zip((*_PRODUCTS, "upstream"), map(with_dense_columns, given), strict=True))
-        is_fused = self._may_fuse and has_keys(read["key"].shape[2], read["value"].shape[3])
-        if is_fused:
-            read = {name: readable(item) for name, item in read.items()}
+        is_fused = (
+            self._may_fuse
+            and has_keys(read["key"].shape[2], read["value"].shape[3])
+            and is_on_hopper(upstream.device)
+        )
         named = [name for name in _PRODUCTS if name in wanted]
         found: dict[str, torch.Tensor]
         found = {name: output_like(read[name], read[name].shape[3]) for name in named}
@@ -251,8 +253,9 @@ class _Work:
             planes, rows = (slice(it.start, it.stop) for it in (chunk.planes, chunk.rows))
             of_rows, less = (it[planes, :, rows].contiguous() for it in by_plane)
             weights, changes = of_weights.of(chunk), of_changes.of(chunk)
-            make(chunk, (query, key, weights), of_rows)
-            change(chunk, (upstream, value, changes, weights), less)
+            if chunk.keys:
+                make(chunk, (query, key, weights), of_rows)
+                change(chunk, (upstream, value, changes, weights), less)
             return weights, changes
 
         return made

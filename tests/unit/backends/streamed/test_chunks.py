@@ -10,7 +10,7 @@ import torch
 from adaattn.backends import capabilities, load
 from adaattn.backends.interface import Tensors
 from adaattn.backends.operators import trained
-from adaattn.backends.streamed import CAPABILITIES, executor, planes
+from adaattn.backends.streamed import CAPABILITIES, executor, fused_rules, planes
 from adaattn.backends.streamed.arguments import Arguments
 from adaattn.backends.streamed.chunks import (
     choose_chunk_rows,
@@ -48,6 +48,12 @@ GPU: dict[str, Any] = {
 }
 CAUSAL: dict[str, Any] = {"is_causal": True}
 TRAINED: dict[str, Any] = {"requires_grad": True}
+
+
+@pytest.fixture(autouse=True)
+def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all scores written, on each card; `test_fused` has the other chunks."""
+    monkeypatch.setattr(fused_rules, "is_on_hopper", lambda device: False)
 
 
 def rows_and_planes(problem: AttentionProblem) -> tuple[int, int]:

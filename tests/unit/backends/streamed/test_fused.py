@@ -10,7 +10,7 @@ import torch
 from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends import streamed
-from adaattn.backends.allocation import unfilled
+from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.interface import Tensors
 from adaattn.backends.streamed import chunks, executor, fused_launch, fused_rules, gradients, planes
 from adaattn.backends.streamed.fused_launch import Kind, Variant, boxes
@@ -36,7 +36,7 @@ GROUPS: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_kv_heads": 2}
 
 def forget() -> None:
     """Have nothing kept of what was bound to other kernels."""
-    for kept in (executor._launcher, gradients._backward, chunks._size):
+    for kept in (executor._launcher, gradients._backward):
         kept.cache_clear()
 
 
@@ -75,7 +75,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(fused_launch, "_compiled", machine)
     monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
-    monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda problem: True)
+    for module in (fused_rules, executor, gradients):
+        monkeypatch.setattr(module, "is_on_hopper", lambda device: True)
     forget()
     yield machine
     forget()
@@ -99,8 +100,13 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors, HeadGroup]:
         values.pop("aux")
     rows, loud = values.pop("chunk_rows", 0), values.pop("loud", None)
     layout = values.pop("layout", None)
+    loud_rows = values.pop("loud_rows", None)
     problem = make_problem(**values)
     tensors = make_tensors(problem, **({} if layout is None else {"layout": layout}))
+    if loud_rows is not None:
+        query = tensors.query.clone()
+        query[:, :, loud_rows] *= 300.0
+        tensors = with_tensors(tensors, query=query)
     if loud is not None:
         key = tensors.key.clone()
         key[:, :, loud] *= 300.0
@@ -142,7 +148,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "no statistics": {"aux": Aux.NONE},
     "later scores beyond every reference": {"loud": FIRST_KEYS},
     "the same, causal": CAUSAL | {"loud": FIRST_KEYS},
-    "the same in some lines": {"len_q": 260, "len_k": 300, "loud": FIRST_KEYS, "num_heads": 2},
+    "the same in some lines": {"len_q": 260, "loud_rows": slice(64, 128), "num_heads": 2},
     "keys far above the others, not seen": {"len_q": 140, "len_k": 140, "is_causal": True,
                                             "loud": LAST_KEYS},
     "as many columns as there may be": {"head_dim": 576, "len_q": 20, "len_k": 700},
@@ -153,6 +159,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "keys far above the others, not seen by all": TO_END | NOT_SEEN,
     "training, rows that see nothing": TO_END | {"requires_grad": True, "len_q": 300,
                                                  "len_k": 140},
+    "chunks without keys": TO_END | {"len_q": 300, "len_k": 140, "chunk_rows": 100},
+    "training, chunks without keys": TO_END | {"requires_grad": True, "len_q": 300, "len_k": 140,
+                                               "chunk_rows": 100},
     "training, grouped heads": GROUPS | {"requires_grad": True, "len_q": 150, "is_causal": True},
     "training, memory of other order": GROUPS | {"requires_grad": True,
                                                  "layout": Layout.TRANSPOSED},
@@ -204,14 +213,46 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return memory[1:].view_as(tensor).copy_(tensor)
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor [B, S, H, D] in memory whose rows TMA cannot read."""
+    batch, heads, length, columns = tensor.shape
+    memory = torch.empty(batch, length, heads, columns + 2, dtype=tensor.dtype)
+    return memory[..., :columns].transpose(1, 2).copy_(tensor)
+
+
+@pytest.mark.parametrize("change", [shifted, widened])
 @pytest.mark.parametrize("name", ["query", "key"])
 @pytest.mark.parametrize("trained", [False, True], ids=["forward", "training"])
-def test_what_tma_cannot_read_is_copied(name: str, trained: bool, machine: Machine) -> None:
-    problem, tensors, group = made({"requires_grad": True} if trained else {})
-    tensors = with_tensors(tensors, **{name: shifted(getattr(tensors, name))})
+def test_what_tma_cannot_read_is_copied(
+    change: Callable[[torch.Tensor], torch.Tensor], name: str, trained: bool, machine: Machine
+) -> None:
+    problem, tensors, group = made(GROUPS | ({"requires_grad": True} if trained else {}))
+    tensors = with_tensors(tensors, **{name: change(getattr(tensors, name).detach())})
+    if trained:
+        getattr(tensors, name).requires_grad_()
     compare = assert_training_matches if trained else assert_executor_matches
     compare(partial(streamed.run, group=group), tensors, problem)
     assert set(machine.launched) == (set(Kind) if trained else {Kind.SUMS})
+
+
+def test_gradients_lie_as_what_they_are_of() -> None:
+    problem, tensors, group = made(GROUPS | {"requires_grad": True})
+    query = widened(tensors.query.detach()).requires_grad_()
+    tensors = with_tensors(tensors, query=query)
+    output = streamed.run(tensors, problem, group).output
+    (found,) = torch.autograd.grad(output.sum(), query)
+    assert found.stride() == output_like(query, query.shape[3]).stride()
+
+
+@pytest.mark.parametrize("number", [float("nan"), -float("inf")])
+def test_rows_that_see_nothing_are_zeros_whatever_their_queries_are(number: float) -> None:
+    problem, tensors, group = made(TO_END | {"len_q": 300, "len_k": 140})
+    query = tensors.query.clone()
+    query[:, :, 3] = number
+    found = streamed.run(with_tensors(tensors, query=query), problem, group)
+    assert found.lse is not None
+    assert bool((found.output[:, :, :160] == 0.0).all())
+    assert bool((found.lse[:, :, :160] == -torch.inf).all())
 
 
 def test_half_precision_has_fused_gradients_alone(machine: Machine) -> None:
@@ -232,6 +273,28 @@ def test_another_layout_of_the_same_shapes_is_launched_anew(machine: Machine) ->
     )
     assert_executor_matches(run, others, problem)
     assert machine.launched
+
+
+FILLED: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "full": ({"len_q": 4096}, (4096, 8, 2)),
+    "full, long": ({"len_q": 16384}, (16384, 2, 8)),
+    "causal, few lines": ({"len_q": 2048, "is_causal": True}, (1024, 16, 2)),
+    "causal": ({"len_q": 8192, "is_causal": True}, (1024, 16, 8)),
+    "causal, long": ({"len_q": 16384, "is_causal": True}, (2048, 16, 8)),
+    "training": ({"len_q": 4096, "requires_grad": True}, (4096, 8, 2)),
+    "training, causal": ({"len_q": 2048, "is_causal": True, "requires_grad": True}, (1024, 16, 2)),
+}
+"""16 heads of 512 columns: the rows of a chunk, its planes, and how many chunks there are."""
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_chunks_fill_the_card(name: str) -> None:
+    values, expected = FILLED[name]
+    sizes = {"num_heads": 16, "head_dim": 512, "precision": Precision.BF16}
+    problem = make_problem(**sizes, **values)
+    rows = chunks.choose_chunk_rows(problem, None)
+    found = list(chunks.chunks_of(problem, rows, 1))
+    assert (rows, len(found[0].planes), len(found)) == expected
 
 
 @pytest.mark.parametrize(
@@ -342,6 +405,33 @@ def test_a_fault_in_the_device_code_is_seen(
     machine.replace(function, partial(rewritten, old=old, new=new))
     with pytest.raises(AssertionError, match="beyond their bound"):
         hold(values)
+
+
+TOO_EARLY: dict[str, Fault] = {
+    "the buffer of what is stored": ("write", "tma.store_wait(0)", "pass", {}),
+    "what is stored again": ("finish", "wait_for_writes()", "pass", CAUSAL | LOUD),
+    "keys of a product under way": (
+        "scores",
+        "s = warpgroup_mma_wait(1, deps=[s])",
+        "pass",
+        {"head_dim": 576, "len_k": 700},
+    ),
+    "stages that are still read": ("produce", "fills >= c.STAGES", "fills >= 9999", {}),
+    "weights that are still read": ("produce", "if i > 0", "if i > 9999", TRAINED),
+}
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("name", TOO_EARLY)
+def test_a_missing_wait_is_seen(name: str, machine: Machine, rewritten: Callable[..., Any]) -> None:
+    function, old, new, values = TOO_EARLY[name]
+    machine.replace(function, partial(rewritten, old=old, new=old))
+    hold(values)
+    machine.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises((AssertionError, TimeoutError)):
+        for seed in range(9):
+            random.seed(seed)
+            hold(values)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is replaced in Triton's interpreter")
