@@ -30,12 +30,12 @@ _HOPPER: Final = (9, 0)
 def is_fused(problem: AttentionProblem) -> bool:
     """Return whether the last pass of a problem writes no scores: in training the backward one."""
     rule = serves_gradients if problem.wants_gradients else serves
-    return _is_reached(problem) and rule(problem)
+    return rule(problem) and _is_reached(problem)
 
 
 def writes_no_scores(problem: AttentionProblem) -> bool:
     """Return whether the forward pass writes none."""
-    return _is_reached(problem) and serves(problem)
+    return serves(problem) and _is_reached(problem)
 
 
 def num_parts(problem: AttentionProblem) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ def _is_plain(problem: AttentionProblem) -> bool:
 def _is_reached(problem: AttentionProblem) -> bool:
     """Return whether keys are many, and the current device is for it: plans are made for that."""
     many = has_keys(problem.len_k, problem.value_dim)
-    return many and is_on_hopper(torch.device(problem.device_type))
+    there = problem.device_type == "cpu" or torch.cuda.is_available()
+    return many and there and is_on_hopper(torch.device(problem.device_type))
 
 
 def is_on_hopper(device: torch.device) -> bool:
     """Return whether a device has the kernel's instructions."""
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return there and probe(device).compute_capability == _HOPPER
+    return device.type == "cuda" and probe(device).compute_capability == _HOPPER
