@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from adaattn.errors import ExecutorError
 
-__all__ = ["check_untransformed", "compiling", "sinks_gradient", "why_no_triton"]
+__all__ = ["check_untransformed", "compiling", "sinks_gradient", "why_no_gluon", "why_no_triton"]
 
 _OLDEST: Final = (3, 6)
 
@@ -31,6 +31,14 @@ def why_no_triton() -> str:
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     oldest = ".".join(map(str, _OLDEST))
     return f"it needs Triton {oldest} or later, found {version}" if found < _OLDEST else ""
+
+
+def why_no_gluon() -> str:
+    """Return why kernels with NVIDIA's own instructions cannot be compiled here, or "".
+
+    ROCm tells of some GPUs that their compute capability is 9.0.
+    """
+    return why_no_triton() or ("it is for NVIDIA GPUs" if torch.version.hip is not None else "")
 
 
 def check_untransformed(*tensors: torch.Tensor) -> None:

@@ -56,6 +56,15 @@ def test_a_triton_that_is_too_old_is_a_reason(
     assert own_kernels.why_no_triton.__wrapped__() == why
 
 
+@pytest.mark.parametrize(("hip", "why"), [(None, ""), ("6.2", "it is for NVIDIA GPUs")])
+def test_a_rocm_gpu_is_none_for_instructions_of_nvidia(
+    hip: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_kernels, "why_no_triton", lambda: "")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert own_kernels.why_no_gluon() == why
+
+
 def test_tensors_of_a_transform_are_refused() -> None:
     def attend(x: torch.Tensor) -> torch.Tensor:
         own_kernels.check_untransformed(x)

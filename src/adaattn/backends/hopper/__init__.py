@@ -12,7 +12,7 @@ from typing import Final
 from adaattn.backends.hopper.executor import direct, is_ready, run
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
 from adaattn.backends.hopper.launch import tiles_of
-from adaattn.backends.own_kernels import why_no_triton
+from adaattn.backends.own_kernels import why_no_gluon
 from adaattn.spec import (
     AttentionProblem,
     Aux,
@@ -179,7 +179,7 @@ CAPABILITIES = (
         is_fused=True,
         is_one_kernel=True,
         efficiency=0.65,
-        unavailable=why_no_triton(),
+        unavailable=why_no_gluon(),
         order=_order,
         compiles=True,
         compile_ms=5000.0,  # 3 to 9 s (Triton 3.6, 2026-11)

@@ -4,6 +4,7 @@ from typing import Final
 
 import torch
 
+from adaattn.backends.own_kernels import why_no_gluon
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
@@ -87,4 +88,5 @@ def _is_reached(problem: AttentionProblem) -> bool:
 
 def is_on_hopper(device: torch.device) -> bool:
     """Return whether a device has the kernel's instructions."""
-    return device.type == "cuda" and probe(device).compute_capability == _HOPPER
+    is_cuda = device.type == "cuda" and not why_no_gluon()
+    return is_cuda and probe(device).compute_capability == _HOPPER
