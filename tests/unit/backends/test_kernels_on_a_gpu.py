@@ -16,6 +16,7 @@ import torch
 from adaattn import AuxRequest
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import capability_named
+from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.spec import Feature
 from adaattn.testing import assert_matches
 
@@ -150,6 +151,33 @@ def test_one_compiled_graph_serves_every_length(name: str, operator: str, draw: 
             for length in LENGTHS:
                 tensors = draw(length)
                 assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+@pytest.mark.parametrize("louder", [1.0, 300.0], ids=["usual", "beyond a reference"])
+@pytest.mark.parametrize("name", ["plain", "causal", "to the end"])
+def test_wide_heads_write_no_scores_on_hopper(
+    name: str, louder: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it is for compute capability 9.0")
+    made: list[Kind] = []
+    usual = Fused.__call__
+
+    def noting(self: Fused, *given: Any, **others: Any) -> None:
+        made.append(self._kind)
+        usual(self, *given, **others)
+
+    monkeypatch.setattr(Fused, "__call__", noting)
+    query, key, value = drawn(320, 1100, 1300)
+    key[:, :, :50] *= louder
+    keywords = CALLS[name] | {"enable_gqa": True}
+    found = attend(query, key, value, backend="streamed", **keywords)
+    held_to_the_definition(found, [query, key, value], **keywords)
+    assert set(made) == {Kind.SUMS}
+    tensors = [item.requires_grad_() for item in (query, key, value)]
+    attend(*tensors, backend="streamed", **keywords).sum().backward()
+    assert set(made) == set(Kind)
+    assert all(item.grad is not None and bool(item.grad.isfinite().all()) for item in tensors)
 
 
 class Attending(torch.nn.Module):

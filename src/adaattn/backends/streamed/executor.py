@@ -20,7 +20,7 @@ from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.fused_launch import FusedChunks
-from adaattn.backends.streamed.fused_rules import has_keys, is_on_hopper, serves
+from adaattn.backends.streamed.fused_rules import is_large, is_on_hopper, serves
 from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
@@ -128,7 +128,9 @@ class _Launcher:
         check_untransformed(query, key, value)
         query, key, value = map(with_dense_columns, (query, key, value))
         is_fused = (
-            self._may_fuse and has_keys(key.shape[2], value.shape[3]) and is_on_hopper(query.device)
+            self._may_fuse
+            and is_large(query.shape[:3].numel(), key.shape[2], value.shape[3])
+            and is_on_hopper(query.device)
         )
         output = output_like(query, value.shape[3])
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew

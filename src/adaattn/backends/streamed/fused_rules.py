@@ -9,8 +9,8 @@ from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = [
-    "has_keys",
     "is_fused",
+    "is_large",
     "is_on_hopper",
     "num_parts",
     "serves",
@@ -25,6 +25,10 @@ _STEP: Final = 8
 """Columns whose rows begin at multiples of 16 bytes."""
 
 _LEAST_KEYS: Final = 128
+_LEAST_LINES: Final = 64 * 128
+"""Of all heads. A block of 128 visits all their keys, and half of the card is to have one: with 4
+heads of 512 columns and 2K tokens it takes as long as written scores, with 512 tokens 1.7 times as
+long (cells of H200 and H100)."""
 _HOPPER: Final = (9, 0)
 
 
@@ -59,9 +63,15 @@ def serves_gradients(problem: AttentionProblem) -> bool:
     return known and problem.value_dim <= _MOST_COLUMNS and _is_plain(problem)
 
 
-def has_keys(len_k: int, value_dim: int) -> bool:
-    """Return whether keys are many: products in fp32 take no more memory than scores then."""
-    return len_k >= max(_LEAST_KEYS, value_dim)
+def is_large(lines: int, len_k: int, value_dim: int) -> bool:
+    """Return whether sizes are for it.
+
+    Args:
+        lines: rows of all heads, which blocks share.
+        len_k: with many keys products in fp32 take no more memory than scores.
+        value_dim: columns of those.
+    """
+    return lines >= _LEAST_LINES and len_k >= max(_LEAST_KEYS, value_dim)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
@@ -80,8 +90,9 @@ def _is_plain(problem: AttentionProblem) -> bool:
 
 
 def _is_reached(problem: AttentionProblem) -> bool:
-    """Return whether keys are many, and the current device is for it: plans are made for that."""
-    many = has_keys(problem.len_k, problem.value_dim)
+    """Return whether sizes and the current device are for it: plans are made for that."""
+    lines = problem.batch * problem.num_heads * problem.len_q
+    many = is_large(lines, problem.len_k, problem.value_dim)
     there = problem.device_type == "cpu" or torch.cuda.is_available()
     return many and there and is_on_hopper(torch.device(problem.device_type))
 

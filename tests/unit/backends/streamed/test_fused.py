@@ -75,6 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(fused_launch, "_compiled", machine)
     monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(fused_rules, "_LEAST_LINES", 1)
     for module in (fused_rules, executor, gradients):
         monkeypatch.setattr(module, "is_on_hopper", lambda device: True)
     forget()
@@ -205,6 +206,15 @@ def test_all_else_goes_the_other_way(name: str, machine: Machine) -> None:
     assert not is_fused(problem)
     hold(UNSERVED[name])
     assert not machine.launched
+
+
+def test_few_lines_go_the_other_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_rules, "_LEAST_LINES", 71)
+    hold({"len_q": 70})
+    hold({"len_q": 70, "requires_grad": True})
+    assert not machine.launched
+    hold({"len_q": 71, "requires_grad": True})
+    assert set(machine.launched) == set(Kind)
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
