@@ -187,8 +187,9 @@ class FusedChunks:
         space = Space(given, given.dtype, self._chunks, problem.group_size)
         size = self._most_lines * problem.value_dim
         products = unfilled(given, (size,), dtype=torch.float32)
-        sums = [unfilled(given, (self._most_lines,), dtype=torch.float32) for _ in range(2)]
-        totals, references = sums
+        totals, references = (
+            unfilled(given, (self._most_lines,), dtype=torch.float32) for _ in range(2)
+        )
         noted = unfilled(given, (self._most_blocks,), dtype=torch.int32)
         for chunk, division in zip(self._chunks, self._divisions, strict=True):
             weights = space.of(chunk)
