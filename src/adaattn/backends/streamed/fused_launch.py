@@ -25,8 +25,11 @@ _COLUMNS: Final = 64
 _KEYS_BOX: Final = (128, 64)
 _SCORES_BOX: Final = (64, 128)
 
+_ALIGNMENT: Final = 16
+"""Bytes of which addresses and strides are multiples."""
+
 _STEP: Final = 8
-"""16 bytes, of which addresses and strides are multiples."""
+"""The same in numbers."""
 
 _L2_BYTES: Final = 32 << 20
 """Of keys that stay in the L2 cache of 50 MiB beside what is written."""
@@ -69,13 +72,24 @@ class Variant:
     dtype: str
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return matrices [P, L, D] that TMA can read: a copy if rows begin at odd places."""
-    sizes = zip(tensor.shape[:2], tensor.stride(), strict=False)
-    uneven = any(step % _STEP or not step for size, step in sizes if size > 1)
-    if uneven or tensor.data_ptr() % (_STEP * tensor.element_size()):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+_Layout = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A launch for the tensors of a chunk.
+
+    Args:
+        layout: strides of those tensors.
+        launch: None where TMA cannot read what is multiplied.
+        num_blocks: of it.
+        numbers: the kernel's, in its order.
+    """
+
+    layout: _Layout
+    launch: Callable[..., None] | None
+    num_blocks: int
+    numbers: tuple[float, ...]
 
 
 class Fused:
@@ -92,7 +106,7 @@ class Fused:
         self._columns = problem.value_dim if kind is Kind.CHANGES else problem.head_dim
         parts, label = -(-self._columns // _COLUMNS), problem.precision.label
         self._bind = _compiled(Variant(kind, parts, problem.is_causal, label), device)
-        self._bound: dict[Chunk, tuple[tuple[View, ...], Callable[..., None]]] = {}
+        self._bound: dict[Chunk, _Bound] = {}
 
     def __call__(
         self,
@@ -117,25 +131,33 @@ class Fused:
             with torch.cuda.device(first.device):
                 self(chunk, copied, references, totals, noted)
             return
-        problem, rows = self._problem, len(chunk.rows)
-        copied = _readable(first), _readable(copied[1]), *copied[2:]
-        views = tuple(map(_view, copied))
+        layout = (first.stride(), copied[1].stride(), copied[2].stride())
         known = self._bound.get(chunk)
-        if known is None or known[0] != views:
-            known = self._bound[chunk] = views, self._bind(views)
-        known[1](
-            self.num_blocks(chunk),
-            stream_of(first),
-            copied,
-            *map(_address, (totals, references, noted)),
+        if known is None or known.layout != layout:
+            known = self._bound[chunk] = self._bound_to(chunk, copied, layout)
+        if known.launch is None or (first.data_ptr() | copied[1].data_ptr()) % _ALIGNMENT:
+            dense = (it.clone(memory_format=torch.contiguous_format) for it in copied[:2])
+            self(chunk, (*dense, *copied[2:]), references, totals, noted)
+            return
+        addresses = map(_address, (totals, references, noted))
+        known.launch(known.num_blocks, stream_of(first), copied, *addresses, *known.numbers)
+
+    def _bound_to(self, chunk: Chunk, copied: tuple[torch.Tensor, ...], layout: _Layout) -> _Bound:
+        """Return the launch for the tensors of a chunk that lie so."""
+        problem, rows = self._problem, len(chunk.rows)
+        num_blocks = self.num_blocks(chunk)
+        numbers = (
             problem.scale * LOG2_E,
             problem.group_size * rows,
             rows,
-            self.num_blocks(chunk) // len(chunk.planes),
+            num_blocks // len(chunk.planes),
             self._together(chunk),
             len(chunk.keys),
             chunk.rows.start + problem.offset - chunk.keys.start,
         )
+        can_read = not any(map(_is_uneven, copied[:2]))
+        launch = self._bind(tuple(map(_view, copied))) if can_read else None
+        return _Bound(layout, launch, num_blocks, numbers)
 
     def _together(self, chunk: Chunk) -> int:
         """Return how many planes' blocks take turns: in causal order all, if caches hold the keys.
@@ -220,6 +242,12 @@ class FusedChunks:
             constants=(problem.value_dim, columns, lines, problem.group_size),
             options=(("num_warps", 4),),
         )
+
+
+def _is_uneven(tensor: torch.Tensor) -> bool:
+    """Return whether rows of matrices [P, L, D] begin where TMA cannot read."""
+    sizes = zip(tensor.shape[:2], tensor.stride(), strict=False)
+    return any(step % _STEP or not step for size, step in sizes if size > 1)
 
 
 def _view(tensor: torch.Tensor) -> View:

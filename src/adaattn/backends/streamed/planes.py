@@ -72,7 +72,8 @@ class Planes:
     def __init__(self, tensor: torch.Tensor, kv_heads: int, entries: int) -> None:
         group = tensor.shape[1] // kv_heads
         shape = (-1, group, *tensor.shape[2:])
-        self._entries = [part.reshape(shape) for part in tensor.split(tensor.shape[0] // entries)]
+        parts = (tensor,) if entries == 1 else tensor.split(tensor.shape[0] // entries)
+        self._entries = [part.reshape(shape) for part in parts]
 
     def part(self, planes: range, tokens: range) -> torch.Tensor:
         """Return the same tokens of some planes of one entry: a view [P, H / Hkv, T, D]."""
@@ -128,5 +129,5 @@ class Space:
     def of(self, chunk: Chunk) -> torch.Tensor:
         """Return the numbers of a chunk: [P, G * R, C], rows at multiples of the pitch."""
         planes, lines, pitch = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
-        numbers = self._memory[: planes * lines * pitch]
-        return numbers.view(planes, lines, pitch)[:, :, : len(chunk.keys)]
+        size = planes, lines, len(chunk.keys)
+        return self._memory.as_strided(size, (lines * pitch, pitch, 1))
