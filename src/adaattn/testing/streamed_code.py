@@ -52,25 +52,24 @@ def score_changes_code(problem: AttentionProblem) -> MachineCode:
 
 def fused_sums_code(problem: AttentionProblem) -> MachineCode:
     """Return that of the kernel of weights and their sums, for Hopper GPUs."""
-    return _fused(problem, Kind.SUMS, problem.head_dim)
+    return _fused(problem, Kind.SUMS)
 
 
 def fused_weights_code(problem: AttentionProblem) -> MachineCode:
     """Return that of the same in a backward pass."""
-    return _fused(problem, Kind.GIVEN, problem.head_dim)
+    return _fused(problem, Kind.GIVEN)
 
 
 def fused_changes_code(problem: AttentionProblem) -> MachineCode:
     """Return that of the gradients of scores."""
-    return _fused(problem, Kind.CHANGES, problem.value_dim)
+    return _fused(problem, Kind.CHANGES)
 
 
-def _fused(problem: AttentionProblem, kind: Kind, columns: int) -> MachineCode:
+def _fused(problem: AttentionProblem, kind: Kind) -> MachineCode:
     """Return the machine code of a kernel that writes no scores."""
     from adaattn.backends.streamed.fused_compiled import compile_weights
 
-    variant = Variant(kind, -(-columns // 64), problem.is_causal, problem.precision.label)
-    return examined(lambda: compile_weights(variant))
+    return examined(lambda: compile_weights(Variant.of(problem, kind)))
 
 
 def partial_products_code(problem: AttentionProblem) -> MachineCode:

@@ -15,12 +15,13 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from greenlet import getcurrent, greenlet
 from torch.utils._python_dispatch import _disable_current_modes
@@ -599,3 +600,11 @@ def bound(
         return launch
 
     return bind
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have asynchronous work done as late as it may be, and everything take some time."""
+    monkeypatch.setattr(World, "is_late", True)
+    random.seed(0)
+    yield

@@ -20,7 +20,7 @@ from adaattn.backends.own_kernels import check_untransformed
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.fused_launch import FusedChunks
-from adaattn.backends.streamed.fused_rules import is_large, is_on_hopper, serves
+from adaattn.backends.streamed.fused_rules import fits, serves
 from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
@@ -127,11 +127,9 @@ class _Launcher:
         """
         check_untransformed(query, key, value)
         query, key, value = map(with_dense_columns, (query, key, value))
-        is_fused = (
-            self._may_fuse
-            and is_large(query.shape[:3].numel(), key.shape[2], value.shape[3])
-            and is_on_hopper(query.device)
-        )
+        _, _, len_k, columns = value.shape
+        lines = query.shape[:3].numel()
+        is_fused = self._may_fuse and fits(lines, len_k, columns, query.device)
         output = output_like(query, value.shape[3])
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
             fill_for_nothing(output, *statistics, lse_rest)

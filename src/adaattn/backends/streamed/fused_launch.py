@@ -14,6 +14,7 @@ from adaattn.backends.device.launch import Launch, View
 from adaattn.backends.masks import stream_of
 from adaattn.backends.own_kernels import compiling
 from adaattn.backends.streamed.chunks import Chunk
+from adaattn.backends.streamed.fused_rules import parts_of
 from adaattn.backends.streamed.planes import Planes, Space
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
@@ -21,7 +22,6 @@ from adaattn.spec import AttentionProblem
 __all__ = ["Fused", "FusedChunks", "Kind", "Variant", "boxes"]
 
 _LINES: Final = 128
-_COLUMNS: Final = 64
 _KEYS_BOX: Final = (128, 64)
 _SCORES_BOX: Final = (64, 128)
 
@@ -71,6 +71,17 @@ class Variant:
     is_causal: bool
     dtype: str
 
+    @classmethod
+    def of(cls, problem: AttentionProblem, kind: Kind) -> "Variant":
+        """Return what it is compiled for to make one kind of a problem's scores."""
+        parts = parts_of(_columns_of(problem, kind))
+        return cls(kind, parts, problem.is_causal, problem.precision.label)
+
+
+def _columns_of(problem: AttentionProblem, kind: Kind) -> int:
+    """Return the columns of what is multiplied: queries and keys, or gradients and values."""
+    return problem.value_dim if kind is Kind.CHANGES else problem.head_dim
+
 
 _Layout = tuple[tuple[int, ...], ...]
 
@@ -103,9 +114,8 @@ class Fused:
 
     def __init__(self, problem: AttentionProblem, kind: Kind, device: torch.device) -> None:
         self._problem, self._kind = problem, kind
-        self._columns = problem.value_dim if kind is Kind.CHANGES else problem.head_dim
-        parts, label = -(-self._columns // _COLUMNS), problem.precision.label
-        self._bind = _compiled(Variant(kind, parts, problem.is_causal, label), device)
+        self._columns = _columns_of(problem, kind)
+        self._bind = _compiled(Variant.of(problem, kind), device)
         self._bound: dict[Chunk, _Bound] = {}
 
     def __call__(

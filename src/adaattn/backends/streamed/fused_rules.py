@@ -9,10 +9,10 @@ from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, MaskKind, Precision
 
 __all__ = [
+    "fits",
     "is_fused",
-    "is_large",
-    "is_on_hopper",
     "num_parts",
+    "parts_of",
     "serves",
     "serves_gradients",
     "writes_no_scores",
@@ -21,6 +21,7 @@ __all__ = [
 _MOST_COLUMNS: Final = 576
 """A warpgroup holds so many of 64 lines in more than half of its registers."""
 
+_PART: Final = 64
 _STEP: Final = 8
 """Columns whose rows begin at multiples of 16 bytes."""
 
@@ -46,7 +47,12 @@ def writes_no_scores(problem: AttentionProblem) -> bool:
 def num_parts(problem: AttentionProblem) -> tuple[int, ...]:
     """Return the columns of both products that kernels are compiled for, in parts of 64."""
     sizes = problem.head_dim, problem.value_dim
-    return tuple(-(-size // 64) for size in sizes) if is_fused(problem) else ()
+    return tuple(map(parts_of, sizes)) if is_fused(problem) else ()
+
+
+def parts_of(columns: int) -> int:
+    """Return how many stages of 64 columns are multiplied."""
+    return -(-columns // _PART)
 
 
 def serves(problem: AttentionProblem) -> bool:
@@ -63,15 +69,17 @@ def serves_gradients(problem: AttentionProblem) -> bool:
     return known and problem.value_dim <= _MOST_COLUMNS and _is_plain(problem)
 
 
-def is_large(lines: int, len_k: int, value_dim: int) -> bool:
-    """Return whether sizes are for it.
+def fits(lines: int, len_k: int, value_dim: int, device: torch.device) -> bool:
+    """Return whether sizes are for it, and a device has its instructions.
 
     Args:
         lines: rows of all heads, which blocks share.
         len_k: with many keys products in fp32 take no more memory than scores.
         value_dim: columns of those.
+        device: of the tensors.
     """
-    return lines >= _LEAST_LINES and len_k >= max(_LEAST_KEYS, value_dim)
+    is_large = lines >= _LEAST_LINES and len_k >= max(_LEAST_KEYS, value_dim)
+    return is_large and _is_on_hopper(device)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
@@ -92,12 +100,12 @@ def _is_plain(problem: AttentionProblem) -> bool:
 def _is_reached(problem: AttentionProblem) -> bool:
     """Return whether sizes and the current device are for it: plans are made for that."""
     lines = problem.batch * problem.num_heads * problem.len_q
-    many = is_large(lines, problem.len_k, problem.value_dim)
-    there = problem.device_type == "cpu" or torch.cuda.is_available()
-    return many and there and is_on_hopper(torch.device(problem.device_type))
+    device = torch.device(problem.device_type)
+    there = device.type == "cpu" or torch.cuda.is_available()
+    return there and fits(lines, problem.len_k, problem.value_dim, device)
 
 
-def is_on_hopper(device: torch.device) -> bool:
+def _is_on_hopper(device: torch.device) -> bool:
     """Return whether a device has the kernel's instructions."""
     is_cuda = device.type == "cuda" and not why_no_gluon()
     return is_cuda and probe(device).compute_capability == _HOPPER

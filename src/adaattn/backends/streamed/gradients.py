@@ -23,7 +23,7 @@ from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
-from adaattn.backends.streamed.fused_rules import is_large, is_on_hopper, serves_gradients
+from adaattn.backends.streamed.fused_rules import fits, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
 from adaattn.backends.streamed.products import multiply
 from adaattn.hardware import on_clear
@@ -116,11 +116,9 @@ class _Backward:
         """Return the gradients that are wanted."""
         given = (tensors.query, tensors.key, tensors.value, upstream)
         read = dict(zip((*_PRODUCTS, "upstream"), map(with_dense_columns, given), strict=True))
-        is_fused = (
-            self._may_fuse
-            and is_large(upstream.shape[:3].numel(), *read["value"].shape[2:])
-            and is_on_hopper(upstream.device)
-        )
+        _, _, len_k, columns = read["value"].shape
+        lines = upstream.shape[:3].numel()
+        is_fused = self._may_fuse and fits(lines, len_k, columns, upstream.device)
         named = [name for name in _PRODUCTS if name in wanted]
         found: dict[str, torch.Tensor]
         found = {name: output_like(read[name], read[name].shape[3]) for name in named}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.backends import simulation
 from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends.hopper import forward as host
@@ -24,6 +25,9 @@ FILES = (
                      "gradient_rows", "backward_keys", "backward_queries")
     ),
 )  # fmt: skip
+
+
+late = simulation.late
 
 
 class Machine:
@@ -97,14 +101,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     host.bound.cache_clear()
     prepared._LISTED.clear()
     return machine
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have asynchronous work done as late as it may be, and everything take some time."""
-    monkeypatch.setattr(World, "is_late", True)
-    random.seed(0)
-    yield
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ TRAINED: dict[str, Any] = {"requires_grad": True}
 @pytest.fixture(autouse=True)
 def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all scores written, on each card; `test_fused` has the other chunks."""
-    monkeypatch.setattr(fused_rules, "is_on_hopper", lambda device: False)
+    monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda device: False)
 
 
 def rows_and_planes(problem: AttentionProblem) -> tuple[int, int]:

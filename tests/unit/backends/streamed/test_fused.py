@@ -1,13 +1,14 @@
 """Weights made where scores are: device code in Gluon run on a CPU, against the oracle."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.backends.simulation import World, bound, device_code
+from tests.unit.backends import simulation
+from tests.unit.backends.simulation import bound, device_code
 
 from adaattn.backends import streamed
 from adaattn.backends.allocation import output_like, unfilled
@@ -38,6 +39,9 @@ def forget() -> None:
     """Have nothing kept of what was bound to other kernels."""
     for kept in (executor._launcher, gradients._backward):
         kept.cache_clear()
+
+
+late = simulation.late
 
 
 class Machine:
@@ -76,19 +80,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(fused_launch, "_compiled", machine)
     monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
     monkeypatch.setattr(fused_rules, "_LEAST_LINES", 1)
-    for module in (fused_rules, executor, gradients):
-        monkeypatch.setattr(module, "is_on_hopper", lambda device: True)
+    monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda device: True)
     forget()
     yield machine
     forget()
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have asynchronous work done as late as it may be, and everything take some time."""
-    monkeypatch.setattr(World, "is_late", True)
-    random.seed(0)
-    yield
 
 
 def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors, HeadGroup]:
