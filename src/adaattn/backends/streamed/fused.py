@@ -75,6 +75,7 @@ class Weights:
     PARTS: gl.constexpr
     STAGES: gl.constexpr
     IS_CAUSAL: gl.constexpr
+    TURNS: gl.constexpr
     layout: gl.constexpr
     query_layout: gl.constexpr
 
@@ -107,6 +108,7 @@ class Weights:
         self.PARTS = gl.constexpr(PARTS)
         self.STAGES = gl.constexpr(STAGES)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        self.TURNS = gl.constexpr(3 if KIND == SUMS else 1)
         self.layout = gl.constexpr(mma_layout(128))
         self.query_layout = gl.constexpr(
             gl.DotOperandLayout(operand_index=0, parent=mma_layout(128), k_width=2)
@@ -152,12 +154,12 @@ def producer(c):
         place = c.plane, c.line, part * COLUMNS
         copy(c.query, c.k_full.index(part), c.k.index(part), place)
     fills = gl.to_tensor(c.PARTS)
-    fills, stage = produce(c, count, fills, gl.to_tensor(c.PARTS % c.STAGES))
-    if c.KIND == SUMS:
-        mbarrier.wait(c.done, 0)
-        if gl.load(c.noted) != 0:
-            fills, stage = produce(c, count, fills, stage)
-            produce(c, count, fills, stage)
+    stage = gl.to_tensor(c.PARTS % c.STAGES)
+    for turn in range(c.TURNS):
+        if turn == 1:
+            mbarrier.wait(c.done, 0)
+            count = count * gl.load(c.noted)
+        fills, stage = produce(c, count, fills, stage)
 
 
 @gluon.jit
@@ -221,31 +223,6 @@ def change(c, w: gl.constexpr, s, delta, i):
 
 
 @gluon.jit
-def visit(
-    c, q, w: gl.constexpr, last, begin, end, reference, total, stage, phase,
-    HIDES: gl.constexpr, FINDS: gl.constexpr,
-):  # fmt: skip
-    """Blocks ``last - begin`` down to ``last - end + 1``: weights, or the maximum of their rows.
-
-    The reference is what a row's scores, or products, are less.
-    """
-    for i in range(begin, end):
-        s, stage, phase = scores(c, q, stage, phase)
-        if HIDES:
-            s = hide(c, w, s, last - i)
-        if c.KIND == CHANGES:
-            write(c, w, change(c, w, s, reference, i), last - i)
-        elif FINDS:
-            reference = gl.maximum(reference, gl.max(s, 1) * c.scale)
-        else:
-            p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
-            if c.KIND == SUMS:
-                total = total + sum_in_thread(p)
-            write(c, w, p, last - i)
-    return reference, total, stage, phase
-
-
-@gluon.jit
 def keep(c, w: gl.constexpr, reference, total, NOTES: gl.constexpr):
     """Stores what rows leave, and notes the lines whose reference does not serve."""
     layout: gl.constexpr = gl.SliceLayout(1, c.layout)
@@ -275,8 +252,65 @@ def given(c, w: gl.constexpr):
 
 
 @gluon.jit
+def first_block(c, w: gl.constexpr, s, block):
+    """Scores of the first block visited, and the reference of each row: their maximum.
+
+    A row that sees none of this block is held to what it does not see; its total tells.
+    """
+    raw = gl.max(s, 1) * c.scale
+    raw = gl.where(gl.abs(raw) < float("inf"), raw, 0.0)
+    s = hide(c, w, s, block)
+    reference = gl.max(s, 1) * c.scale
+    return s, gl.where(reference == NO_SCORE, raw, reference)
+
+
+@gluon.jit
+def masked_blocks(c, w: gl.constexpr, count):
+    """How many of the blocks visited hide keys from some lines: those come first."""
+    masked = gl.to_tensor(1)
+    if c.IS_CAUSAL:
+        row = (c.line + w * 64) % c.num_rows
+        row = gl.where(row + 64 > c.num_rows, 0, row)
+        plain = gl.maximum(row + c.first + 1, 0) // KEYS
+        masked = gl.maximum(count - plain, 1)
+    return masked
+
+
+@gluon.jit
+def visit(c, q, w: gl.constexpr, turn, count, visits, masked, reference, total, stage, phase):
+    """The blocks of one turn, from the last to the first."""
+    for i in range(visits):
+        block = count - 1 - i
+        s, stage, phase = scores(c, q, stage, phase)
+        if c.KIND == CHANGES:
+            # What is hidden has no weight, and no change.
+            write(c, w, change(c, w, s, reference, i), block)
+        else:
+            if turn + i == 0:
+                if c.KIND == SUMS:
+                    s, reference = first_block(c, w, s, block)
+                else:
+                    s = hide(c, w, s, block)
+            elif i < masked:
+                s = hide(c, w, s, block)
+            if turn == 1:
+                reference = gl.maximum(reference, gl.max(s, 1) * c.scale)
+            else:
+                p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
+                if c.KIND == SUMS:
+                    total = total + sum_in_thread(p)
+                write(c, w, p, block)
+    return reference, total, stage, phase
+
+
+@gluon.jit
 def consumer(c, w: gl.constexpr):
-    """One consumer warpgroup."""
+    """One consumer warpgroup.
+
+    A block is visited in one loop that branches: a copy of the products for each case took four
+    times as long to compile. Turns after the first are for lines that were noted: one finds the
+    maximum of their rows, one writes their weights anew.
+    """
     count = num_blocks(c)
     zeros = gl.zeros([64, KEYS], gl.float32, c.layout)
     if c.IS_CAUSAL:
@@ -290,62 +324,39 @@ def consumer(c, w: gl.constexpr):
         meet(part, "arrive", THREADS)
     stage = gl.to_tensor(c.PARTS % c.STAGES)
     phase = gl.to_tensor(c.PARTS // c.STAGES)
+    masked = masked_blocks(c, w, count)
     total = sum_in_thread(zeros)
-    begin = gl.to_tensor(0)
-    if c.KIND == SUMS:
-        s, stage, phase = scores(c, q, stage, phase)
-        # A row that sees none of this block is held to what it does not see; its total tells.
-        raw = gl.max(s, 1) * c.scale
-        raw = gl.where(gl.abs(raw) < float("inf"), raw, 0.0)
-        s = hide(c, w, s, count - 1)
-        reference = gl.max(s, 1) * c.scale
-        reference = gl.where(reference == NO_SCORE, raw, reference)
-        p = gl.exp2(s * c.scale - gl.expand_dims(reference, 1))
-        total = sum_in_thread(p)
-        write(c, w, p, count - 1)
-        begin = gl.to_tensor(1)
-    else:
+    # What a row's scores, or products, are less.
+    reference = gl.zeros([64], gl.float32, gl.SliceLayout(1, c.layout))
+    if c.KIND != SUMS:
         reference = given(c, w)
-    if c.KIND == GIVEN or (c.KIND == SUMS and c.IS_CAUSAL):
-        # Blocks up to here hide keys from some lines. Those have no weights that change.
-        masked_end = gl.to_tensor(1)
-        if c.IS_CAUSAL:
-            row = (c.line + w * 64) % c.num_rows
-            row = gl.where(row + 64 > c.num_rows, 0, row)
-            plain = gl.maximum(row + c.first + 1, 0) // KEYS
-            masked_end = gl.minimum(gl.maximum(count - plain, 1), count)
+    visits = count
+    for turn in range(c.TURNS):
         reference, total, stage, phase = visit(
-            c, q, w, count - 1, begin, masked_end, reference, total, stage, phase, True, False
+            c, q, w, turn, count, visits, masked, reference, total, stage, phase
         )
-        begin = masked_end
-    reference, total, stage, phase = visit(
-        c, q, w, count - 1, begin, count, reference, total, stage, phase, False, False
-    )
-    if c.KIND == SUMS:
-        finish(c, w, q, count, reference, total, stage, phase)
+        if c.KIND == SUMS:
+            if turn == 0:
+                visits = count * finish(c, w, reference, total)
+                reference = reference * 0.0 + NO_SCORE
+                total = sum_in_thread(zeros)
+            elif turn == 1:
+                reference = gl.where(reference == NO_SCORE, 0.0, reference)
+            elif visits > 0:
+                keep(c, w, reference, total, False)
     tma.store_wait(0)
 
 
 @gluon.jit
-def finish(c, w: gl.constexpr, q, count, reference, total, stage, phase):
-    """Keeps what rows leave, and visits the blocks again where a reference did not serve."""
+def finish(c, w: gl.constexpr, reference, total):
+    """Keeps what rows leave; 1 where some reference did not serve, and 0 otherwise."""
     keep(c, w, reference, total, True)
     # What is stored again must come behind what was stored before.
     wait_for_writes()
     barrier()
     mbarrier.arrive(c.done)
     mbarrier.wait(c.done, 0)
-    if gl.load(c.noted) != 0:
-        reference = gl.zeros([64], gl.float32, gl.SliceLayout(1, c.layout)) + NO_SCORE
-        reference, total, stage, phase = visit(
-            c, q, w, count - 1, 0, count, reference, total, stage, phase, True, True
-        )
-        reference = gl.where(reference == NO_SCORE, 0.0, reference)
-        total = sum_in_thread(gl.zeros([64, KEYS], gl.float32, c.layout))
-        reference, total, stage, phase = visit(
-            c, q, w, count - 1, 0, count, reference, total, stage, phase, True, False
-        )
-        keep(c, w, reference, total, False)
+    return gl.load(c.noted)
 
 
 @gluon.jit
