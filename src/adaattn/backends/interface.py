@@ -147,9 +147,11 @@ class Tensors:
         return self.kv.bounds if isinstance(self.kv, PackedKeysValues) else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Result:
     """What an executor returns; auxiliary fields are None unless the problem asks for them.
+
+    It is made at each call: a frozen one takes three times as long to make.
 
     Args:
         output: [B, Hq, Sq, Dv] in the dtype of the query.

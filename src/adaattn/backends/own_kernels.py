@@ -17,6 +17,7 @@ from adaattn.errors import ExecutorError
 __all__ = ["check_untransformed", "compiling", "sinks_gradient", "why_no_gluon", "why_no_triton"]
 
 _OLDEST: Final = (3, 6)
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 @lru_cache(maxsize=1)
@@ -48,6 +49,8 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
         ExecutorError: a tensor belongs to a transform of ``torch.func``, or forward-mode
             differentiation is under way.
     """
+    if forward_ad._current_level < 0 and _transforms() is None:
+        return
     hidden = torch._C._functorch.is_functorch_wrapped_tensor
     if forward_ad._current_level >= 0 or any(map(hidden, tensors)):
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")

@@ -4,8 +4,11 @@ Triton's own launch works out at each call what is compiled for it: 20 to 40 us 
 arguments. Here that is done once for each signature; then the compiled kernel is launched.
 """
 
+import copy
 import importlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -15,15 +18,18 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
 from adaattn.hardware import on_clear
 
-__all__ = ["Launch", "View"]
+__all__ = ["Bare", "Launch", "View", "bare"]
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a tensor as TMA sees it."""
 
+Bare = tuple[Callable[..., None], tuple[Any, ...]]
+"""A compiled kernel's launch, and what it takes between the stream and the kernel's arguments."""
+
 _ALIGNED_BYTES: Final = 16
 _INT32: Final = 2**31
-_COMPILED: Final[dict[tuple[Any, ...], Any]] = {}
-"""Kernels by signature, as Triton keeps them too; None under its interpreter, or why not."""
+_COMPILED: Final[dict[tuple[Any, ...], Bare | ExecutorError]] = {}
+"""Kernels by signature, or why there is none."""
 
 on_clear(_COMPILED.clear)
 
@@ -48,7 +54,7 @@ class Launch:
     numbers: tuple[float, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
-    _kernels: dict[int, Any] = field(default_factory=dict, init=False)
+    _kernels: dict[int, Bare] = field(default_factory=dict, init=False)
     """What is compiled for calls without some of the tensors, whose places are bits of a key."""
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
@@ -67,28 +73,35 @@ class Launch:
             with torch.cuda.device(first.device):
                 self(*tensors)
             return
+        addresses = []
         places = missing = 0
         for item in tensors:
-            missing <<= 1
+            missing += missing
             if item is None:
-                missing |= 1
+                missing += 1
             else:
-                places |= item.data_ptr()
+                address = item.data_ptr()
+                addresses.append(address)
+                places |= address
         if places % _ALIGNED_BYTES:
             self._by_triton(tensors)
             return
         kernel = self._kernels.get(missing)
         if kernel is None:
-            self._kernels[missing] = self._known_or_compiled(tensors)
-            return
-        head = (*self.grid, stream_of(first), kernel.function, kernel.packed_metadata)
-        # As `kernel[grid]` does, but for profilers' hooks, which are called even where none is set.
-        kernel.run(*head, None, None, None, *tensors, *self.numbers, *self.constants)
+            kernel = self._known_or_compiled(tensors)
+            if kernel is None:
+                self._by_triton(tensors)
+                return
+            self._kernels[missing] = kernel
+        run, given = kernel
+        run(*self.grid, stream_of(first), *given, *addresses, *self.numbers)
 
-    def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
-        """Launch it for the first time; return what was compiled for its signature."""
+    def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Bare | None:
+        """Return what is compiled for tensors of such dtypes; None where only Triton launches it.
+
+        That is under its interpreter, and where a number has more than 32 bits.
+        """
         if max(self.numbers) >= _INT32:
-            self._by_triton(tensors)
             return None
         assert tensors[0] is not None
         dtypes = (None if item is None else item.dtype for item in tensors)
@@ -96,19 +109,60 @@ class Launch:
         known = _COMPILED.get(key)
         if isinstance(known, ExecutorError):
             raise known
-        if known is not None:
-            known[self.grid](*tensors, *self.numbers, *self.constants)
-            return known
-        try:
-            known = _COMPILED[key] = self._by_triton(tensors)
-        except ExecutorError as error:
-            _COMPILED[key] = error.with_traceback(None)  # it would fail for seconds again
-            raise
+        if known is None:
+            try:
+                known = self._compiled(tensors)
+            except ExecutorError as error:
+                _COMPILED[key] = error.with_traceback(None)  # it would fail for seconds again
+                raise
+            if known is not None:
+                _COMPILED[key] = known
         return known
 
-    def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> Any:
-        """Launch it by Triton's own way, and return what it compiled."""
+    def _compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Bare | None:
+        """Return what Triton compiles; None under its interpreter."""
         with compiling("the Triton kernel"):
-            module = importlib.import_module(f"adaattn.backends.{self.module}")
-            function = getattr(module, self.name)[self.grid]
-            return function(*tensors, *self.numbers, *self.constants, **dict(self.options))
+            given = (*tensors, *self.numbers, *self.constants)
+            kernel = self._function().warmup(*given, grid=self.grid, **dict(self.options))
+            return None if kernel is None else bare(kernel, kernel.src.signature.values())
+
+    def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+        """Launch it by Triton's own way."""
+        with compiling("the Triton kernel"):
+            function = self._function()[self.grid]
+            function(*tensors, *self.numbers, *self.constants, **dict(self.options))
+
+    def _function(self) -> Any:
+        """Return the function of the kernels."""
+        return getattr(importlib.import_module(f"adaattn.backends.{self.module}"), self.name)
+
+
+def bare(kernel: Any, types: Iterable[str]) -> Bare:
+    """Return a launch of a compiled kernel that is handed no constants, and addresses as numbers.
+
+    Triton's own looks up each tensor's address, which the driver checks: 8.8 us of the host for
+    6.2 (H200's host, Triton 3.6). Profilers' hooks are not called, which Triton calls even where
+    none is set.
+
+    Args:
+        kernel: as Triton compiled it; it stays as it is.
+        types: of its arguments, by Triton's names.
+    """
+    made = copy.copy(kernel)
+    made.module = made._run = None
+    # Triton makes the launch of this: for it descriptors are ready, and constants gone.
+    made.src = SimpleNamespace(constants={}, signature=dict(enumerate(_launched_types(types))))
+    if getattr(made.metadata, "tensordesc_meta", None):
+        made.metadata = made.metadata._replace(tensordesc_meta=None)
+    made._init_handles()
+    return made.run, (made.function, made.packed_metadata, None, None, None)
+
+
+def _launched_types(types: Iterable[str]) -> Iterator[str]:
+    """Yield Triton's names of the types that a launch hands over."""
+    for name in types:
+        if name.startswith("tensordesc"):
+            rank = name.split("]")[0].count(",") + 1
+            yield from ("nvTmaDesc", *["i32"] * rank, *["i64"] * rank)
+        elif name != "constexpr":
+            yield "i64" if name.startswith("*") else name

@@ -1,8 +1,7 @@
 """Launches of kernels in Gluon whose tensors TMA copies."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -10,7 +9,7 @@ from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from adaattn.backends.device.launch import View
+from adaattn.backends.device.launch import View, bare
 
 __all__ = ["TYPES", "Launcher", "descriptor_type"]
 
@@ -27,19 +26,12 @@ class Launcher:
     Triton's own launch describes tensors for TMA anew at each call, and is handed every constant.
 
     Args:
-        built: Triton's compiled kernel. Nobody else may launch it.
+        built: Triton's compiled kernel.
     """
 
     def __init__(self, built: Any) -> None:
         self._metas = tuple(built.metadata.tensordesc_meta or ())
-        # Triton makes the launch of these two: for it descriptors are ready, and constants gone.
-        built.src = SimpleNamespace(
-            constants={}, signature=dict(enumerate(_launched_types(built.src.signature.values())))
-        )
-        built.metadata = built.metadata._replace(tensordesc_meta=None)
-        built._init_handles()
-        self._run = built.run
-        self._given = (built.function, built.packed_metadata, None, None, None)
+        self._run, self._given = bare(built, built.src.signature.values())
         self._places = count()
         self._known: dict[tuple[int, int], list[Any]] = {}
 
@@ -71,16 +63,6 @@ class Launcher:
             run(num_blocks, 1, 1, stream, *given, *described, *others)
 
         return launch
-
-
-def _launched_types(types: Iterable[str]) -> Iterator[str]:
-    """Yield Triton's names of the types that a launch hands over, addresses as numbers."""
-    for name in types:
-        if name.startswith("tensordesc"):
-            rank = name.split("]")[0].count(",") + 1
-            yield from ("nvTmaDesc", *["i32"] * rank, *["i64"] * rank)
-        elif name != "constexpr":
-            yield "i64" if name.startswith("*") else name
 
 
 def _described(tensor: torch.Tensor, view: View) -> Any:

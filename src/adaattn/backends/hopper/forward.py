@@ -5,7 +5,7 @@ A repeated call looks up its layout, allocates the result, and launches
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -65,21 +65,21 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
         check_untransformed(query, key, value)
         beside, by_head = NOTHING_BESIDE, NOT_BY_HEAD
         extras: _Layout = ()
-        others = (mask, sinks, slopes, starts_q, blocks, head_terms)
-        if any(item is not None for item in others):
+        is_plain = mask is sinks is slopes is starts_q is None
+        if not (is_plain and blocks is None and head_terms is None):
             sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
             if mask is not None and mask.dtype not in DTYPES:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
             extras = _extras((mask, sinks, slopes), beside, by_head)
-        read, layout, prepared = layouts.find((query, key, value), partial(_layout, extras))
+        read, layout, prepared = layouts.find((query, key, value), _layout, extras)
         query, key, value = read
         if prepared is None:
             given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
             prepared = prepare(problem, given)
             if prepared.is_lasting:
                 layouts.keep(layout, prepared)
-        if query.is_cuda and query.device.index != torch.cuda.current_device():
+        if query.is_cuda and query.get_device() != torch.cuda.current_device():
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
@@ -91,11 +91,11 @@ on_clear(bound.cache_clear)
 
 
 def _layout(
-    extras: _Layout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extras: _Layout
 ) -> _Layout:
     """Return what a launch takes for granted of its tensors."""
     strides = query.stride(), key.stride(), value.stride()
-    return (query.shape, key.shape, *strides, query.dtype, extras, query.device.index)
+    return (query.shape, key.shape, *strides, query.dtype, extras, query.get_device())
 
 
 def _extras(given: tuple[torch.Tensor | None, ...], beside: Beside, by_head: Beside) -> _Layout:

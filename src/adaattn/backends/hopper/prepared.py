@@ -7,6 +7,7 @@ and launched directly.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -153,6 +154,8 @@ class Prepared:
         is_lasting: what was prepared may serve later calls.
         stored: whether the kernel stores each of `STATISTICS`; empty where it stores none.
         has_lse: the caller wants the log-sum-exp, too.
+        plain: all that is handed over behind the notes, where there are q, k and v alone and no
+            statistics; None otherwise.
     """
 
     launch: Callable[..., None]
@@ -167,6 +170,7 @@ class Prepared:
     is_lasting: bool
     stored: tuple[bool, ...]
     has_lse: bool
+    plain: tuple[Any, ...] | None
 
     def run(
         self,
@@ -181,23 +185,28 @@ class Prepared:
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
         out = unfilled(query, self.out_shape, self.out_strides)
-        lse, row_max, entropy, dropped = (
-            unfilled(query, self.out_shape[:3], dtype=torch.float32) if is_stored else None
-            for is_stored in self.stored
-        ) if self.stored else (None, None, None, None)  # fmt: skip
         flags = unfilled(query, (self.num_flags,), dtype=torch.int32) if self.num_flags else None
         tiles = None
         if self.tiles is not None:
             tiles = self.tiles.tensor
             if self.tiles.is_copied is not None:
                 self.tiles.settle()
+        if self.plain is not None:
+            nowhere, copied = _NO_ADDRESSES[0], (query, key, value, out)
+            places = nowhere, nowhere, nowhere, _address(tiles), _address(flags)
+            self.launch(self.num_blocks, stream_of(query), copied, *places, *self.plain)
+            return Result(output=out)
+        lse, row_max, entropy, dropped = (
+            unfilled(query, self.out_shape[:3], dtype=torch.float32) if is_stored else None
+            for is_stored in self.stored
+        ) if self.stored else (None, None, None, None)  # fmt: skip
         self.launch(
             self.num_blocks,
             stream_of(query),
             (query, key, value, out, mask) if self.copies_mask else (query, key, value, out),
             *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
             *self.scalars,
-            *(_NO_ADDRESSES if beside is NOTHING_BESIDE else map(_address, beside)),
+            *map(_address, beside),
             *self.numbers,
             *map(_address, (*by_head, dropped)),
         )
@@ -245,6 +254,15 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         views = (*views, mask_view(mask))
     launch = _compiled(variant, query.device)(views)
     stored = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
+    scalars = (
+        *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
+        *strides_of(mask, given.slopes),
+    )
+    numbers = (problem.num_sequences, *_lists(problem, given))
+    plain = None
+    if not stored and all(it is None for it in given[3:]):
+        beside = scalars, _NO_ADDRESSES, numbers, _NO_ADDRESSES
+        plain = (*_NO_ADDRESSES[:3], *chain.from_iterable(beside))
     note(("hopper", known_by))
     note(("hopper", choose(problem)))  # what `is_ready` asks for, which knows no addresses
     return Prepared(
@@ -254,15 +272,13 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         out_shape=tuple(out.shape),
         out_strides=out.stride(),
         num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
-        scalars=(
-            *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
-            *strides_of(mask, given.slopes),
-        ),
-        numbers=(problem.num_sequences, *_lists(problem, given)),
+        scalars=scalars,
+        numbers=numbers,
         tiles=tiles,
         is_lasting=lasting,
         stored=tuple(bool(stored & flag) for flag in STATISTICS) if stored else (),
         has_lse=problem.wants(Aux.LSE),
+        plain=plain,
     )
 
 

@@ -120,20 +120,24 @@ class Layouts(Generic[_T]):
         self._known: dict[Any, _T] = {}
 
     def find(
-        self, tensors: tuple[torch.Tensor, ...], layout_of: Callable[..., Any]
+        self, tensors: tuple[torch.Tensor, ...], layout_of: Callable[..., Any], *beside: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any, _T | None]:
         """Return the tensors, made readable, their layout, and what was kept for it, or None.
 
         Args:
             tensors: that TMA is to read.
-            layout_of: returns from them what a launch takes for granted.
+            layout_of: returns from them and ``beside`` what a launch takes for granted.
+            beside: what else that depends on.
         """
-        layout = layout_of(*tensors)
+        layout = layout_of(*tensors, *beside)
         found = self._known.get(layout)
+        places = 0
+        for item in tensors:
+            places |= item.data_ptr()
         # What something was kept for is readable but for where it begins.
-        if found is None or any(item.data_ptr() % ALIGNMENT for item in tensors):
+        if found is None or places % ALIGNMENT:
             tensors = tuple(map(self._clean, tensors))
-            layout = layout_of(*tensors)
+            layout = layout_of(*tensors, *beside)
             found = self._known.get(layout)
         return tensors, layout, found
 

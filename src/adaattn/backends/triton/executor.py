@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -30,7 +30,8 @@ _KEPT: Final = 256
 _OVERLAPS_FROM: Final = (9, 0)
 """Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
 
-_NO_MASK: Final = MaskLayout()
+_Optionals = tuple[torch.Tensor | None, ...]
+
 _NO_STATISTICS: Final = (None,) * len(STATISTICS)
 
 
@@ -103,6 +104,62 @@ class _Prepared:
     parts: tuple[int, ...] = ()
 
 
+class _Beside(NamedTuple):
+    """What stands beside q, k and v, as the kernels read it.
+
+    Args:
+        layout: of the mask; the stride of slopes, the number of packed sequences, the shape of a
+            list of blocks, and dtypes.
+        tensors: mask, sinks, slopes, starts of sequences.
+        lists: counts and indices of blocks.
+        numbers: scale, window and softcap of heads.
+    """
+
+    layout: tuple[Any, ...]
+    tensors: _Optionals
+    lists: _Optionals
+    numbers: _Optionals
+
+
+_NOTHING: Final = _Beside((MaskLayout(), 0, 0, None, ()), (None,) * 5, (None,) * 2, (None,) * 3)
+
+
+def _beside(
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    starts: _Optionals,
+    blocks: BlockList | None,
+    head_terms: HeadTerms | None,
+) -> _Beside:
+    """Return what stands beside q, k and v, made readable."""
+    seen = MaskLayout()
+    if mask is not None:
+        mask = with_rank(mask, 4)
+        seen = MaskLayout.of(mask)
+        mask = as_bytes(mask)
+    if sinks is not None:
+        sinks = with_dense_columns(sinks)
+    slope_stride = 0
+    if slopes is not None:
+        slopes = with_dense_columns(slopes)
+        by_batch = slopes.dim() == 2 and slopes.shape[0] > 1
+        slope_stride = slopes.stride(0) if by_batch else 0
+    numbers: _Optionals = (None, None, None)
+    if head_terms is not None:
+        given = (head_terms.scale, head_terms.window, head_terms.softcap)
+        numbers = tuple(None if it is None else it.contiguous() for it in given)
+    sequences = 0 if starts[0] is None else starts[0].shape[0] - 1
+    listed = None if blocks is None else blocks.indices.shape
+    dtypes = tuple(None if it is None else it.dtype for it in (sinks, slopes, *numbers))
+    return _Beside(
+        layout=(seen, slope_stride, sequences, listed, dtypes),
+        tensors=(mask, sinks, slopes, *starts),
+        lists=(None, None) if blocks is None else (blocks.counts, blocks.indices),
+        numbers=numbers,
+    )
+
+
 class _Launcher:
     """Launches the kernels of one problem; lengths and strides are those of each call."""
 
@@ -155,28 +212,13 @@ class _Launcher:
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % COPIED_BYTES:
             query, key, value = map(at_multiples, (query, key, value))
         output = output_like(query, problem.value_dim)
-        seen = _NO_MASK
-        if mask is not None:
-            mask = with_rank(mask, 4)
-            seen = MaskLayout.of(mask)
-            mask = as_bytes(mask)
-        if sinks is not None:
-            sinks = with_dense_columns(sinks)
-        slope_stride = 0
-        if slopes is not None:
-            slopes = with_dense_columns(slopes)
-            by_batch = slopes.dim() == 2 and slopes.shape[0] > 1
-            slope_stride = slopes.stride(0) if by_batch else 0
-        numbers: tuple[torch.Tensor | None, ...] = (None, None, None)
-        if head_terms is not None:
-            given = (head_terms.scale, head_terms.window, head_terms.softcap)
-            numbers = tuple(None if it is None else it.contiguous() for it in given)
-        sequences = 0 if starts_q is None else starts_q.shape[0] - 1
+        beside = _NOTHING
+        is_plain = mask is sinks is slopes is starts_q is None
+        if not (is_plain and blocks is None and head_terms is None):
+            beside = _beside(mask, sinks, slopes, (starts_q, starts_k), blocks, head_terms)
         layout = (
             *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
-            *(output.stride(), seen, slope_stride, sequences, key.get_device()),
-            None if blocks is None else blocks.indices.shape,
-            *(None if it is None else it.dtype for it in (sinks, slopes, *numbers)),
+            *(output.stride(), key.get_device(), beside.layout),
         )
         prepared = self._prepared
         if prepared is None or prepared.layout != layout:
@@ -186,18 +228,18 @@ class _Launcher:
             key, value, lifts = _halved(prepared, key, value)
         if problem.dropout_p and seed is None:
             seed = drawn_seed(query)
-        lists = (None, None) if blocks is None else (blocks.counts, blocks.indices)
-        rest = (mask, sinks, slopes, starts_q, starts_k, seed, lifts, *lists)
-        rest = (*rest, statistics[3], *numbers, lse_rest)
+        rest = (*beside.tensors, seed, lifts, *beside.lists, statistics[3])
+        rest = (*rest, *beside.numbers, lse_rest)
         statistics = statistics[:3]
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
             parts = unfilled(query, prepared.parts, dtype=torch.float32)
             shape = (3, *prepared.parts[:-1])
-            sums, maxima, products = unfilled(query, shape, dtype=torch.float32)
+            sums, maxima, products = unfilled(query, shape, dtype=torch.float32).unbind()
             prepared.forward(query, key, value, parts, sums, maxima, products, *rest[:-1], None)
-            prepared.combine(*(output, *statistics, parts, sums, maxima, products, sinks, lse_rest))
+            read = parts, sums, maxima, products, beside.tensors[1]
+            prepared.combine(output, *statistics, *read, lse_rest)
         if query.is_cuda and not self._is_noted:
             self._is_noted = True
             note(self._arguments.known_by)
@@ -207,7 +249,7 @@ class _Launcher:
         """Return the launches for tensors of a layout."""
         arguments = self._arguments
         query_shape, query_strides, key_shape, key_strides, value_strides, *rest = layout
-        output_strides, seen, slope_stride, sequences, device, lists, *_ = rest
+        output_strides, device, (seen, slope_stride, sequences, lists, _) = rest
         batch, heads, len_q, _ = query_shape
         _, kv_heads, len_k, _ = key_shape
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adaattn.backends import capabilities
+from adaattn.backends.device import launch as launches
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.triton import CAPABILITIES, direct
 from adaattn.backends.triton import forward as kernels
@@ -220,27 +221,47 @@ def test_a_budget_too_small_for_the_parts_of_split_keys_takes_another_executor()
     assert decision.plan.groups[0].capability == "sdpa.efficient"
 
 
-def test_a_repeated_launch_is_tritons_own_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = pytest.importorskip("triton.compiler.compiler")
+class Compiled:
+    """Stands for what Triton compiles: its launch is made for what its source is then."""
+
+    def __init__(self, signature: dict[str, str], launched: list[tuple[Any, ...]]) -> None:
+        self.src = SimpleNamespace(signature=signature)
+        self.metadata, self.packed_metadata, self.launched = SimpleNamespace(), "packed", launched
+        self.module, self.function, self._run = "loaded before", "of before", None
+
+    def _init_handles(self) -> None:
+        assert self.module is None
+        types = dict(self.src.signature)
+        self.function = "function"
+        self._run = lambda *given: self.launched.append((types, *given))
+
+    @property
+    def run(self) -> Any:
+        return self._run
+
+
+def test_a_launch_hands_over_addresses_and_numbers_and_no_constants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signature = {"q": "*bf16", "k": "constexpr", "v": "*fp32", "scale": "fp32", "rows": "i32",
+                 "TILE": "constexpr", "IS_CAUSAL": "constexpr"}  # fmt: skip
     launched: list[tuple[Any, ...]] = []
-    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
-    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
-    kernel = object.__new__(compiler.CompiledKernel)
-    kernel.module, kernel.function, kernel.packed_metadata = "module", "function", "packed"
-    kernel._run = lambda *given: launched.append(given)
-    kernel.src, kernel.name, kernel.metadata = SimpleNamespace(), "name", None
+    kernel = Compiled(signature, launched)
+    known = launches.bare(kernel, kernel.src.signature.values())
+    assert kernel.src.signature is signature, "who else launches it needs it as it was"
+    assert (kernel.module, kernel.function) == ("loaded before", "of before")
     launch = Launch(
         module="triton.forward", name="forward", grid=(3, 2, 1), numbers=(0.5, 7),
         constants=(64, True), options=(("num_warps", 4),),
     )  # fmt: skip
-    launch._kernels[0b010] = kernel  # of calls whose second tensor is None
-    tensors = (torch.zeros(8), None, torch.ones(8))
-    launch(*tensors)
-    kernel[launch.grid](*tensors, *launch.numbers, *launch.constants)
-    ours, theirs = launched
-    assert ours[6:9] == (None, None, None)
-    assert ours[:6] == theirs[:6] == (3, 2, 1, 0, "function", "packed")
-    assert all(a is b for a, b in zip(ours[9:], theirs[9:], strict=True))
+    launch._kernels[0b010] = known  # of calls whose second tensor is None
+    first, third = torch.zeros(8), torch.ones(8)
+    launch(first, None, third)
+    types = dict(enumerate(("i64", "i64", "fp32", "i32")))
+    addresses = first.data_ptr(), third.data_ptr()
+    hooks = (None, None, None)
+    given = (3, 2, 1, 0, "function", "packed", *hooks, *addresses, 0.5, 7)
+    assert launched == [(types, *given)]
 
 
 def test_calls_without_a_tensor_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +272,7 @@ def test_calls_without_a_tensor_have_a_kernel_of_their_own(monkeypatch: pytest.M
     def compiling(self: Launch, tensors: tuple[torch.Tensor | None, ...]) -> Any:
         number = len(compiled)
         compiled.append(tuple(item is None for item in tensors))
-        return SimpleNamespace(
-            function=0, packed_metadata=0, run=lambda *given: launched.append(number)
-        )
+        return (lambda *given: launched.append(number)), ()
 
     monkeypatch.setattr(Launch, "_known_or_compiled", compiling)
     launch = Launch(
@@ -264,4 +283,4 @@ def test_calls_without_a_tensor_have_a_kernel_of_their_own(monkeypatch: pytest.M
     for given in ((first, None), (first, second), (first, None), (first, second)):
         launch(*given)
     assert compiled == [(False, True), (False, False)]
-    assert launched == [0, 1]
+    assert launched == [0, 1, 0, 1]
