@@ -13,6 +13,7 @@ from adaattn.backends.triton.launch import (
 )
 from adaattn.spec import (
     AttentionProblem,
+    Aux,
     Capability,
     Feature,
     HardwareFacts,
@@ -44,7 +45,8 @@ def _overhead(
     programs, _ = arguments.programs(*sizes, problem.num_sequences)
     splits, _ = arguments.splits(programs, problem.len_k, hardware.num_processors)
     if splits > 1:
-        size += 4.0 * splits * math.prod(sizes) * (problem.value_dim + 3)
+        sums = 3 if problem.wants(Aux.ENTROPY) else 2
+        size += 4.0 * splits * math.prod(sizes) * (problem.value_dim + sums)
         launches += 1
     return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=launches)
 

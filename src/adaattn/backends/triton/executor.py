@@ -22,7 +22,7 @@ from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import gradients
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import on_clear, probe
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
 
@@ -94,14 +94,15 @@ class _Prepared:
         forward: the kernel.
         halve: what takes keys, and values, apart.
         combine: adds up the splits of the keys; None where they are not split.
-        parts: [splits, B, Hq, Sq, Dv] of what is added up.
+        parts: shapes of what is added up: outputs [splits, B, Hq, Sq, Dv], and [splits, B, Hq, Sq]
+            their sums, maxima, and, for the entropy, products.
     """
 
     layout: tuple[Any, ...]
     forward: Launch
     halve: tuple[Launch, ...] = ()
     combine: Launch | None = None
-    parts: tuple[int, ...] = ()
+    parts: tuple[tuple[int, ...] | None, ...] = ()
 
 
 class _Beside(NamedTuple):
@@ -234,9 +235,10 @@ class _Launcher:
         if prepared.combine is None:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
-            parts = unfilled(query, prepared.parts, dtype=torch.float32)
-            shape = (3, *prepared.parts[:-1])
-            sums, maxima, products = unfilled(query, shape, dtype=torch.float32).unbind()
+            parts, sums, maxima, products = (
+                None if shape is None else unfilled(query, shape, dtype=torch.float32)
+                for shape in prepared.parts
+            )
             prepared.forward(query, key, value, parts, sums, maxima, products, *rest[:-1], None)
             read = parts, sums, maxima, products, beside.tensors[1]
             prepared.combine(output, *statistics, *read, lse_rest)
@@ -283,12 +285,14 @@ class _Launcher:
             combine = arguments.combine(
                 output_strides, splits, batch, heads, len_q, overlaps=overlaps
             )
+        rows = splits, batch, heads, len_q
+        products = rows if self._problem.wants(Aux.ENTROPY) else None
         return _Prepared(
             layout=layout,
             forward=forward,
             halve=halve,
             combine=combine,
-            parts=(splits, batch, heads, len_q, self._problem.value_dim),
+            parts=((*rows, self._problem.value_dim), rows, rows, products),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn.backends.device import launch as launches
 from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import choose
 from adaattn.spec import MaskKind, Precision
@@ -35,10 +36,12 @@ class Built:
         self.metadata = metadata(tensordesc_meta=[{"place": it} for it in range(num_described)])
         self.src = SimpleNamespace(signature=dict(enumerate(types)), constants={})
         self.function, self.packed_metadata = "function", "metadata"
+        # Shared with the copy that is launched.
         self.launched: list[tuple[Any, ...]] = []
+        self.types: list[str] = []
 
     def _init_handles(self) -> None:
-        self.types = list(self.src.signature.values())
+        self.types += self.src.signature.values()
         assert self.metadata.tensordesc_meta is None
 
     def run(self, *given: Any) -> None:
@@ -92,7 +95,7 @@ def test_a_launch_hands_over_what_tritons_own_does(kind: str) -> None:
         problem = make_problem(precision=Precision.BF16, head_dim=64, len_q=256, len_k=256, **mask)
         forward = choose(problem)
         listed = list(compiled._signature(forward, compiled._constants(forward)).values())
-    found = [driver.ty_to_cpp(name) for name in tma._launched_types(listed)]
+    found = [driver.ty_to_cpp(name) for name in launches._launched_types(listed)]
     expected = [name.replace("CUdeviceptr", "int64_t") for name in _taken_by_triton(listed)]
     assert found == expected
 
