@@ -37,12 +37,14 @@ _LEAST_FUSED_LINES: Final = 128 * 128
 _MOST_BYTES: Final = 4 << 30
 """Of a chunk's scores where the policy sets no limit."""
 
-_HIDDEN_SHARE: Final = 0.25
-"""Rows of a chunk over the keys that a row sees: half of that share of the work is on hidden keys,
-as much again in a window."""
+_HOST_PRODUCTS: Final = 3e10
+"""Multiplications and additions that a card does while its host launches a chunk: 75 to 100 us."""
 
-_LEAST_LINES: Final = 256
-"""Rows of a plane below which products run at a lower rate, however few keys a row sees."""
+_SCORE_PRODUCTS: Final = 1000
+"""How many take as long as passing a score through memory, 12 bytes."""
+
+_PARTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Chunks into which the rows of a plane may be cut, where they see few keys."""
 
 _EVEN: Final = 64
 """Rows of a chunk are multiples of it where there are as many."""
@@ -191,18 +193,37 @@ def _sized(problem: AttentionProblem, pair_bytes: int, fused: bool) -> tuple[int
     if lines // 2 <= cached < lines:
         lines = cached
     rows = fitting // group if problem.wants_gradients else lines // group
-    least = -(-_LEAST_LINES // group)
+    # A batch whose heads are not one dimension with it is computed entry by entry, as it often is.
+    together = problem.num_kv_heads if problem.batch > 1 else problem.batch * problem.num_kv_heads
     if fused:
         lines = min(_FUSED_LINES, fitting)
         rows = rows if problem.wants_gradients else lines // group
-        of_all = group * problem.batch * problem.num_kv_heads
-        least = max(least, min(_LEAST_FUSED_LINES, fitting) // of_all)
-    seen = problem.visible_pairs * problem.dilation / max(problem.len_q, 1)
-    if seen < problem.len_k:
-        rows = min(rows, max(int(seen * _HIDDEN_SHARE), least))
+    if problem.visible_pairs * problem.dilation < problem.len_q * problem.len_k:
+        least = min(_LEAST_FUSED_LINES, fitting) // (group * together) if fused else 1
+        quickest = max(_quickest(problem, together), least)
+        if quickest <= rows and not fused:
+            lines = fitting
+        rows = min(rows, quickest)
     rows = _balanced(problem.len_q, max(rows, 1))
     planes = min(-(-lines // (group * rows)), max(fitting // (group * rows), 1))
     return _balanced(problem.batch * problem.num_kv_heads, planes), rows
+
+
+def _quickest(problem: AttentionProblem, planes: int) -> int:
+    """Return the rows of a chunk for which all take the least time, host or card.
+
+    More rows are fewer launches, and more scores that no row sees.
+    """
+    columns = problem.head_dim + problem.value_dim + _SCORE_PRODUCTS
+    of_score = planes * problem.group_size * columns
+
+    def products(rows: int) -> float:
+        parts = (range(it, min(it + rows, problem.len_q)) for it in range(0, problem.len_q, rows))
+        scores = (len(part) * len(_keys(problem, part)) for part in parts)
+        return sum(max(of_score * size, _HOST_PRODUCTS) for size in scores)
+
+    parts = (-(-problem.len_q // it) for it in _PARTS)
+    return min((-(-part // _EVEN) * _EVEN for part in parts), key=products)
 
 
 def _balanced(total: int, most: int) -> int:
