@@ -46,8 +46,8 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
     """Refuse what a kernel sees no numbers of, or would lose the tangents of.
 
     Raises:
-        ExecutorError: a tensor belongs to a transform of ``torch.func``, or forward-mode
-            differentiation is under way.
+        ExecutorError: a tensor belongs to a transform of ``torch.func`` that is under way, or
+            forward-mode differentiation is.
     """
     if forward_ad._current_level < 0 and _transforms() is None:
         return

@@ -33,6 +33,9 @@ _COMPILED: Final[dict[tuple[Any, ...], Bare | ExecutorError]] = {}
 
 on_clear(_COMPILED.clear)
 
+_LOADED: Final[dict[Any, Bare]] = {}
+"""Launches by Triton's kernel, which lives as long: what is on a card is not loaded again."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Launch:
@@ -61,8 +64,8 @@ class Launch:
         """Launch it.
 
         Args:
-            tensors: the pointers, in the function's order; None where there is none. The first is
-                on the device that is meant. Their dtypes are those of the first call.
+            tensors: the pointers, in the function's order; None where there is none. All are on
+                the device that is meant. Their dtypes are those of the first call.
 
         Raises:
             ExecutorError: it cannot be compiled here.
@@ -104,6 +107,9 @@ class Launch:
         if max(self.numbers) >= _INT32:
             return None
         assert tensors[0] is not None
+        devices = {item.device for item in tensors if item is not None}
+        if len(devices) > 1:
+            raise ExecutorError(f"expected tensors on one device, got {sorted(map(str, devices))}")
         dtypes = (None if item is None else item.dtype for item in tensors)
         key = (tensors[0].device, self.module, self.name, self.options, self.constants, *dtypes)
         known = _COMPILED.get(key)
@@ -124,7 +130,15 @@ class Launch:
         with compiling("the Triton kernel"):
             given = (*tensors, *self.numbers, *self.constants)
             kernel = self._function().warmup(*given, grid=self.grid, **dict(self.options))
-            return None if kernel is None else bare(kernel, kernel.src.signature.values())
+            if hasattr(kernel, "result"):  # of another thread
+                kernel = kernel.result()
+            if kernel is None or kernel in _LOADED:
+                return _LOADED.get(kernel)
+            types = tuple(kernel.src.signature.values())
+            count = sum(item is not None for item in tensors) + len(self.numbers)
+            assert len(tuple(_launched_types(types))) == count, "Triton made a number a constant"
+            loaded = _LOADED[kernel] = bare(kernel, types)
+            return loaded
 
     def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """Launch it by Triton's own way."""

@@ -10,6 +10,7 @@ import torch
 from tests.unit.backends import simulation
 from tests.unit.backends.simulation import bound, device_code
 
+from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import streamed
 from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.interface import Tensors
@@ -20,6 +21,7 @@ from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKi
 from adaattn.testing import (
     Layout,
     assert_executor_matches,
+    assert_matches,
     assert_training_matches,
     gradients_of,
     make_problem,
@@ -119,6 +121,19 @@ def hold(values: dict[str, Any]) -> None:
         compare(partial(streamed.run, group=group), tensors, problem)
 
 
+def hold_quiet_rows() -> None:
+    """Raise AssertionError unless rows are right whose block is computed again for others."""
+    rows = slice(64, 128)
+    problem, tensors, group = made({"len_q": 260, "loud_rows": rows, "num_heads": 2})
+    given = tensors.query, tensors.key, tensors.value
+    quiet = [row for row in range(problem.len_q) if row not in range(260)[rows]]
+    with poisoned_memory():
+        found = streamed.run(tensors, problem, group).output[:, :, quiet]
+    exact = attend(*(it.double() for it in given), backend="reference")[:, :, quiet]
+    eager = attend(*given, backend="reference")[:, :, quiet]
+    assert_matches(found, exact, eager, summands=problem.len_k + problem.head_dim)
+
+
 FIRST_KEYS = slice(0, 50)
 LAST_KEYS = slice(-50, None)
 
@@ -145,6 +160,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "later scores beyond every reference": {"loud": FIRST_KEYS},
     "the same, causal": CAUSAL | {"loud": FIRST_KEYS},
     "the same in some lines": {"len_q": 260, "loud_rows": slice(64, 128), "num_heads": 2},
+    "the same, of a group whose heads end in a tile": GROUPS | TO_END | {
+        "len_q": 300, "len_k": 250, "loud": FIRST_KEYS},
     "keys far above the others, not seen": {"len_q": 140, "len_k": 140, "is_causal": True,
                                             "loud": LAST_KEYS},
     "as many columns as there may be": {"head_dim": 576, "len_q": 20, "len_k": 700},
@@ -169,6 +186,19 @@ def test_it_matches_the_definition(name: str, machine: Machine) -> None:
     hold(SERVED[name])
     kinds = set(machine.launched)
     assert kinds == (set(Kind) if SERVED[name].get("requires_grad") else {Kind.SUMS})
+
+
+def test_rows_beside_some_that_are_computed_again_are_as_right() -> None:
+    hold_quiet_rows()
+
+
+def test_keys_behind_the_last_that_are_not_hidden_again_are_seen(
+    machine: Machine, rewritten: Callable[..., Any]
+) -> None:
+    change = partial(rewritten, old="gl.to_tensor(1)", new="gl.to_tensor(0)")
+    machine.replace("masked_blocks", change)
+    with pytest.raises(AssertionError, match="beyond their bound"):
+        hold_quiet_rows()
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -375,6 +405,9 @@ FAULTS: dict[str, Fault] = {
     "a reference that does not serve": ("keep", "== False", "== 7", LOUD),
     "a reference far above": ("keep", "(total > LEAST_TOTAL)", "(total > -1.0)",
                               TO_END | NOT_SEEN),
+    "no reference of rows that see nothing": (
+        "consumer", "gl.where(reference == NO_SCORE, 0.0, reference)", "reference",
+        GROUPS | TO_END | {"len_q": 300, "len_k": 250, "loud": FIRST_KEYS}),
     "another reference too small": ("visit", "gl.max(s, 1) * c.scale", "gl.max(s, 1) * 0.0", LOUD),
     "sums of another line": ("keep", "c.totals + place", "c.totals + place * 0", {}),
     "blocks of the first plane": ("weights", "of_planes * together + within % together",

@@ -22,6 +22,7 @@ from adaattn.backends.triton.launch import (
     packed_heads,
     padded,
 )
+from adaattn.errors import ExecutorError
 from adaattn.hardware import probe
 from adaattn.planning import decide, reasons
 from adaattn.spec import AttentionProblem, HeadGroup, Policy, Precision, Scheme, Why
@@ -262,6 +263,31 @@ def test_a_launch_hands_over_addresses_and_numbers_and_no_constants(
     hooks = (None, None, None)
     given = (3, 2, 1, 0, "function", "packed", *hooks, *addresses, 0.5, 7)
     assert launched == [(types, *given)]
+
+
+def test_what_another_thread_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+    kernel = Compiled({"q": "*fp32", "rows": "i32"}, launched)
+    later = SimpleNamespace(result=lambda: kernel)
+    function = SimpleNamespace(warmup=lambda *given, **options: later)
+    monkeypatch.setattr(Launch, "_function", lambda self: function)
+    launch = Launch(
+        module="triton.forward", name="forward", grid=(1, 1, 1), numbers=(7,), constants=(),
+        options=(("num_warps", 2),),
+    )  # fmt: skip
+    tensor = torch.zeros(8)
+    launch(tensor)
+    launch(tensor)
+    assert [given[-2:] for given in launched] == [(tensor.data_ptr(), 7)] * 2
+
+
+def test_tensors_of_several_devices_are_refused() -> None:
+    launch = Launch(
+        module="triton.forward", name="forward", grid=(1, 1, 1), numbers=(7,), constants=(),
+        options=(("num_warps", 1),),
+    )  # fmt: skip
+    with pytest.raises(ExecutorError, match="one device"):
+        launch._known_or_compiled((torch.zeros(8), torch.zeros(8, device="meta")))
 
 
 def test_calls_without_a_tensor_have_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
