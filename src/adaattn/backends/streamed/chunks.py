@@ -13,13 +13,23 @@ from adaattn.backends.common import key_range
 from adaattn.backends.streamed.fused_rules import is_fused, writes_no_scores
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup, Overhead
 
-__all__ = ["Chunk", "choose_chunk_rows", "chunks_of", "overhead", "pitch_of", "row_bytes"]
+__all__ = [
+    "PITCH",
+    "Chunk",
+    "choose_chunk_rows",
+    "chunks_of",
+    "is_even",
+    "overhead",
+    "pitch_of",
+    "row_bytes",
+]
 
 _KEY_STEP: Final = 16
 """Chunks begin at multiples of so many keys, which loads in vectors take."""
 
-_PITCH: Final = 8
-"""Rows of a chunk begin at multiples of so many scores, which matrix products take."""
+PITCH: Final = 8
+"""Rows of a chunk begin at multiples of so many scores, and products sum so many at once: cuBLAS
+takes five to eleven times as long for 3067 keys as for 3072 (H200, torch 2.11)."""
 
 _FILLING: Final = 2 * 132 * 128 * 256
 """Numbers that a matrix product writes to keep a card busy: two tiles for each of 132
@@ -36,6 +46,10 @@ _LEAST_FUSED_LINES: Final = 128 * 128
 
 _MOST_BYTES: Final = 4 << 30
 """Of a chunk's scores where the policy sets no limit."""
+
+_HIDDEN_SHARE: Final = 0.25
+"""Rows of a chunk over the keys that a row sees, where fewer launches do not pay for more rows:
+half of that share of the work is on hidden keys."""
 
 _HOST_PRODUCTS: Final = 3e10
 """Multiplications and additions that a card does while its host launches a chunk: 75 to 100 us."""
@@ -109,19 +123,25 @@ def overhead(
 
 
 def _kept_bytes(problem: AttentionProblem, chunk_rows: int) -> float:
-    """Return the bytes that a backward pass keeps beside its chunks: sums over them, in fp32."""
+    """Return the bytes beside chunks: padded keys and values, a backward pass's sums in fp32."""
+    planes, _ = _size(problem)
+    kept = 0.0
+    reach = problem.window[1] if problem.window[1] >= 0 else 0
+    if not is_even(problem.len_k) or (_sees_few(problem) and not is_even(problem.offset + reach)):
+        number = problem.precision.bits // 8
+        columns = problem.head_dim + problem.value_dim
+        kept += number * planes * (problem.len_k + _KEY_STEP + PITCH) * columns
     if not problem.wants_gradients:
-        return 0.0
-    kept = 4.0 * problem.batch * problem.num_heads * problem.len_q
+        return kept
+    kept += 4.0 * problem.batch * problem.num_heads * problem.len_q
     if not _is_whole(problem, chunk_rows):
-        planes, _ = _size(problem)
         kept += 4.0 * planes * problem.len_k * (problem.head_dim + problem.value_dim)
     return kept
 
 
 def _is_whole(problem: AttentionProblem, chunk_rows: int) -> bool:
     """Return whether one chunk of rows has all gradients of its keys."""
-    if 0 < chunk_rows < problem.len_q:
+    if 0 < chunk_rows < problem.len_q or not is_even(problem.group_size * problem.len_q):
         return False
     return key_range(problem, 0, problem.len_q) == (0, problem.len_k)
 
@@ -146,8 +166,13 @@ def chunks_of(problem: AttentionProblem, chunk_rows: int, entries: int) -> Itera
 
 
 def pitch_of(chunk: Chunk) -> int:
-    """Return how many numbers the rows of a chunk's scores are apart."""
-    return -(-len(chunk.keys) // _PITCH) * _PITCH
+    """Return how many numbers the rows of a chunk's scores are apart, and are multiplied."""
+    return -(-len(chunk.keys) // PITCH) * PITCH
+
+
+def is_even(size: int) -> bool:
+    """Return whether matrix products sum so many terms at their full rate."""
+    return size % PITCH == 0
 
 
 def _keys(problem: AttentionProblem, rows: range) -> range:
@@ -174,7 +199,7 @@ def _line_bytes(problem: AttentionProblem) -> int:
     copies = number * columns if problem.group_size > 1 else 0
     if writes_no_scores(problem):
         copies += 4 * problem.value_dim + 8  # products before they are divided, and by what
-    return _pair_bytes(problem) * (problem.len_k + _KEY_STEP + _PITCH) + copies
+    return _pair_bytes(problem) * (problem.len_k + _KEY_STEP + PITCH) + copies
 
 
 def _size(problem: AttentionProblem) -> tuple[int, int]:
@@ -198,15 +223,22 @@ def _sized(problem: AttentionProblem, pair_bytes: int, fused: bool) -> tuple[int
     if fused:
         lines = min(_FUSED_LINES, fitting)
         rows = rows if problem.wants_gradients else lines // group
-    if problem.visible_pairs * problem.dilation < problem.len_q * problem.len_k:
+    if _sees_few(problem):
         least = min(_LEAST_FUSED_LINES, fitting) // (group * together) if fused else 1
-        quickest = max(_quickest(problem, together), least)
-        if quickest <= rows and not fused:
+        seen = problem.visible_pairs * problem.dilation / problem.len_q
+        least = max(least, int(seen * _HIDDEN_SHARE))
+        quickest = _quickest(problem, together)
+        if least < quickest <= rows and not fused:
             lines = fitting
-        rows = min(rows, quickest)
+        rows = min(rows, max(quickest, least))
     rows = _balanced(problem.len_q, max(rows, 1))
     planes = min(-(-lines // (group * rows)), max(fitting // (group * rows), 1))
     return _balanced(problem.batch * problem.num_kv_heads, planes), rows
+
+
+def _sees_few(problem: AttentionProblem) -> bool:
+    """Return whether rows do not see all keys by their positions."""
+    return problem.visible_pairs * problem.dilation < problem.len_q * problem.len_k
 
 
 def _quickest(problem: AttentionProblem, planes: int) -> int:

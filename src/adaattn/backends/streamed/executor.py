@@ -192,6 +192,6 @@ class _Launcher:
             weights_space = Space(given, given.dtype, chunks, group)
         for chunk, launch in zip(chunks, prepared.launches, strict=True):
             scores, weights = scores_space.of(chunk), weights_space.of(chunk)
-            multiply(query.lines(chunk), key.keys(chunk).mT, scores)
+            multiply(query.lines(chunk), key.padded_keys(chunk).mT, scores)
             launch(scores, weights, *rest)
-            output.write(chunk, weights, value.keys(chunk))
+            output.write(chunk, weights, value.padded_keys(chunk))

@@ -130,8 +130,8 @@ class Fused:
 
         Args:
             chunk: of the scores.
-            copied: what is multiplied, [P, L, D] and [P, C, D], what is made, [P, L, C], and of
-                CHANGES the weights, likewise.
+            copied: what is multiplied, [P, L, D] and [P, C, D] or with zeros to the pitch N, what
+                is made, [P, L, N], and of CHANGES the weights, likewise.
             references: fp32 [P, L], written by SUMS, and read by the others.
             totals: likewise, of SUMS.
             noted: int32 of as many numbers as `num_blocks` says, of SUMS.
@@ -230,7 +230,7 @@ class FusedChunks:
             if chunk.keys:
                 copied = query.lines(chunk), key.keys(chunk), weights
                 self._weights(chunk, copied, references, totals, noted)
-                multiply(weights, value.keys(chunk), written)
+                multiply(weights, value.padded_keys(chunk), written)
             else:
                 totals.zero_()
                 written.zero_()

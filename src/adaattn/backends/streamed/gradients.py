@@ -21,7 +21,7 @@ from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
-from adaattn.backends.streamed.chunks import Chunk, chunks_of
+from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even
 from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.backends.streamed.fused_rules import fits, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
@@ -276,7 +276,9 @@ class _Work:
             if name in self._found
         }
         sums = written
+        # Products over other numbers of lines are added up of two.
         is_whole = len(chunks) == 1 and first.keys == self._keys
+        is_whole = is_whole and is_even(self._group * len(first.rows))
         if not is_whole:
             sums = {name: torch.zeros_like(it, dtype=torch.float32) for name, it in written.items()}
         for chunk in chunks:
@@ -290,12 +292,32 @@ class _Work:
     ) -> None:
         """Write, or add, the gradients of one chunk."""
         query, upstream = (self._read[name].lines(chunk) for name in ("query", "upstream"))
-        key, value = (self._read[name].keys(chunk) for name in ("key", "value"))
+        key, value = (self._read[name].padded_keys(chunk) for name in ("key", "value"))
         weights, changes = made(chunk, query, key, value, upstream)
         keys = slice(chunk.keys.start, chunk.keys.stop)
         if "value" in sums:
-            multiply(weights.mT, upstream, sums["value"][:, keys], adds=adds)
+            _multiply_lines(weights, upstream, sums["value"][:, keys], 1.0, adds=adds)
         if "key" in sums:
-            multiply(changes.mT, query, sums["key"][:, keys], scale=self._scale, adds=adds)
+            _multiply_lines(changes, query, sums["key"][:, keys], self._scale, adds=adds)
         if "query" in self._found:
             self._found["query"].write(chunk, changes, key, self._scale)
+
+
+def _multiply_lines(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float, *, adds: bool
+) -> None:
+    """Write sums over lines, or add them, those that are too many for whole steps by themselves.
+
+    Args:
+        left: [P, L, N].
+        right: [P, L, D].
+        out: [P, C, D], of the first C of N.
+        scale: factor of the products.
+        adds: they are added to what is there.
+    """
+    left, lines = left[:, :, : out.shape[1]].mT, right.shape[1]
+    steps = lines - lines % PITCH
+    for part in (slice(0, steps), slice(steps, lines)):
+        if part.start < part.stop:
+            multiply(left[:, :, part], right[:, part], out, scale=scale, adds=adds)
+            adds = True

@@ -89,6 +89,17 @@ class Planes:
         """Return the keys of a chunk as matrices [P, C, D], a view."""
         return self.part(chunk.planes, chunk.keys).squeeze(1)
 
+    def padded_keys(self, chunk: Chunk) -> torch.Tensor:
+        """Return the same with as many as the chunk's pitch; a copy, ended by zeros, if more."""
+        keys, pitch = self.keys(chunk), pitch_of(chunk)
+        count = keys.shape[1]
+        if count == pitch:
+            return keys
+        padded = unfilled(keys, (keys.shape[0], pitch, keys.shape[2]))
+        padded[:, :count].copy_(keys)
+        padded[:, count:].zero_()
+        return padded
+
     def write(
         self, chunk: Chunk, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0
     ) -> None:
@@ -96,8 +107,8 @@ class Planes:
 
         Args:
             chunk: whose rows.
-            left: [P, H / Hkv * R, C].
-            right: [P, C, D].
+            left: [P, H / Hkv * R, N], of the chunk's pitch N.
+            right: [P, N, D].
             scale: factor of the products.
         """
         written = self.part(chunk.planes, chunk.rows)
@@ -127,7 +138,6 @@ class Space:
         self._memory = unfilled(like, (size,), dtype=dtype)
 
     def of(self, chunk: Chunk) -> torch.Tensor:
-        """Return the numbers of a chunk: [P, G * R, C], rows at multiples of the pitch."""
-        planes, lines, pitch = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
-        size = planes, lines, len(chunk.keys)
-        return self._memory.as_strided(size, (lines * pitch, pitch, 1))
+        """Return the numbers of a chunk: [P, G * R, N], with the columns of the pitch N."""
+        size = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
+        return self._memory[: size[0] * size[1] * size[2]].view(size)

@@ -15,6 +15,7 @@ from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.streamed import direct, executor, planes
 from adaattn.backends.streamed import gradients as backward
+from adaattn.backends.streamed.products import multiply
 from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -366,3 +367,32 @@ def test_an_operator_of_nothing_gives_nothing(sizes: dict[str, int], made: Made)
     assert not output.any() and output.shape == lines.shape
     assert (lse == float("-inf")).all()
     assert not any(it.any() for it in torch.autograd.grad(output.sum(), (lines, keys)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"len_q": 67, "len_k": 101},
+        {"len_q": 67, "len_k": 101, "precision": Precision.FP32},
+        GROUPS | TO_END | {"len_q": 53, "len_k": 77, "chunk_rows": 20},
+    ],
+)
+def test_products_sum_as_many_terms_as_their_full_rate_takes(
+    values: dict[str, Any], made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS takes many times as long for sizes between; what is left is a product of its own."""
+    sizes: list[tuple[int, ...]] = []
+
+    def noting(left: torch.Tensor, right: torch.Tensor, *others: Any, **named: Any) -> None:
+        sizes.append((left.shape[2], right.shape[2]))
+        multiply(left, right, *others, **named)
+
+    for module in (executor, planes, backward):
+        monkeypatch.setattr(module, "multiply", noting)
+    problem, tensors, group = made(TRAINED | values)
+    compare = partial(load("streamed"), group=group)
+    assert_training_matches(compare, tensors, problem)
+    left_over = {terms for terms, _ in sizes if terms % 8}
+    assert left_over
+    assert all(terms < 8 for terms in left_over)
+    assert not any(columns % 8 for _, columns in sizes)
