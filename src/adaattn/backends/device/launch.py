@@ -18,22 +18,22 @@ from adaattn.backends.own_kernels import compiling
 from adaattn.errors import ExecutorError
 from adaattn.hardware import on_clear
 
-__all__ = ["Bare", "Launch", "View", "bare"]
+__all__ = ["Launch", "View", "bare"]
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a tensor as TMA sees it."""
 
-Bare = tuple[Callable[..., None], tuple[Any, ...]]
+_Bare = tuple[Callable[..., None], tuple[Any, ...]]
 """A compiled kernel's launch, and what it takes between the stream and the kernel's arguments."""
 
 _ALIGNED_BYTES: Final = 16
 _INT32: Final = 2**31
-_COMPILED: Final[dict[tuple[Any, ...], Bare | ExecutorError]] = {}
+_COMPILED: Final[dict[tuple[Any, ...], _Bare | ExecutorError]] = {}
 """Kernels by signature, or why there is none."""
 
 on_clear(_COMPILED.clear)
 
-_LOADED: Final[dict[Any, Bare]] = {}
+_LOADED: Final[dict[Any, _Bare]] = {}
 """Launches by Triton's kernel, which lives as long: what is on a card is not loaded again."""
 
 
@@ -57,7 +57,7 @@ class Launch:
     numbers: tuple[float, ...]
     constants: tuple[Any, ...]
     options: tuple[tuple[str, int], ...]
-    _kernels: dict[int, Bare] = field(default_factory=dict, init=False)
+    _kernels: dict[int, _Bare] = field(default_factory=dict, init=False)
     """What is compiled for calls without some of the tensors, whose places are bits of a key."""
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
@@ -99,7 +99,7 @@ class Launch:
         run, given = kernel
         run(*self.grid, stream_of(first), *given, *addresses, *self.numbers)
 
-    def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Bare | None:
+    def _known_or_compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> _Bare | None:
         """Return what is compiled for tensors of such dtypes; None where only Triton launches it.
 
         That is under its interpreter, and where a number has more than 32 bits.
@@ -125,7 +125,7 @@ class Launch:
                 _COMPILED[key] = known
         return known
 
-    def _compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> Bare | None:
+    def _compiled(self, tensors: tuple[torch.Tensor | None, ...]) -> _Bare | None:
         """Return what Triton compiles; None under its interpreter."""
         with compiling("the Triton kernel"):
             given = (*tensors, *self.numbers, *self.constants)
@@ -134,11 +134,10 @@ class Launch:
                 kernel = kernel.result()
             if kernel is None or kernel in _LOADED:
                 return _LOADED.get(kernel)
-            types = tuple(kernel.src.signature.values())
-            count = sum(item is not None for item in tensors) + len(self.numbers)
-            assert len(tuple(_launched_types(types))) == count, "Triton made a number a constant"
-            loaded = _LOADED[kernel] = bare(kernel, types)
-            return loaded
+            handed = len(list(_launched_types(kernel.src.signature.values())))
+            given_over = sum(item is not None for item in tensors) + len(self.numbers)
+            assert handed == given_over, "Triton made a number a constant"
+            return _LOADED.setdefault(kernel, bare(kernel))
 
     def _by_triton(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
         """Launch it by Triton's own way."""
@@ -151,7 +150,7 @@ class Launch:
         return getattr(importlib.import_module(f"adaattn.backends.{self.module}"), self.name)
 
 
-def bare(kernel: Any, types: Iterable[str]) -> Bare:
+def bare(kernel: Any) -> _Bare:
     """Return a launch of a compiled kernel that is handed no constants, and addresses as numbers.
 
     Triton's own looks up each tensor's address, which the driver checks: 8.8 us of the host for
@@ -160,12 +159,12 @@ def bare(kernel: Any, types: Iterable[str]) -> Bare:
 
     Args:
         kernel: as Triton compiled it; it stays as it is.
-        types: of its arguments, by Triton's names.
     """
     made = copy.copy(kernel)
     made.module = made._run = None
     # Triton makes the launch of this: for it descriptors are ready, and constants gone.
-    made.src = SimpleNamespace(constants={}, signature=dict(enumerate(_launched_types(types))))
+    types = _launched_types(kernel.src.signature.values())
+    made.src = SimpleNamespace(constants={}, signature=dict(enumerate(types)))
     if getattr(made.metadata, "tensordesc_meta", None):
         made.metadata = made.metadata._replace(tensordesc_meta=None)
     made._init_handles()

@@ -31,7 +31,7 @@ class Launcher:
 
     def __init__(self, built: Any) -> None:
         self._metas = tuple(built.metadata.tensordesc_meta or ())
-        self._run, self._given = bare(built, built.src.signature.values())
+        self._run, self._given = bare(built)
         self._places = count()
         self._known: dict[tuple[int, int], list[Any]] = {}
 

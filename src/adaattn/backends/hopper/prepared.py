@@ -7,7 +7,6 @@ and launched directly.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -261,8 +260,8 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     numbers = (problem.num_sequences, *_lists(problem, given))
     plain = None
     if not stored and all(it is None for it in given[3:]):
-        beside = scalars, _NO_ADDRESSES, numbers, _NO_ADDRESSES
-        plain = (*_NO_ADDRESSES[:3], *chain.from_iterable(beside))
+        absent = _NO_ADDRESSES
+        plain = (*absent[:3], *scalars, *absent, *numbers, *absent)
     note(("hopper", known_by))
     note(("hopper", choose(problem)))  # what `is_ready` asks for, which knows no addresses
     return Prepared(

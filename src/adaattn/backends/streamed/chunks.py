@@ -126,8 +126,7 @@ def _kept_bytes(problem: AttentionProblem, chunk_rows: int) -> float:
     """Return the bytes beside chunks: padded keys and values, a backward pass's sums in fp32."""
     planes, _ = _size(problem)
     kept = 0.0
-    reach = problem.window[1] if problem.window[1] >= 0 else 0
-    if not is_even(problem.len_k) or (_sees_few(problem) and not is_even(problem.offset + reach)):
+    if not is_even(problem.len_k):
         number = problem.precision.bits // 8
         columns = problem.head_dim + problem.value_dim
         kept += number * planes * (problem.len_k + _KEY_STEP + PITCH) * columns
@@ -218,16 +217,15 @@ def _sized(problem: AttentionProblem, pair_bytes: int, fused: bool) -> tuple[int
     if lines // 2 <= cached < lines:
         lines = cached
     rows = fitting // group if problem.wants_gradients else lines // group
-    # A batch whose heads are not one dimension with it is computed entry by entry, as it often is.
-    together = problem.num_kv_heads if problem.batch > 1 else problem.batch * problem.num_kv_heads
     if fused:
         lines = min(_FUSED_LINES, fitting)
         rows = rows if problem.wants_gradients else lines // group
     if _sees_few(problem):
-        least = min(_LEAST_FUSED_LINES, fitting) // (group * together) if fused else 1
+        # A batch is often computed entry by entry: its heads are not one dimension with it.
+        least = min(_LEAST_FUSED_LINES, fitting) // problem.num_heads if fused else 1
         seen = problem.visible_pairs * problem.dilation / problem.len_q
         least = max(least, int(seen * _HIDDEN_SHARE))
-        quickest = _quickest(problem, together)
+        quickest = _quickest(problem)
         if least < quickest <= rows and not fused:
             lines = fitting
         rows = min(rows, max(quickest, least))
@@ -241,13 +239,13 @@ def _sees_few(problem: AttentionProblem) -> bool:
     return problem.visible_pairs * problem.dilation < problem.len_q * problem.len_k
 
 
-def _quickest(problem: AttentionProblem, planes: int) -> int:
-    """Return the rows of a chunk for which all take the least time, host or card.
+def _quickest(problem: AttentionProblem) -> int:
+    """Return the rows of a chunk for which those of an entry take the least time, host or card.
 
     More rows are fewer launches, and more scores that no row sees.
     """
     columns = problem.head_dim + problem.value_dim + _SCORE_PRODUCTS
-    of_score = planes * problem.group_size * columns
+    of_score = problem.num_heads * columns
 
     def products(rows: int) -> float:
         parts = (range(it, min(it + rows, problem.len_q)) for it in range(0, problem.len_q, rows))

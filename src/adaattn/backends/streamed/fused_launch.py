@@ -130,7 +130,7 @@ class Fused:
 
         Args:
             chunk: of the scores.
-            copied: what is multiplied, [P, L, D] and [P, C, D] or with zeros to the pitch N, what
+            copied: what is multiplied, [P, L, D] and [P, C, D] or more, up to the pitch N, what
                 is made, [P, L, N], and of CHANGES the weights, likewise.
             references: fp32 [P, L], written by SUMS, and read by the others.
             totals: likewise, of SUMS.

@@ -37,8 +37,8 @@ _PRODUCTS: Final = ("query", "key", "value")
 _Optional = torch.Tensor | None
 
 _Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Makes weights and their changes [P, L, C] of a chunk, from it and its queries, keys, values, and
-gradients of the output."""
+"""Makes weights and their changes [P, L, N] of a chunk, from it and its queries, keys up to the
+pitch N, and gradients of the output."""
 
 
 def gradients(
@@ -219,9 +219,9 @@ class _Work:
             of_weights, of_changes = self._space(self._given.dtype), self._space(self._given.dtype)
 
         def made(
-            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, upstream: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            value, upstream = others
+            value = self._read["value"].padded_keys(chunk)
             scores, products = of_scores.of(chunk), of_products.of(chunk)
             weights, changes = of_weights.of(chunk), of_changes.of(chunk)
             multiply(query, key.mT, scores)
@@ -245,9 +245,9 @@ class _Work:
         by_plane = lse.reshape(shape), delta.reshape(shape)
 
         def made(
-            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor
+            chunk: Chunk, query: torch.Tensor, key: torch.Tensor, upstream: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            value, upstream = others
+            value = self._read["value"].keys(chunk)  # the kernel reads any number
             planes, rows = (slice(it.start, it.stop) for it in (chunk.planes, chunk.rows))
             of_rows, less = (it[planes, :, rows].contiguous() for it in by_plane)
             weights, changes = of_weights.of(chunk), of_changes.of(chunk)
@@ -292,8 +292,8 @@ class _Work:
     ) -> None:
         """Write, or add, the gradients of one chunk."""
         query, upstream = (self._read[name].lines(chunk) for name in ("query", "upstream"))
-        key, value = (self._read[name].padded_keys(chunk) for name in ("key", "value"))
-        weights, changes = made(chunk, query, key, value, upstream)
+        key = self._read["key"].padded_keys(chunk)
+        weights, changes = made(chunk, query, key, upstream)
         keys = slice(chunk.keys.start, chunk.keys.stop)
         if "value" in sums:
             _multiply_lines(weights, upstream, sums["value"][:, keys], 1.0, adds=adds)

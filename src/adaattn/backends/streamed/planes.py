@@ -90,8 +90,12 @@ class Planes:
         return self.part(chunk.planes, chunk.keys).squeeze(1)
 
     def padded_keys(self, chunk: Chunk) -> torch.Tensor:
-        """Return the same with as many as the chunk's pitch; a copy, ended by zeros, if more."""
-        keys, pitch = self.keys(chunk), pitch_of(chunk)
+        """Return as many as the chunk's pitch, [P, N, D]: those behind it have no weights.
+
+        It is a view, or a copy, ended by zeros, where there are no more.
+        """
+        first, pitch = chunk.keys.start, pitch_of(chunk)
+        keys = self.part(chunk.planes, range(first, first + pitch)).squeeze(1)
         count = keys.shape[1]
         if count == pitch:
             return keys
