@@ -313,11 +313,10 @@ def _multiply_lines(
         right: [P, L, D].
         out: [P, C, D], of the first C of N.
         scale: factor of the products.
-        adds: they are added to what is there.
+        adds: they are added to what is there, as they must be where L is no multiple of `PITCH`.
     """
     left, lines = left[:, :, : out.shape[1]].mT, right.shape[1]
     steps = lines - lines % PITCH
     for part in (slice(0, steps), slice(steps, lines)):
         if part.start < part.stop:
             multiply(left[:, :, part], right[:, part], out, scale=scale, adds=adds)
-            adds = True
