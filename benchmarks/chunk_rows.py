@@ -2,6 +2,7 @@
 
 python -m benchmarks.chunk_rows --device cpu --rounds 40
 python -m benchmarks.chunk_rows --device cuda --rounds 5     # chunks that are written out
+python -m benchmarks.chunk_rows --device cuda --rounds 5 --only streamed
 """
 
 import time
@@ -10,8 +11,7 @@ from typing import Any
 
 import torch
 
-from adaattn.backends import run_group
-from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
+from adaattn.backends import capability_named, run_group
 from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
 from benchmarks.timing import arguments, save, synchronize
@@ -54,11 +54,30 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
     for kind, given in (("sinks", {"has_sinks": True}), ("softcap", {"softcap": 30.0}))
     for precision in (Precision.BF16, Precision.FP32)
     for heads, length, dim in ((4, 6371, 96), (32, 2048, 128), (32, 8192, 64))
+} | {
+    f"streamed {kind}, {heads} heads, S{length} D{dim}": {
+        "num_heads": heads, "len_q": length, "head_dim": dim, "precision": Precision.BF16,
+        "device_type": "cuda", **given,
+    }
+    for kind, given in (
+        ("window 2+2", {"window": (2, 2)}), ("window 256", {"window": (256, 0)}),
+        ("window 1024", {"window": (1024, 0)}), ("softcap", {"softcap": 30.0}),
+        ("softcap causal", {"softcap": 30.0, "is_causal": True}),
+    )
+    for heads, length, dim in ((8, 2048, 512), (16, 3067, 512), (16, 8192, 512))
+} | {
+    f"streamed {kind}, {heads} heads, S{length} D{dim}": {
+        "num_heads": heads, "len_q": length, "head_dim": dim, "precision": Precision.BF16,
+        "device_type": "cuda", "is_causal": kind == "causal",
+    }
+    for kind in ("full", "causal")
+    for heads, length, dim in ((16, 2048, 1024), (4, 4095, 2048))
 }  # fmt: skip
 
 
-def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
-    """Return a call for each size of chunks; sizes past all rows are one."""
+def calls(name: str, problem: AttentionProblem) -> dict[int, Callable[[], object]]:
+    """Return an executor's call for each size of chunks and its own; sizes past all rows are one."""
+    capability = capability_named(name)
     tensors = make_tensors(problem)
     upstream = torch.randn_like(tensors.query).contiguous()
     leaves = (tensors.query, tensors.key, tensors.value)
@@ -68,11 +87,12 @@ def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
         return torch.autograd.grad(output, leaves, upstream) if problem.requires_grad else output
 
     found: dict[int, Callable[[], object]] = {}
-    for size in SIZES[problem.device_type]:
-        if min(size, problem.len_q) * row_bytes(problem) > _MOST_BYTES:
+    own = capability.chunk_rows(problem, None) or problem.len_q
+    for size in sorted({*SIZES[problem.device_type], own}):
+        if min(size, problem.len_q) * capability.row_bytes(problem) > _MOST_BYTES:
             break
         group = HeadGroup(
-            capability="chunked",
+            capability=name,
             scheme=Scheme.of(problem.precision),
             launch=Launch(chunk_rows=size),
         )
@@ -84,7 +104,8 @@ def calls(problem: AttentionProblem) -> dict[int, Callable[[], object]]:
 
 def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]:
     """Return the fastest time of each size, and of the one that planning takes."""
-    by_size = calls(problem)
+    executor = "streamed" if name.startswith("streamed") else "chunked"
+    by_size = calls(executor, problem)
     for function in by_size.values():
         function()
         function()
@@ -96,7 +117,8 @@ def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]
             function()
             synchronize(problem.device_type)
             best[size] = min(best[size], 1e3 * (time.perf_counter() - start))
-    chosen = min(choose_chunk_rows(problem, None), max(by_size))
+    chosen = capability_named(executor).chunk_rows(problem, None) or problem.len_q
+    chosen = min(chosen, max(by_size))
     share = best[chosen] / min(best.values())
     shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in best.items())
     print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best", flush=True)

@@ -18,6 +18,9 @@ _DIMS = (64, 128, 256)
 _WIDE_HIDDEN, _LEAST_HEADS = 8192, 4
 """Columns of all heads where each has more than 256, and heads there are at least."""
 
+_ODD = 3067
+"""Tokens of which 8 is no divisor, as of seven prompts of eight."""
+
 _WIDE = ((512, 512), (576, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192))
 """D and Dv above 256."""
 
@@ -296,7 +299,7 @@ def _wide() -> Iterator[Cell]:
     for dim, value_dim in _WIDE:
         heads = max(_WIDE_HIDDEN // dim, _LEAST_HEADS)
         dims = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
-        for length in (2048, 4096, 8192, 16384):
+        for length in (2048, _ODD, 4096, 8192, 16384):
             for is_causal in (False, True):
                 cell = Cell(
                     name=f"wide {dims} S{length} {'causal' if is_causal else 'full'}",
@@ -306,7 +309,7 @@ def _wide() -> Iterator[Cell]:
                     given=Given(is_causal=is_causal),
                 )
                 yield cell
-                if length in (2048, 8192):
+                if length in (2048, _ODD, 8192):
                     training = replace(cell, backward=True, kind="wide, training")
                     yield replace(training, name=f"{cell.name} backward")
 
