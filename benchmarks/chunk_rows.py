@@ -76,7 +76,7 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 
 
 def calls(name: str, problem: AttentionProblem) -> dict[int, Callable[[], object]]:
-    """Return an executor's call for each size of chunks and its own; sizes past all rows are one."""
+    """Return an executor's call for each size of chunks and its own; all rows are the last."""
     capability = capability_named(name)
     tensors = make_tensors(problem)
     upstream = torch.randn_like(tensors.query).contiguous()

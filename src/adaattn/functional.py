@@ -5,8 +5,9 @@
 Shape legend in `adaattn.spec`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -19,7 +20,7 @@ from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.outputs import AuxRequest
-from adaattn.call.recent import Miss, again, note
+from adaattn.call.recent import TENSORS, Found, Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
@@ -43,7 +44,42 @@ _KEYWORDS: Final = (
     "history",
 )
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
+
+def _repeated(function: _F) -> _F:
+    """Return the public call: what ``function`` finds is found again by the caller's own words."""
+
+    @functools.wraps(function)
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Any:
+        if is_compiling():
+            return function(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        tag = options.pop("tag", "") if options else ""
+        known = again(query, key, value, attn_mask, dropout_p, is_causal, options)
+        if isinstance(known, Miss):
+            found = function(query, key, value, attn_mask, dropout_p, is_causal, tag=tag, **options)
+            if not isinstance(found, Found):
+                return found
+            if known is Miss.NOTE:
+                note(found.bound, query, key, value, attn_mask, dropout_p, is_causal, options)
+            return found.bound(*found.given)
+        if not options:
+            return known(query, key, value, attn_mask, None, None, None, None, None, None, tag)
+        others = map(options.get, TENSORS)
+        return known(query, key, value, attn_mask, *others, None, None, tag)
+
+    return cast("_F", attention)
+
+
+@_repeated
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -163,18 +199,12 @@ def scaled_dot_product_attention(
     choice = (policy, plan, history, backend, layer, return_aux)
     if is_compiling():
         return traced(query, key, value, Arguments.of(companions, settings, window), choice)
-    known = again(query, key, value, companions, settings, window, choice)
-    if not isinstance(known, Miss):
-        return known(query, key, value, *companions, tag)
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
         given = Arguments.of(companions, settings, window)
         companions, settings, window = given.companions, given.settings, given.window
-        known = Miss.SKIP
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
         bound = _bound(query, key, value, companions, settings, window, choice)
-        if known is Miss.NOTE:
-            note(bound, query, key, value, companions, settings, window, choice)
-        return bound(query, key, value, *companions, tag)
+        return Found(bound, (query, key, value, *companions, tag))
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type)
     if attn_mask is not None or any(getattr(it, "dtype", 0) != dtype for it in (query, key, value)):

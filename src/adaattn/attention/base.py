@@ -106,6 +106,7 @@ class BaseAttention(nn.Module, ABC):
         if runner.policy is not None:
             check_ranks(runner.policy, config.size_of_head)
         self.config = config
+        self._numbers = config.numbers()
         self.runner = runner
         self.need_weights_by_default = False
         self.embed_dim = embed_dim
@@ -264,19 +265,12 @@ class BaseAttention(nn.Module, ABC):
         if self.bias_k is not None or self.add_zero_attn:
             k, v = self._with_extra_keys(k, v)
         wanted = self.need_weights_by_default if need_weights is None else need_weights
-        config = self.config
+        if self.training and self.dropout:
+            masks["dropout_p"] = self.dropout
+        if self.sinks is not None:
+            masks["sinks"] = self.sinks
         output, weights = self.runner.run(
-            q,
-            k,
-            v,
-            need_weights=wanted,
-            training=self.training,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=config.kv_heads != config.num_heads,
-            scale=config.scale,
-            softcap=config.softcap,
-            sinks=self.sinks,
-            **masks,
+            q, k, v, need_weights=wanted, training=self.training, **self._numbers, **masks
         )
         output = self.out_proj(layout.merge_heads(output))
         if weights is None:

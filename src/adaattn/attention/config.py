@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -159,6 +159,12 @@ class AttentionConfig:
                     "head_dim of rotary", f"{self.size_of_head} as here", self.rotary.head_dim
                 )
             )
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the keywords of the public call that say more than its defaults, in each call."""
+        found = {"scale": self.scale, "softcap": self.softcap}
+        given = {name: value for name, value in found.items() if value is not None}
+        return given if self.kv_heads == self.num_heads else given | {"enable_gqa": True}
 
     @cached_property
     def kv_heads(self) -> int:

@@ -95,14 +95,18 @@ class Runner:
                 be computed.
         """
         compiling = torch.compiler.is_compiling()
-        semantics["tag"], semantics["layer"] = self._tag, self.layer
+        if self.layer >= 0:
+            semantics["tag"], semantics["layer"] = self._tag, self.layer
         if need_weights:
             semantics["return_aux"] = _WEIGHTS
         if self.plan is not None:
             semantics["plan"] = self.plan
         else:
-            semantics["policy"] = self.policy
-            semantics["backend"] = self._backend_of(query)
+            if self.policy is not None:
+                semantics["policy"] = self.policy
+            backend = self._backend_of(query)
+            if backend != "auto":
+                semantics["backend"] = backend
             if not compiling:
                 policy = AMBIENT.get() if self.policy is None else self.policy
                 if policy is not self._judged:

@@ -7,7 +7,7 @@ from typing import Final
 from adaattn.backends.masked import is_fused, is_plain, sliding_columns
 from adaattn.backends.sinks import has_flash_sinks
 from adaattn.backends.tiles import CPU_BYTES
-from adaattn.backends.written import is_written, multiplies_as_is
+from adaattn.backends.written import is_written, multiplies_as_is, multiplies_in_tiles
 from adaattn.spec import AttentionProblem, Scheme
 
 __all__ = ["choose_chunk_rows", "row_bytes"]
@@ -42,6 +42,11 @@ _WRITTEN_PRODUCTS: Final = {False: (3e6, 8e6), True: (1e7, 2.7e7)}
 """The same of chunks that are written out, by whether 16-bit numbers are multiplied as such: those
 products are the faster ones, and a chunk costs as much. As nine problems of 43 to 1024 tokens had
 it (as above)."""
+
+_TILED_PRODUCTS: Final = {False: (8e6, 2.4e7), True: (3e7, 6e7)}
+"""Both where products go by tiles, by whether scores are written out: 2 and 8 % above the best in
+the mean of 40 random windows, 1 and 6 of 12 with a softcap (Intel Xeon with AMX and 2 cores, bf16,
+64 to 2353 tokens, 2026-11)."""
 
 _GPU_CHUNK_PRODUCTS: Final = {True: (5e9, 5e10), False: (5e8, 5e9)}
 """The same on a GPU by whether the input has 16 bits: at a fused kernel's rate what the host takes
@@ -159,12 +164,15 @@ def _products(problem: AttentionProblem, size: int) -> float:
     chunks = -(-len_q // rows)
     products = per_pair * len_q * keys
     if problem.device_type == "cpu":
+        written = is_written(problem) and not (is_plain(problem) or has_flash_sinks(problem))
         beside = _CHUNK_PRODUCTS
-        if is_written(problem) and not (is_plain(problem) or has_flash_sinks(problem)):
+        if written:
             half = problem.precision.bits <= 16
             beside = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
             if chunks > 1 and problem.requires_grad:
                 products *= _AGAIN
+        if multiplies_in_tiles(problem):
+            beside = _TILED_PRODUCTS[written]
         return products + chunks * beside[problem.requires_grad]
     if chunks > 1 and problem.requires_grad:
         products *= _AGAIN

@@ -51,7 +51,13 @@ from adaattn.backends.sinks import (
     is_untransformed,
     whole_flash_sinks,
 )
-from adaattn.backends.written import is_written, packed_written, whole_written, written_tile
+from adaattn.backends.written import (
+    is_written,
+    multiplies_in_tiles,
+    packed_written,
+    whole_written,
+    written_tile,
+)
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, KVKind, MaskKind
 
 __all__ = ["CAPABILITIES", "direct", "run"]
@@ -97,7 +103,7 @@ _Piece = tuple[torch.Tensor, ...]
 _Chunk = Callable[[Tensors, AttentionProblem, range, range], _Piece]
 """Computes one tile: its tensors hold the rows and keys of the two ranges, and no others."""
 
-_PRODUCTS_OF_A_CALL: Final = 1_000_000
+_PRODUCTS_OF_A_CALL: Final = {False: 1_000_000, True: 5_000_000}
 _PRODUCTS_OF_A_WRITTEN_CALL: Final = 2_000_000
 _FEW_TOKENS: Final = 48
 _MOST_PACKED: Final = 1 << 23
@@ -205,7 +211,8 @@ def _is_one_call(problem: AttentionProblem) -> bool:
     On a GPU it does where that mask is small: one call for each would wait for their bounds. On a
     CPU it does where it beats those: a call costs 25 to 35 us, the scores between sequences 30 to
     60 us for each million multiplications. The two meet at 1 to 1.3 million a sequence (AMD EPYC
-    9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11). Scores
+    9004 with 2 cores, float32 and bfloat16, 32 to 512 tokens, 3 to 16 sequences, 2026-11); at 4 to
+    10 million where products go by tiles (Intel Xeon with AMX and 2 cores, bfloat16). Scores
     written out, with sinks or a softcap, cost 200 us a sequence: up to 1 million one tile takes 0.1
     to 0.8 of the time, at 4 million 0.3 to 2.4 (the same, 2 and 8 sequences).
     """
@@ -219,7 +226,8 @@ def _is_one_call(problem: AttentionProblem) -> bool:
         return problem.device_type == "cpu" and is_written(problem) and products <= most
     if problem.device_type == "cuda":
         return tokens[0] * tokens[1] <= _MOST_PACKED
-    return products <= _PRODUCTS_OF_A_CALL * problem.num_sequences or max(tokens) <= _FEW_TOKENS
+    most = _PRODUCTS_OF_A_CALL[multiplies_in_tiles(problem)] * problem.num_sequences
+    return products <= most or max(tokens) <= _FEW_TOKENS
 
 
 def _joined_sequences(parts: list[Result], tensors: Tensors, problem: AttentionProblem) -> Result:

@@ -18,10 +18,17 @@ from adaattn.backends.tiles import kept, made_tile, tile_key
 from adaattn.hardware.probe import describe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 
-__all__ = ["is_written", "multiplies_as_is", "packed_written", "whole_written", "written_tile"]
+__all__ = [
+    "is_written",
+    "multiplies_as_is",
+    "multiplies_in_tiles",
+    "packed_written",
+    "whole_written",
+    "written_tile",
+]
 
 _HIDDEN = float("-inf")
-_FORMATS: Final = describe("cpu").instructions
+_CPU: Final = describe("cpu")
 
 
 def is_written(problem: AttentionProblem) -> bool:
@@ -98,7 +105,12 @@ def packed_written(
 
 def multiplies_as_is(precision: Precision) -> bool:
     """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
-    return precision.bits > 16 or (precision is Precision.BF16 and precision in _FORMATS)
+    return precision.bits > 16 or (precision is Precision.BF16 and precision in _CPU.instructions)
+
+
+def multiplies_in_tiles(problem: AttentionProblem) -> bool:
+    """Return whether a CPU multiplies the inputs by its tiles: more of them in the same time."""
+    return problem.device_type == "cpu" and problem.precision is Precision.BF16 and _CPU.has_tiles
 
 
 def _sees_itself(problem: AttentionProblem) -> bool:

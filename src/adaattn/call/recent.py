@@ -9,36 +9,45 @@ Only what a key found is kept here, and only when the same was found twice in a 
 the same shapes: over a growing cache, whose shapes never come again, each comparison would fail.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 
 from adaattn import hardware
-from adaattn.call.arguments import Companions
 from adaattn.call.bound import Bound
-from adaattn.call.key import Choices
+from adaattn.call.history import History
+from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT
-from adaattn.spec import Policy
+from adaattn.spec import Align, Plan, Policy
 
-__all__ = ["Miss", "again", "note"]
+__all__ = ["TENSORS", "Found", "Miss", "again", "note"]
 
 _KEPT: Final = 4096
 _MOST_MISSED: Final = 8
 """Times in a row that something else was found, after which nobody looks for a while."""
 _LOOKED_AGAIN: Final = 256
 """Calls of that while, counted from the first miss."""
-_SCALE, _SOFTCAP, _CAUSAL, _DILATION = 0, 1, 3, 6
-"""Places among the settings; a dilation of 2.0 equals 2, and is none."""
 
+_EQUAL: Final = frozenset((str, int, float, tuple, Align, AuxRequest))
+"""Types of options that are the same ones where they are equal, and of one type."""
+_SAME: Final = (bool, type(None), Policy, Plan, History)
+"""Types of those that are the same ones where they are one object."""
+TENSORS: Final = ("sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
+"""Options that are tensors, in the order of a bound call."""
+_TENSOR, _ABSENT = object(), object()
+"""Stand for any tensor, and for an option that was not given."""
 _flash = torch._C._get_flash_sdp_enabled
 _efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
 _cudnn = torch._C._get_cudnn_sdp_enabled
 _ambient = AMBIENT.get
+
+Options = dict[str, Any]
+"""The keywords that the caller wrote."""
 
 
 class Miss(Enum):
@@ -50,13 +59,20 @@ class Miss(Enum):
     """None like it is kept here, or nobody looks at its place for a while."""
 
 
+class Found(NamedTuple):
+    """A bound call that its key found, and what it is given."""
+
+    bound: Bound
+    given: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Guard:
     """What a call is compared with."""
 
-    settings: tuple[Any, ...]
-    window: object
-    choice: Choices
+    dropout_p: float
+    options: Options
+    has_tensors: bool
     ambient: Policy
     kernels: tuple[bool, ...]
     state: Callable[[], bool]
@@ -81,20 +97,26 @@ def again(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    companions: Companions,
-    settings: tuple[Any, ...],
-    window: Sequence[int] | torch.Tensor,
-    choice: Choices,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    options: Options,
 ) -> Bound | Miss:
     """Return the bound call if it is the last one of its layer and shape.
 
-    Its arguments are those of `key_of`. Numbers that are tensors are compared with none.
+    Numbers that are tensors are compared with none.
+
+    Args:
+        query: as in `scaled_dot_product_attention`.
+        key: likewise.
+        value: likewise.
+        mask: likewise.
+        dropout_p: likewise.
+        is_causal: likewise.
+        options: the other keywords that were given.
     """
     try:
-        given, beside = _given(query, key, value, companions)
-        if beside is None:
-            return Miss.SKIP
-        found = _RECENT.get(_place(query.shape, beside, settings, choice))
+        found = _RECENT.get(_place(query.shape, mask, is_causal, options))
         if found is None:
             return Miss.NOTE
         guard = found.guard
@@ -104,17 +126,20 @@ def again(
             found.missed = (found.missed + 1) % _LOOKED_AGAIN
             return Miss.SKIP
         if (
-            settings != guard.settings
-            or type(settings[_DILATION]) is not int
-            or (window is not guard.window and not _same(window, guard.window))
-            or choice != guard.choice
-            or type(choice[0]) is not type(guard.choice[0])
-            or (choice[0] is None and _ambient() is not guard.ambient)
+            ((options or guard.options) and not _has(options, guard.options))
+            or (dropout_p is not guard.dropout_p and not _equal(dropout_p, guard.dropout_p))
+            or _ambient() is not guard.ambient
             or not guard.state()
             or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
         ):
             return Miss.NOTE
-        return found.bound if guard.tensors(*given) else Miss.NOTE
+        if guard.has_tensors:
+            known = guard.tensors(*_tensors(query, key, value, mask, options))
+        elif mask is None:
+            known = guard.tensors(query, key, value)
+        else:
+            known = guard.tensors(query, key, value, mask)
+        return found.bound if known else Miss.NOTE
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
 
@@ -124,14 +149,17 @@ def note(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    companions: Companions,
-    settings: tuple[Any, ...],
-    window: Sequence[int] | torch.Tensor,
-    choice: Choices,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    options: Options,
 ) -> None:
     """Have `again` return a bound call that a key found, once it was found twice in a row."""
-    given, beside = _given(query, key, value, companions)
-    place = _place(query.shape, beside, settings, choice)
+    kept = _kept(options)
+    if kept is None or not _equal(dropout_p, dropout_p) or type(is_causal) is not bool:
+        return
+    given = _tensors(query, key, value, mask, options)
+    place = _place(query.shape, mask, is_causal, options)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
     shapes = [tensor.shape for tensor in given]
@@ -140,42 +168,81 @@ def note(
     made = _RECENT[place] = _Recent(bound, shapes, missed)
     if last is None or last.bound is not bound or last.shapes != shapes or missed >= _MOST_MISSED:
         return
-    if not (_same(window, window) and type(settings[_DILATION]) is int):
-        return
     if last.guard is None:  # else one tensor is two of them, or modes differ that no key knows
         made.missed = 0
     guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     kernels = _flash(), _efficient(), _math(), _cudnn()
-    state = GlobalStateGuard().check
-    made.guard = _Guard(settings, window, choice, _ambient(), kernels, state, guards.check)
-
-
-def _given(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, companions: Companions
-) -> tuple[tuple[torch.Tensor, ...], object]:
-    """Return the tensors that are compared, and which they are; None where others would have to be.
-
-    Guards know no tensor that stands for two.
-    """
-    mask, sinks, slopes, starts_q, starts_k, blocks, terms = companions
-    if blocks is not None or terms is not None:
-        return (), None
-    if sinks is slopes is starts_q is starts_k is None:
-        return ((query, key, value), 3) if mask is None else ((query, key, value, mask), 4)
-    others = mask, sinks, slopes, starts_q, None if starts_k is starts_q else starts_k
-    given = (query, key, value, *[item for item in others if item is not None])
-    absent = [item is None for item in (mask, sinks, slopes, starts_q, starts_k)]
-    return given, (*absent, starts_k is starts_q)
+    made.guard = _Guard(
+        dropout_p=dropout_p,
+        options=kept,
+        has_tensors=_TENSOR in kept.values(),
+        ambient=_ambient(),
+        kernels=kernels,
+        state=GlobalStateGuard().check,
+        tensors=guards.check,
+    )
 
 
 def _place(
-    shape: torch.Size, beside: object, settings: tuple[Any, ...], choice: Choices
+    shape: torch.Size, mask: torch.Tensor | None, is_causal: bool, options: Options
 ) -> tuple[object, ...]:
-    """Return what has one last call; a number that is a tensor is at no place of another."""
-    scale, softcap = type(settings[_SCALE]), type(settings[_SOFTCAP])
-    return choice[4], id(choice[2]), shape, beside, settings[_CAUSAL], scale, softcap
+    """Return what has one last call."""
+    if not options:
+        return shape, mask is None, is_causal
+    layer = id(options.get("history")), options.get("layer")
+    if "cu_seqlens_k" in options:
+        return shape, mask is None, is_causal, *layer, _shares_starts(options)
+    return shape, mask is None, is_causal, *layer
 
 
-def _same(window: object, other: object) -> bool:
-    """Return whether windows are equal, and of integers."""
-    return type(window) is tuple and window == other and all(type(edge) is int for edge in window)
+def _tensors(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: Options,
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that are compared. Guards know none that stands for two."""
+    given = (query, key, value) if mask is None else (query, key, value, mask)
+    names = TENSORS[:-1] if _shares_starts(options) else TENSORS
+    others = [item for name in names if (item := options.get(name)) is not None]
+    return (*given, *others) if others else given
+
+
+def _shares_starts(options: Options) -> bool:
+    """Return whether the bounds of keys are those of queries."""
+    return options.get("cu_seqlens_k") is options.get("cu_seqlens_q")
+
+
+def _kept(options: Options) -> Options | None:
+    """Return the options that a call is compared with; None where one is to be read each time."""
+    found: Options = {}
+    for name, value in options.items():
+        if name in TENSORS and isinstance(value, torch.Tensor):
+            found[name] = _TENSOR
+        elif isinstance(value, _SAME) or _equal(value, value):
+            found[name] = value
+        else:
+            return None
+    return found
+
+
+def _has(options: Options, kept: Options) -> bool:
+    """Return whether options are those that were kept."""
+    if len(options) != len(kept):
+        return False
+    for name, value in kept.items():
+        given = options.get(name, _ABSENT)
+        if given is value:
+            continue
+        if not (isinstance(given, torch.Tensor) if value is _TENSOR else _equal(given, value)):
+            return False
+    return True
+
+
+def _equal(given: object, other: object) -> bool:
+    """Return whether two numbers, names or windows are equal and of one type."""
+    kind = type(other)
+    if kind not in _EQUAL or type(given) is not kind or given != other:
+        return False
+    return kind is not tuple or all(type(edge) is int for edge in given)  # type: ignore[attr-defined]

@@ -178,6 +178,7 @@ def _describe_cpu(num_threads: int) -> HardwareFacts:
         num_processors=num_threads,
         l2_bytes=_last_level_cache_bytes(),
         instructions=_cpu_instructions(),
+        has_tiles=_cpu_has("_is_amx_tile_supported"),
     )
 
 

@@ -193,7 +193,7 @@ def _shipped_path(facts: HardwareFacts) -> Path | None:
         path = _SHIPPED / f"cuda-{_slug(sheet.card)}.json" if sheet else None
         return path if path and path.exists() else None
     near: dict[float, Path] = {}
-    for path in sorted(_SHIPPED.glob(f"cpu-*-cores-{_slug(_instruction_set())}.json")):
+    for path in sorted(_SHIPPED.glob(f"cpu-*-cores-{_slug(_instruction_set(facts))}.json")):
         cores = path.name.split("-")[1]
         if cores.isdecimal() and int(cores) > 0:
             near.setdefault(_factor(int(cores), facts.num_processors), path)
@@ -236,15 +236,15 @@ def _hardware(facts: HardwareFacts) -> dict[str, Any]:
         return {"device_type": "cuda"}
     return {
         "device_type": facts.device_type,
-        "instruction_set": _instruction_set(),
+        "instruction_set": _instruction_set(facts),
         "native_bf16": Precision.BF16 in facts.instructions,
         "num_processors": facts.num_processors,
     }
 
 
-def _instruction_set() -> str:
-    """Return what PyTorch's kernels for this CPU are compiled for, such as ``"AVX512"``."""
-    return torch.backends.cpu.get_cpu_capability()
+def _instruction_set(facts: HardwareFacts) -> str:
+    """Return what PyTorch's kernels for this CPU are compiled for, such as ``"AVX512 AMX"``."""
+    return torch.backends.cpu.get_cpu_capability() + " AMX" * facts.has_tiles
 
 
 def _slug(name: str) -> str:

@@ -110,7 +110,21 @@ def attention_forward(
         key, value = key[:, :, : seen.num_keys], value[:, :, : seen.num_keys]
     if sinks is None:
         sinks = s_aux
+    # Keywords are compared with those of the last call: what says nothing is left out.
+    options: dict[str, Any] = {"history": history, "policy": policy, **seen.options()}
     layer = _layer(module)
+    if layer >= 0:
+        options["layer"], options["tag"] = layer, f"layer{layer}"
+    if scaling is not None:
+        options["scale"] = scaling
+    if shape[1] != kv_heads:
+        options["enable_gqa"] = True
+    if softcap is not None:
+        options["softcap"] = softcap
+    if sinks is not None:
+        options["sinks"] = _head_sinks(sinks, shape[1])
+    if output_attentions:
+        options["return_aux"] = AuxRequest(weights=True)
     result = scaled_dot_product_attention(
         query,
         key,
@@ -118,19 +132,7 @@ def attention_forward(
         attn_mask=seen.mask,
         dropout_p=dropout if module.training else 0.0,
         is_causal=seen.is_causal,
-        scale=scaling,
-        enable_gqa=shape[1] != kv_heads,
-        align=seen.align,
-        window=seen.window,
-        softcap=softcap,
-        sinks=None if sinks is None else _head_sinks(sinks, shape[1]),
-        cu_seqlens_q=seen.cu_seqlens_q,
-        cu_seqlens_k=seen.cu_seqlens_k,
-        policy=policy,
-        return_aux=AuxRequest(weights=True) if output_attentions else None,
-        tag="" if layer < 0 else f"layer{layer}",
-        layer=layer,
-        history=history,
+        **options,
     )
     if not output_attentions:
         return result.transpose(1, 2).contiguous(), None

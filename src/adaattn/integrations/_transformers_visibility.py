@@ -4,7 +4,7 @@ Transformers says it in four ways: a mask, no mask (causality and a window are t
 FlashAttention's packed sequences, and a bias by position. Shape legend in `adaattn.spec`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,17 @@ class Visibility(NamedTuple):
     window: tuple[int, int] = _UNLIMITED
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of the public call that say so, beside mask and causal order."""
+        found: dict[str, Any] = {}
+        if self.window != _UNLIMITED:
+            found["window"] = self.window
+        if self.is_causal or found:
+            found["align"] = self.align
+        if self.cu_seqlens_q is not None:
+            found["cu_seqlens_q"], found["cu_seqlens_k"] = self.cu_seqlens_q, self.cu_seqlens_k
+        return found
 
 
 def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:

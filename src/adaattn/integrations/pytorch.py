@@ -129,6 +129,9 @@ def sdpa_like(
         layer: number of the layer that calls.
         tag: its name in events.
     """
+    own: dict[str, Any] = {"policy": policy, "history": history}
+    if layer >= 0:
+        own |= {"layer": layer, "tag": tag}
 
     def patched(
         query: torch.Tensor,
@@ -146,9 +149,7 @@ def sdpa_like(
         is_ours = type(query) in _TENSORS and query.device.type in _DEVICES and not query.is_nested
         if not is_ours or (is_causal and attn_mask is not None):  # PyTorch takes both on a CPU
             return sdpa(*given, **keywords)
-        output: torch.Tensor = scaled_dot_product_attention(
-            *given, policy=policy, history=history, layer=layer, tag=tag, **keywords
-        )
+        output: torch.Tensor = scaled_dot_product_attention(*given, **(keywords | own))
         return output
 
     patched.__name__ = patched.__qualname__ = _NAME

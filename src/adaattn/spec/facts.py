@@ -297,6 +297,7 @@ class HardwareFacts:
         num_processors: multiprocessors of a GPU, threads of a CPU.
         l2_bytes: last-level cache.
         instructions: number formats whose products the device computes natively.
+        has_tiles: whether a CPU multiplies bf16 by tiles (AMX), at many times its other rates.
         rates: what it can do in a second, to prune, to size workspaces and to explain.
         timings: measured times of executors, which alone may displace PyTorch's choice; None
             where nobody measured this kind of device.
@@ -309,5 +310,6 @@ class HardwareFacts:
     num_processors: int = 1
     l2_bytes: int = 0
     instructions: tuple[Precision, ...] = (Precision.FP64, Precision.FP32)
+    has_tiles: bool = False
     rates: Rates = field(default_factory=Rates)
     timings: "TimingTable | None" = None

@@ -11,8 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adaattn import AuxRequest, History, Policy, functional, hardware, plan_attention, use_policy
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import recent
-from adaattn.call.bind import find
-from adaattn.call.key import key_of
 
 _HISTORY = History()
 _POLICY = Policy(error_budget=0.0)
@@ -23,10 +21,13 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """Note what is found without a key, and hold each to what its key names."""
     found: list[object] = []
 
+    by_key = attend.__wrapped__  # type: ignore[attr-defined]
+
     def noting(*given: Any) -> Any:
         known = recent.again(*given)
         found.append(None if isinstance(known, recent.Miss) else known)
-        assert found[-1] is None or found[-1] is find(key_of(*given))
+        *positional, options = given
+        assert found[-1] is None or found[-1] is by_key(*positional, **options).bound
         return known
 
     monkeypatch.setattr(functional, "again", noting)
