@@ -28,6 +28,7 @@ from adaattn.spec import Align, Decision, Plan, Policy
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
 is_compiling = torch.compiler.is_compiling
+is_traced = torch.compiler.is_dynamo_compiling
 _any_autocast = torch._C._is_any_autocast_enabled
 _autocasts = torch.is_autocast_enabled
 Tensor = torch.Tensor
@@ -60,7 +61,7 @@ def _repeated(function: _F) -> _F:
         is_causal: bool = False,
         **options: Any,
     ) -> Any:
-        if is_compiling():
+        if is_traced():  # by Dynamo; other compilers' tensors are never those of a call before
             return function(query, key, value, attn_mask, dropout_p, is_causal, **options)
         tag = options.pop("tag", "") if options else ""
         known = again(query, key, value, attn_mask, dropout_p, is_causal, options)

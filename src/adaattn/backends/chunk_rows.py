@@ -163,21 +163,26 @@ def _products(problem: AttentionProblem, size: int) -> float:
     per_pair = problem.batch * problem.num_heads * problem.head_dim
     chunks = -(-len_q // rows)
     products = per_pair * len_q * keys
-    if problem.device_type == "cpu":
-        written = is_written(problem) and not (is_plain(problem) or has_flash_sinks(problem))
-        beside = _CHUNK_PRODUCTS
-        if written:
-            half = problem.precision.bits <= 16
-            beside = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
-            if chunks > 1 and problem.requires_grad:
-                products *= _AGAIN
-        if multiplies_in_tiles(problem):
-            beside = _TILED_PRODUCTS[written]
-        return products + chunks * beside[problem.requires_grad]
-    if chunks > 1 and problem.requires_grad:
+    if chunks > 1 and problem.requires_grad and (problem.device_type != "cpu" or _writes(problem)):
         products *= _AGAIN
-    if not is_plain(problem):
-        return products + chunks * problem.head_dim * _GPU_WRITTEN_PAIRS[problem.requires_grad]
-    return (
-        products + chunks * _GPU_CHUNK_PRODUCTS[problem.precision.bits <= 16][problem.requires_grad]
-    )
+    return products + chunks * _products_of_a_chunk(problem)
+
+
+def _products_of_a_chunk(problem: AttentionProblem) -> float:
+    """Return the multiplications in whose time a chunk is made ready and launched."""
+    half = problem.precision.bits <= 16
+    if problem.device_type != "cpu":
+        if not is_plain(problem):
+            return problem.head_dim * _GPU_WRITTEN_PAIRS[problem.requires_grad]
+        return _GPU_CHUNK_PRODUCTS[half][problem.requires_grad]
+    found = _CHUNK_PRODUCTS
+    if multiplies_in_tiles(problem):
+        found = _TILED_PRODUCTS[_writes(problem)]
+    elif _writes(problem):
+        found = _WRITTEN_PRODUCTS[half and multiplies_as_is(problem.precision)]
+    return found[problem.requires_grad]
+
+
+def _writes(problem: AttentionProblem) -> bool:
+    """Return whether a CPU writes the scores of a chunk and multiplies them itself."""
+    return is_written(problem) and not (is_plain(problem) or has_flash_sinks(problem))

@@ -72,7 +72,7 @@ class _Guard:
 
     dropout_p: float
     options: Options
-    has_tensors: bool
+    names: tuple[str, ...]
     ambient: Policy
     kernels: tuple[bool, ...]
     state: Callable[[], bool]
@@ -133,12 +133,11 @@ def again(
             or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
         ):
             return Miss.NOTE
-        if guard.has_tensors:
-            known = guard.tensors(*_tensors(query, key, value, mask, options))
-        elif mask is None:
-            known = guard.tensors(query, key, value)
+        others = map(options.__getitem__, guard.names) if guard.names else ()
+        if mask is None:
+            known = guard.tensors(query, key, value, *others)
         else:
-            known = guard.tensors(query, key, value, mask)
+            known = guard.tensors(query, key, value, mask, *others)
         return found.bound if known else Miss.NOTE
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
@@ -158,7 +157,14 @@ def note(
     kept = _kept(options)
     if kept is None or not _equal(dropout_p, dropout_p) or type(is_causal) is not bool:
         return
-    given = _tensors(query, key, value, mask, options)
+    names = _compared(options)
+    given = [
+        query,
+        key,
+        value,
+        *([] if mask is None else [mask]),
+        *(options[name] for name in names),
+    ]
     place = _place(query.shape, mask, is_causal, options)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
@@ -175,7 +181,7 @@ def note(
     made.guard = _Guard(
         dropout_p=dropout_p,
         options=kept,
-        has_tensors=_TENSOR in kept.values(),
+        names=names,
         ambient=_ambient(),
         kernels=kernels,
         state=GlobalStateGuard().check,
@@ -195,18 +201,10 @@ def _place(
     return shape, mask is None, is_causal, *layer
 
 
-def _tensors(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: Options,
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that are compared. Guards know none that stands for two."""
-    given = (query, key, value) if mask is None else (query, key, value, mask)
+def _compared(options: Options) -> tuple[str, ...]:
+    """Return which options are tensors to compare. Guards know none that stands for two."""
     names = TENSORS[:-1] if _shares_starts(options) else TENSORS
-    others = [item for name in names if (item := options.get(name)) is not None]
-    return (*given, *others) if others else given
+    return tuple(name for name in names if isinstance(options.get(name), torch.Tensor))
 
 
 def _shares_starts(options: Options) -> bool:

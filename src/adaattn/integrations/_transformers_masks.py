@@ -200,7 +200,7 @@ def _mask_of(
     mask = _UNTOUCHED.pop(like, None)  # another thread makes its own meanwhile
     if mask is None or mask.is_dense or sys.getrefcount(mask) > _OWN_REFERENCES:
         if len(_UNTOUCHED) >= _KEPT:
-            _UNTOUCHED.pop(list(_UNTOUCHED)[0], None)  # the oldest
+            _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
         mask = StructuredMask(structure, shape, device, dtype)
     _UNTOUCHED[like] = mask
     return mask

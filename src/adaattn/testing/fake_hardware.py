@@ -32,6 +32,7 @@ def _facts(
     processors: int,
     l2_mib: float,
     compute_capability: tuple[int, int] = (0, 0),
+    has_tiles: bool = False,
     source: str,
 ) -> HardwareFacts:
     """Return the facts of one machine."""
@@ -43,6 +44,7 @@ def _facts(
         num_processors=processors,
         l2_bytes=int(l2_mib * _MIB),
         instructions=tuple(teraflops),
+        has_tiles=has_tiles,
         rates=Rates(
             flops=tuple((precision, rate * _TERA) for precision, rate in teraflops.items()),
             bandwidth=bandwidth_tb * _TERA,
@@ -130,6 +132,7 @@ _MACHINES: Final = {
         memory_gib=256,
         processors=56,
         l2_mib=105,
+        has_tiles=True,
         source="clock times width",
     ),
 }

@@ -1,11 +1,13 @@
 """Rows of a chunk: as many as the budget allows, never more than help."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn.backends import written
 from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.backends.masked import sliding_columns
 from adaattn.backends.tiles import CPU_BYTES
@@ -59,6 +61,26 @@ ALIBI = GPU | HALF | {"len_q": 4239, "is_causal": True, "has_alibi": True}
 )
 def test_rows_of_a_chunk(values: dict[str, object], budget: int | None, rows: int) -> None:
     assert choose_chunk_rows(make_problem(**values), budget) == rows
+
+
+@pytest.mark.parametrize(
+    ("values", "rows"),
+    [
+        ({"num_heads": 1, "window": (300, 0)}, (128, 256)),
+        ({"num_heads": 1, "window": (300, 0), "requires_grad": True}, (256, 1024)),
+        ({"num_heads": 1, "window": (300, 0), "precision": Precision.FP32}, (128, 128)),
+        ({"num_heads": 4, "is_causal": True, "softcap": 30.0}, (256, 1024)),
+    ],
+)
+def test_chunks_have_more_rows_where_products_go_by_tiles(
+    values: dict[str, Any], rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows take less time there, and a chunk takes as long as elsewhere."""
+    problem = make_problem(**{**WIDE, **HALF, **values})
+    amx = fake_facts("cpu_amx")
+    for cpu, expected in zip((replace(amx, has_tiles=False), amx), rows, strict=True):
+        monkeypatch.setattr(written, "_CPU", cpu)
+        assert choose_chunk_rows(problem, None) == expected
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaattn.backends import chunked, masked, registry, tiles
+from adaattn.backends import chunked, masked, registry, tiles, written
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.keys_values import KeysValues
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
@@ -17,6 +17,7 @@ from adaattn.testing import (
     assert_results_match,
     attention,
     cast_tensors,
+    fake_facts,
     gradients_of,
     make_problem,
     make_tensors,
@@ -157,6 +158,18 @@ def test_packed_sequences_are_right_together_and_one_by_one(
     )
     check(problem, 0, lengths_q=lengths_q, lengths_k=lengths_k)
     assert together == [sum(lengths_q) < 100 and "ALiBi" not in name]
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP32])
+@pytest.mark.parametrize("machine", ["cpu", "cpu_amx"])
+def test_more_packed_sequences_are_one_call_where_products_go_by_tiles(
+    precision: Precision, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written, "_CPU", fake_facts(machine))
+    problem = make_problem(
+        lengths_q=(24, 32, 16), num_heads=16, head_dim=128, precision=precision, is_causal=True
+    )
+    assert chunked._is_one_call(problem) is (machine == "cpu_amx" and precision is Precision.BF16)
 
 
 PATTERNS: dict[str, dict[str, Any]] = {
