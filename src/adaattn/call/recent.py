@@ -2,8 +2,9 @@
 
 PyTorch's compiler guards its graphs with comparisons in C++: of a tensor its type, dtype, device,
 shape, strides, whether gradients are followed, and which modes see it; of the process its threads,
-grad mode, autocast and determinism. They hold all that a key has of these, and take half of the
-time that it takes to make a key and look it up (1.8 us for 3.5; AMD EPYC, PyTorch 2.13, 2026-11).
+grad mode, autocast and determinism. They hold all that a key has of these. The rest are the words
+that the caller wrote, which are few: neither defaults nor groups of arguments are made for them. A
+call takes 1 us less so, and 6 us where the caches are cold (docs/kernel-notes.md).
 
 Only what a key found is kept here, and only when the same was found twice in a row for tensors of
 the same shapes: over a growing cache, whose shapes never come again, each comparison would fail.
