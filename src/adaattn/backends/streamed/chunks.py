@@ -140,7 +140,8 @@ def _kept_bytes(problem: AttentionProblem, chunk_rows: int) -> float:
 
 def _is_whole(problem: AttentionProblem, chunk_rows: int) -> bool:
     """Return whether one chunk of rows has all gradients of its keys."""
-    if 0 < chunk_rows < problem.len_q or not is_even(problem.group_size * problem.len_q):
+    lines = problem.group_size * problem.len_q
+    if 0 < chunk_rows < problem.len_q or not (is_even(lines) and is_even(problem.len_k)):
         return False
     return key_range(problem, 0, problem.len_q) == (0, problem.len_k)
 

@@ -21,7 +21,7 @@ from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
-from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even
+from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, pitch_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.backends.streamed.fused_rules import fits, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
@@ -276,16 +276,21 @@ class _Work:
             if name in self._found
         }
         sums = written
-        # Products over other numbers of lines are added up of two.
+        # Products over other numbers of lines are added up of two, and other keys have columns
+        # beside them: cuBLAS takes ten times as long for 3067 rows of a result as for 3072.
         is_whole = len(chunks) == 1 and first.keys == self._keys
-        is_whole = is_whole and is_even(self._group * len(first.rows))
+        is_whole = is_whole and is_even(self._group * len(first.rows)) and is_even(len(first.keys))
         if not is_whole:
-            sums = {name: torch.zeros_like(it, dtype=torch.float32) for name, it in written.items()}
+            rows = -(-len(self._keys) // PITCH) * PITCH
+            sums = {
+                name: it.new_zeros((it.shape[0], rows, it.shape[2]), dtype=torch.float32)
+                for name, it in written.items()
+            }
         for chunk in chunks:
             self._chunk(chunk, made, sums, adds=not is_whole)
         if not is_whole:
             for name, item in written.items():
-                item.copy_(sums[name])
+                item.copy_(sums[name][:, : len(self._keys)])
 
     def _chunk(
         self, chunk: Chunk, made: _Made, sums: dict[str, torch.Tensor], *, adds: bool
@@ -294,7 +299,7 @@ class _Work:
         query, upstream = (self._read[name].lines(chunk) for name in ("query", "upstream"))
         key = self._read["key"].padded_keys(chunk)
         weights, changes = made(chunk, query, key, upstream)
-        keys = slice(chunk.keys.start, chunk.keys.stop)
+        keys = slice(chunk.keys.start, chunk.keys.start + pitch_of(chunk))
         if "value" in sums:
             _multiply_lines(weights, upstream, sums["value"][:, keys], 1.0, adds=adds)
         if "key" in sums:
@@ -311,11 +316,11 @@ def _multiply_lines(
     Args:
         left: [P, L, N].
         right: [P, L, D].
-        out: [P, C, D], of the first C of N.
+        out: [P, N, D].
         scale: factor of the products.
         adds: they are added to what is there, as they must be where L is no multiple of `PITCH`.
     """
-    left, lines = left[:, :, : out.shape[1]].mT, right.shape[1]
+    left, lines = left.mT, right.shape[1]
     steps = lines - lines % PITCH
     for part in (slice(0, steps), slice(steps, lines)):
         if part.start < part.stop:

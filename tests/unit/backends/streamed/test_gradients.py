@@ -382,9 +382,12 @@ def test_products_sum_as_many_terms_as_their_full_rate_takes(
 ) -> None:
     """cuBLAS takes many times as long for sizes between; what is left is a product of its own."""
     sizes: list[tuple[int, ...]] = []
+    rows: list[int] = []
 
     def noting(left: torch.Tensor, right: torch.Tensor, *others: Any, **named: Any) -> None:
         sizes.append((left.shape[2], right.shape[2]))
+        if left.stride(1) == 1:  # rows of the result lie beside one another
+            rows.append(left.shape[1])
         multiply(left, right, *others, **named)
 
     for module in (executor, planes, backward):
@@ -396,3 +399,5 @@ def test_products_sum_as_many_terms_as_their_full_rate_takes(
     assert left_over
     assert all(terms < 8 for terms in left_over)
     assert not any(columns % 8 for _, columns in sizes)
+    assert rows
+    assert not any(size % 8 for size in rows)
