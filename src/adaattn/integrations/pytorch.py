@@ -131,7 +131,9 @@ def sdpa_like(
     """
     own: dict[str, Any] = {"policy": policy, "history": history}
     if layer >= 0:
-        own |= {"layer": layer, "tag": tag}
+        own["layer"] = layer
+    if tag:
+        own["tag"] = tag
 
     def patched(
         query: torch.Tensor,
