@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from adaattn.backends import capability_named, run_group
-from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision, Scheme
+from adaattn.spec import AttentionProblem, Capability, HeadGroup, Launch, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors
 from benchmarks.timing import arguments, save, synchronize
 
@@ -75,9 +75,10 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def calls(name: str, problem: AttentionProblem) -> dict[int, Callable[[], object]]:
+def calls(
+    capability: Capability, problem: AttentionProblem, own: int
+) -> dict[int, Callable[[], object]]:
     """Return an executor's call for each size of chunks and its own; all rows are the last."""
-    capability = capability_named(name)
     tensors = make_tensors(problem)
     upstream = torch.randn_like(tensors.query).contiguous()
     leaves = (tensors.query, tensors.key, tensors.value)
@@ -87,12 +88,11 @@ def calls(name: str, problem: AttentionProblem) -> dict[int, Callable[[], object
         return torch.autograd.grad(output, leaves, upstream) if problem.requires_grad else output
 
     found: dict[int, Callable[[], object]] = {}
-    own = capability.chunk_rows(problem, None) or problem.len_q
     for size in sorted({*SIZES[problem.device_type], own}):
         if min(size, problem.len_q) * capability.row_bytes(problem) > _MOST_BYTES:
             break
         group = HeadGroup(
-            capability=name,
+            capability=capability.name,
             scheme=Scheme.of(problem.precision),
             launch=Launch(chunk_rows=size),
         )
@@ -104,8 +104,9 @@ def calls(name: str, problem: AttentionProblem) -> dict[int, Callable[[], object
 
 def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]:
     """Return the fastest time of each size, and of the one that planning takes."""
-    executor = "streamed" if name.startswith("streamed") else "chunked"
-    by_size = calls(executor, problem)
+    capability = capability_named("streamed" if name.startswith("streamed") else "chunked")
+    own = capability.chunk_rows(problem, None) or problem.len_q
+    by_size = calls(capability, problem, own)
     for function in by_size.values():
         function()
         function()
@@ -117,8 +118,7 @@ def measure(name: str, problem: AttentionProblem, rounds: int) -> dict[str, Any]
             function()
             synchronize(problem.device_type)
             best[size] = min(best[size], 1e3 * (time.perf_counter() - start))
-    chosen = capability_named(executor).chunk_rows(problem, None) or problem.len_q
-    chosen = min(chosen, max(by_size))
+    chosen = min(own, max(by_size))
     share = best[chosen] / min(best.values())
     shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in best.items())
     print(f"{name:<50} {shown}; takes {chosen}, {share:.2f} of the best", flush=True)

@@ -106,7 +106,6 @@ class BaseAttention(nn.Module, ABC):
         if runner.policy is not None:
             check_ranks(runner.policy, config.size_of_head)
         self.config = config
-        self._numbers = config.numbers()
         self.runner = runner
         self.need_weights_by_default = False
         self.embed_dim = embed_dim
@@ -270,7 +269,7 @@ class BaseAttention(nn.Module, ABC):
         if self.sinks is not None:
             masks["sinks"] = self.sinks
         output, weights = self.runner.run(
-            q, k, v, need_weights=wanted, training=self.training, **self._numbers, **masks
+            q, k, v, need_weights=wanted, training=self.training, **self.config.numbers(), **masks
         )
         output = self.out_proj(layout.merge_heads(output))
         if weights is None:

@@ -20,6 +20,7 @@ __all__ = [
     "chunks_of",
     "is_even",
     "overhead",
+    "padded",
     "pitch_of",
     "row_bytes",
 ]
@@ -167,7 +168,12 @@ def chunks_of(problem: AttentionProblem, chunk_rows: int, entries: int) -> Itera
 
 def pitch_of(chunk: Chunk) -> int:
     """Return how many numbers the rows of a chunk's scores are apart, and are multiplied."""
-    return -(-len(chunk.keys) // PITCH) * PITCH
+    return padded(len(chunk.keys))
+
+
+def padded(size: int) -> int:
+    """Return the least number of terms that are as many, and that `is_even` takes."""
+    return -(-size // PITCH) * PITCH
 
 
 def is_even(size: int) -> bool:

@@ -21,7 +21,7 @@ from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
-from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, pitch_of
+from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, padded, pitch_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.backends.streamed.fused_rules import fits, serves_gradients
 from adaattn.backends.streamed.planes import Planes, Space, num_entries
@@ -281,7 +281,7 @@ class _Work:
         is_whole = len(chunks) == 1 and first.keys == self._keys
         is_whole = is_whole and is_even(self._group * len(first.rows)) and is_even(len(first.keys))
         if not is_whole:
-            rows = -(-len(self._keys) // PITCH) * PITCH
+            rows = padded(len(self._keys))
             sums = {
                 name: it.new_zeros((it.shape[0], rows, it.shape[2]), dtype=torch.float32)
                 for name, it in written.items()
