@@ -1,13 +1,22 @@
 """Memory that kernels write as a whole, and nobody else has to."""
 
+import math
+from collections.abc import Callable
+from typing import Final
+
 import torch
 
-__all__ = ["output_like", "unfilled"]
+__all__ = ["adjacent", "output_like", "unfilled"]
 
 _Sizes = torch.Size | tuple[int, ...]
 
 _is_deterministic = torch._C._get_deterministic_algorithms
 _fills = torch._C._get_deterministic_fill_uninitialized_memory
+_modes_in_use = torch._C._len_torch_dispatch_stack
+_empty_on_gpu: Final[Callable[..., torch.Tensor] | None] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", None
+)
+"""What Inductor's code allocates with: 1.1 us of the host, 2.3 as an operator (H100's host)."""
 
 
 def unfilled(
@@ -31,16 +40,32 @@ def unfilled(
         dtype: of the memory.
     """
     dtype = dtype or like.dtype
-    if not (_is_deterministic() and _fills()) or torch._C._len_torch_dispatch_stack():
+    if _modes_in_use():
         if strides is None:
             return like.new_empty(shape, dtype=dtype)
         return like.new_empty_strided(shape, strides, dtype=dtype)
+    strides = strides or adjacent(shape)
+    if (
+        _empty_on_gpu is not None
+        and like.is_cuda
+        and like.get_device() == torch._C._cuda_getDevice()
+    ):
+        return _empty_on_gpu(tuple(shape), tuple(strides), dtype)  # of tuples alone
+    if not (_is_deterministic() and _fills()):
+        return like.new_empty_strided(shape, strides, dtype=dtype)
+    storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=like.device)
+    return like.new_empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+
+def adjacent(shape: _Sizes) -> tuple[int, ...]:
+    """Return the strides of adjacent elements."""
+    if len(shape) == 1:
+        return (1,)
     steps, number = [], 1
     for size in reversed(shape):
         steps.append(number)
-        number *= size
-    storage = torch.UntypedStorage(number * dtype.itemsize, device=like.device)
-    return like.new_empty(0, dtype=dtype).set_(storage, 0, shape, strides or steps[::-1])
+        number *= max(size, 1)
+    return tuple(steps[::-1])
 
 
 def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:

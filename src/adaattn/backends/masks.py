@@ -107,7 +107,7 @@ def stream_of(tensor: torch.Tensor) -> int:
     """Return the stream on which a tensor's device computes now; 0 on a CPU."""
     if not tensor.is_cuda:
         return 0
-    found: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    found: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
     return found
 
 

@@ -58,6 +58,23 @@ def test_graphs_are_traced_with_it(mode: bool) -> None:
         assert unfilled(torch.empty(2), (3, 4)).shape == (3, 4)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize(("shape", "strides"), [((0, 3), None), ((2, 3, 4), (4, 8, 1))])
+def test_on_a_gpu_it_is_what_empty_is(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> None:
+    like = torch.zeros(3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    wanted = torch.empty_strided(shape, strides or torch.empty(shape).stride(), device="cuda")
+    for dtype in (None, torch.int32):
+        made = unfilled(like, shape, strides, dtype)
+        assert (made.shape, made.stride()) == (wanted.shape, wanted.stride())
+        assert made.dtype is (dtype or torch.bfloat16) and not made.requires_grad
+        assert made.device == like.device
+    with torch.inference_mode():
+        assert unfilled(like, shape, strides).is_inference()
+
+
 @pytest.mark.usefixtures("mode")
 @pytest.mark.parametrize("columns", [4, 8])
 def test_outputs_lie_like_their_queries(columns: int) -> None:

@@ -72,7 +72,7 @@ class Launch:
         """
         first = tensors[0]
         assert first is not None
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 self(*tensors)
             return

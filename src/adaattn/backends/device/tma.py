@@ -14,7 +14,8 @@ from adaattn.backends.device.launch import View, bare
 __all__ = ["TYPES", "Launcher", "descriptor_type"]
 
 _MOST_KEPT: Final = 2048
-"""Descriptions of tensors that a kernel keeps, of half a KiB each: of all layouts together."""
+"""Descriptions of tensors that a kernel keeps, of half a KiB each, and lists of them: of all
+layouts together."""
 
 TYPES: Final = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32, "i16": gl.int16}
 """What TMA copies, by Triton's names."""
@@ -34,6 +35,7 @@ class Launcher:
         self._run, self._given = bare(built)
         self._places = count()
         self._known: dict[tuple[int, int], list[Any]] = {}
+        self._together: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def bind(self, views: Sequence[View]) -> Callable[..., None]:
         """Return the launch for tensors that lie in some way.
@@ -44,25 +46,39 @@ class Launcher:
         Args:
             views: of those tensors: shape and strides.
         """
-        run, given, known = self._run, self._given, self._known
-        both = zip(views, self._metas, strict=True)
-        places = [(next(self._places), view, meta) for view, meta in both]
+        run, given, together, address = self._run, self._given, self._together, _address
+        number = next(self._places)
+        places = [(next(self._places), *both) for both in zip(views, self._metas, strict=True)]
 
         def launch(
             num_blocks: int, stream: int, copied: Sequence[torch.Tensor], *others: Any
         ) -> None:
-            described: list[Any] = []
-            for (place, view, meta), tensor in zip(places, copied, strict=True):
-                at = place, tensor.data_ptr()
-                found = known.get(at)
-                if found is None:
-                    if len(known) >= _MOST_KEPT:
-                        known.clear()
-                    found = known[at] = make_tensordesc_arg(_described(tensor, view), meta)
-                described += found
+            at = (number, *map(address, copied))
+            described = together.get(at)
+            if described is None:
+                described = self._describe(places, copied)
+                together[at] = described
             run(num_blocks, 1, 1, stream, *given, *described, *others)
 
         return launch
+
+    def _describe(
+        self, places: Sequence[tuple[int, View, Any]], copied: Sequence[torch.Tensor]
+    ) -> tuple[Any, ...]:
+        """Return what tensors are described with; each is described once where it lies."""
+        known, found = self._known, []
+        if max(len(known), len(self._together)) >= _MOST_KEPT:
+            known.clear()
+            self._together.clear()
+        for (place, view, meta), tensor in zip(places, copied, strict=True):
+            at = place, tensor.data_ptr()
+            if at not in known:
+                known[at] = make_tensordesc_arg(_described(tensor, view), meta)
+            found += known[at]
+        return tuple(found)
+
+
+_address = torch.Tensor.data_ptr
 
 
 def _described(tensor: torch.Tensor, view: View) -> Any:

@@ -1,7 +1,7 @@
 """One call of the kernel: its tensors made readable, and the launch found that fits their layout.
 
 A repeated call looks up its layout, allocates the result, and launches
-(`adaattn.backends.hopper.prepared`).
+(`adaattn.backends.hopper.prepared`). A result of q, k and v alone has the shortest way of all.
 """
 
 from collections.abc import Callable
@@ -37,20 +37,41 @@ _Layout = tuple[Any, ...]
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
     """Return a function from the tensors of a `Direct` to the output alone."""
     call = bound(problem)
+    output = call.output
 
-    def run(*given: Any) -> torch.Tensor:
-        return call(*given).output
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *others: Any,
+    ) -> torch.Tensor:
+        found = None if others or mask is not None else output(query, key, value)
+        return call(query, key, value, mask, *others).output if found is None else found
 
     return run
 
 
-@lru_cache(maxsize=1024)
-def bound(problem: AttentionProblem) -> Callable[..., Result]:
-    """Return the call of a problem, which keeps what it works out for each layout of tensors."""
-    aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
-    layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
+class _Call:
+    """The call of a problem, which keeps what it works out for each layout of tensors."""
 
-    def call(
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+        aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
+        self._layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
+
+    def output(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the output of tensors that lie as some before them; None for the others."""
+        check_untransformed(query, key, value)
+        prepared = self._layouts.known((query, key, value), _layout(query, key, value, ()))
+        if prepared is None or prepared.plain is None or prepared.stored or _is_elsewhere(query):
+            return None
+        return prepared.output(query, key, value)
+
+    def __call__(
+        self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -62,6 +83,7 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
         blocks: BlockList | None = None,
         head_terms: HeadTerms | None = None,
     ) -> Result:
+        """Return the result, of tensors as a `Direct` takes them."""
         check_untransformed(query, key, value)
         beside, by_head = NOTHING_BESIDE, NOT_BY_HEAD
         extras: _Layout = ()
@@ -72,22 +94,31 @@ def bound(problem: AttentionProblem) -> Callable[..., Result]:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
             extras = _extras((mask, sinks, slopes), beside, by_head)
-        read, layout, prepared = layouts.find((query, key, value), _layout, extras)
+        read, layout, prepared = self._layouts.find((query, key, value), _layout, extras)
         query, key, value = read
         if prepared is None:
             given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
-            prepared = prepare(problem, given)
+            prepared = prepare(self._problem, given)
             if prepared.is_lasting:
-                layouts.keep(layout, prepared)
-        if query.is_cuda and query.get_device() != torch.cuda.current_device():
+                self._layouts.keep(layout, prepared)
+        if _is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
 
-    return call
+
+@lru_cache(maxsize=1024)
+def bound(problem: AttentionProblem) -> _Call:
+    """Return the call of a problem."""
+    return _Call(problem)
 
 
 on_clear(bound.cache_clear)
+
+
+def _is_elsewhere(query: torch.Tensor) -> bool:
+    """Return whether a tensor is on a GPU that is not the current one."""
+    return query.is_cuda and query.get_device() != torch._C._cuda_getDevice()
 
 
 def _layout(

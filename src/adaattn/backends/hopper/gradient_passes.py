@@ -62,7 +62,9 @@ class Pass:
         if starts[0] is not None:
             for item in written:  # tokens of no sequence
                 item.zero_()
-        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
+        rows = self.block_m
+        shape, strides = (self.num_tiles, 2, rows), (2 * rows, rows, 1)
+        terms = unfilled(upstream, shape, strides, torch.float32)
         sums, turns = self._summed(upstream)
         stream, starts_q = stream_of(upstream), _address(starts[0])
         of_rows = map(_address, (read[4], upstream, lse, lse_upstream, terms, sums, turns))
@@ -113,10 +115,10 @@ class SinglePass(Pass):
     finish: _Numbers
 
     def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
-        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), dtype=torch.float32)
+        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), (1,), torch.float32)
         turns = None
         if self.is_ordered:
-            turns = unfilled(upstream, (2 * self.num_tiles,), dtype=torch.int32)
+            turns = unfilled(upstream, (2 * self.num_tiles,), (1,), torch.int32)
         return sums, turns
 
     def _differentiate(

@@ -61,9 +61,8 @@ def gradients(
     Raises:
         ExecutorError: a kernel cannot be compiled here.
     """
-    device = upstream.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
+    if upstream.is_cuda and upstream.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(upstream.device):
             return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
     return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
 
@@ -151,7 +150,7 @@ def _layout(
         None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
         lse_upstream is None,
         None if starts is None else starts.shape,
-        upstream.device.index,
+        upstream.get_device(),
     )
 
 

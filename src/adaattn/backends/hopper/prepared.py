@@ -153,8 +153,8 @@ class Prepared:
         is_lasting: what was prepared may serve later calls.
         stored: whether the kernel stores each of `STATISTICS`; empty where it stores none.
         has_lse: the caller wants the log-sum-exp, too.
-        plain: all that is handed over behind the notes, where there are q, k and v alone and no
-            statistics; None otherwise.
+        plain: all that is handed over behind the notes where there are q, k and v alone; None
+            otherwise.
     """
 
     launch: Callable[..., None]
@@ -183,35 +183,56 @@ class Prepared:
         by_head: Beside,
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
+        if not self.stored and self.plain is not None:
+            return Result(output=self.output(query, key, value))
         out = unfilled(query, self.out_shape, self.out_strides)
-        flags = unfilled(query, (self.num_flags,), dtype=torch.int32) if self.num_flags else None
-        tiles = None
-        if self.tiles is not None:
-            tiles = self.tiles.tensor
-            if self.tiles.is_copied is not None:
-                self.tiles.settle()
-        if self.plain is not None:
-            nowhere, copied = _NO_ADDRESSES[0], (query, key, value, out)
-            places = nowhere, nowhere, nowhere, _address(tiles), _address(flags)
-            self.launch(self.num_blocks, stream_of(query), copied, *places, *self.plain)
-            return Result(output=out)
+        flags, tiles = self._flags(query), self._tiles()
         lse, row_max, entropy, dropped = (
             unfilled(query, self.out_shape[:3], dtype=torch.float32) if is_stored else None
             for is_stored in self.stored
         ) if self.stored else (None, None, None, None)  # fmt: skip
-        self.launch(
-            self.num_blocks,
-            stream_of(query),
-            (query, key, value, out, mask) if self.copies_mask else (query, key, value, out),
-            *map(_address, (lse, row_max, entropy, tiles, flags, mask, sinks, slopes)),
-            *self.scalars,
-            *map(_address, beside),
-            *self.numbers,
-            *map(_address, (*by_head, dropped)),
-        )
+        copied = (query, key, value, out, mask) if self.copies_mask else (query, key, value, out)
+        first = self.num_blocks, stream_of(query), copied
+        rows = *map(_address, (lse, row_max, entropy)), tiles, _address(flags)
+        if self.plain is not None:
+            self.launch(*first, *rows, *self.plain)
+        else:
+            self.launch(
+                *first,
+                *rows,
+                *map(_address, (mask, sinks, slopes)),
+                *self.scalars,
+                *map(_address, beside),
+                *self.numbers,
+                *map(_address, (*by_head, dropped)),
+            )
         if not self.has_lse:
             lse = None
         return Result(output=out, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
+
+    def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the output alone, of q, k and v alone: nothing is `stored`."""
+        assert self.plain is not None
+        out = unfilled(query, self.out_shape, self.out_strides)
+        flags = self._flags(query)
+        copied = query, key, value, out
+        rows = 0, 0, 0, self._tiles(), _address(flags)
+        self.launch(self.num_blocks, stream_of(query), copied, *rows, *self.plain)
+        return out
+
+    def _flags(self, query: torch.Tensor) -> torch.Tensor | None:
+        """Return memory for notes of tiles."""
+        number = self.num_flags
+        return unfilled(query, (number,), (1,), torch.int32) if number else None
+
+    def _tiles(self) -> int:
+        """Return where the list of tiles begins on the device; 0 where there is none."""
+        tiles = self.tiles
+        if tiles is None:
+            return 0
+        if tiles.is_copied is not None:
+            tiles.settle()
+        return _address(tiles.tensor)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -259,7 +280,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     )
     numbers = (problem.num_sequences, *_lists(problem, given))
     plain = None
-    if not stored and all(it is None for it in given[3:]):
+    if all(it is None for it in given[3:]):
         absent = _NO_ADDRESSES
         plain = (*absent[:3], *scalars, *absent, *numbers, *absent)
     note(("hopper", known_by))

@@ -130,16 +130,26 @@ class Layouts(Generic[_T]):
             beside: what else that depends on.
         """
         layout = layout_of(*tensors, *beside)
+        found = self.known(tensors, layout)
+        if found is None:
+            tensors = tuple(map(self._clean, tensors))
+            layout = layout_of(*tensors, *beside)
+            found = self._known.get(layout)
+        return tensors, layout, found
+
+    def known(self, tensors: tuple[torch.Tensor, ...], layout: Any) -> _T | None:
+        """Return what was kept for tensors that can be read as they are; None for others.
+
+        Args:
+            tensors: that TMA is to read.
+            layout: theirs.
+        """
         found = self._known.get(layout)
         places = 0
         for item in tensors:
             places |= item.data_ptr()
         # What something was kept for is readable but for where it begins.
-        if found is None or places % ALIGNMENT:
-            tensors = tuple(map(self._clean, tensors))
-            layout = layout_of(*tensors, *beside)
-            found = self._known.get(layout)
-        return tensors, layout, found
+        return None if places % ALIGNMENT else found
 
     def keep(self, layout: Any, found: _T) -> None:
         """Keep what was worked out for a layout."""

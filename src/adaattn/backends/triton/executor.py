@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.allocation import adjacent, output_like, unfilled
 from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
@@ -31,6 +31,9 @@ _OVERLAPS_FROM: Final = (9, 0)
 """Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
 
 _Optionals = tuple[torch.Tensor | None, ...]
+_Sizes = tuple[int, ...]
+_Lying = tuple[_Sizes, _Sizes]
+"""Shape and strides."""
 
 _NO_STATISTICS: Final = (None,) * len(STATISTICS)
 
@@ -91,18 +94,20 @@ class _Prepared:
 
     Args:
         layout: what they follow from.
+        output: shape and strides of the result.
         forward: the kernel.
         halve: what takes keys, and values, apart.
         combine: adds up the splits of the keys; None where they are not split.
-        parts: shapes of what is added up: outputs [splits, B, Hq, Sq, Dv], and [splits, B, Hq, Sq]
-            their sums, maxima, and, for the entropy, products.
+        parts: shapes and strides of what is added up: outputs [splits, B, Hq, Sq, Dv], and
+            [splits, B, Hq, Sq] their sums, maxima, and, for the entropy, products.
     """
 
     layout: tuple[Any, ...]
+    output: _Lying
     forward: Launch
     halve: tuple[Launch, ...] = ()
     combine: Launch | None = None
-    parts: tuple[tuple[int, ...] | None, ...] = ()
+    parts: tuple[_Lying | None, ...] = ()
 
 
 class _Beside(NamedTuple):
@@ -212,18 +217,20 @@ class _Launcher:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % COPIED_BYTES:
             query, key, value = map(at_multiples, (query, key, value))
-        output = output_like(query, problem.value_dim)
         beside = _NOTHING
         is_plain = mask is sinks is slopes is starts_q is None
         if not (is_plain and blocks is None and head_terms is None):
             beside = _beside(mask, sinks, slopes, (starts_q, starts_k), blocks, head_terms)
         layout = (
             *(query.shape, query.stride(), key.shape, key.stride(), value.stride()),
-            *(output.stride(), key.get_device(), beside.layout),
+            *(key.get_device(), beside.layout),
         )
         prepared = self._prepared
         if prepared is None or prepared.layout != layout:
-            prepared = self._prepared = self._prepare(*layout)
+            lying = output_like(query.to("meta"), problem.value_dim)
+            prepared = self._prepare((tuple(lying.shape), lying.stride()), *layout)
+            self._prepared = prepared
+        output = unfilled(query, *prepared.output)
         lifts = None
         if prepared.halve:
             key, value, lifts = _halved(prepared, key, value)
@@ -236,8 +243,8 @@ class _Launcher:
             prepared.forward(query, key, value, output, *statistics, *rest)
         else:
             parts, sums, maxima, products = (
-                None if shape is None else unfilled(query, shape, dtype=torch.float32)
-                for shape in prepared.parts
+                None if part is None else unfilled(query, *part, torch.float32)
+                for part in prepared.parts
             )
             prepared.forward(query, key, value, parts, sums, maxima, products, *rest[:-1], None)
             read = parts, sums, maxima, products, beside.tensors[1]
@@ -247,11 +254,12 @@ class _Launcher:
             note(self._arguments.known_by)
         return output
 
-    def _prepare(self, *layout: Any) -> _Prepared:
-        """Return the launches for tensors of a layout."""
+    def _prepare(self, output: _Lying, *layout: Any) -> _Prepared:
+        """Return the launches for tensors of a layout, and of the output that lies so."""
         arguments = self._arguments
         query_shape, query_strides, key_shape, key_strides, value_strides, *rest = layout
-        output_strides, device, (seen, slope_stride, sequences, lists, _) = rest
+        output_strides = output[1]
+        device, (seen, slope_stride, sequences, lists, _) = rest
         batch, heads, len_q, _ = query_shape
         _, kv_heads, len_k, _ = key_shape
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)
@@ -285,14 +293,17 @@ class _Launcher:
             combine = arguments.combine(
                 output_strides, splits, batch, heads, len_q, overlaps=overlaps
             )
-        rows = splits, batch, heads, len_q
+        of_rows = splits, batch, heads, len_q
+        whole = *of_rows, self._problem.value_dim
+        rows = of_rows, adjacent(of_rows)
         products = rows if self._problem.wants(Aux.ENTROPY) else None
         return _Prepared(
             layout=layout,
+            output=output,
             forward=forward,
             halve=halve,
             combine=combine,
-            parts=((*rows, self._problem.value_dim), rows, rows, products),
+            parts=((whole, adjacent(whole)), rows, rows, products),
         )
 
 

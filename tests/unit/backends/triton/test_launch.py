@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,17 +156,19 @@ def test_planning_knows_of_all_that_a_call_allocates(
     monkeypatch.setattr("adaattn.backends.triton.executor.probe", lambda name: facts)
     monkeypatch.setattr(Launch, "__call__", lambda self, *tensors: None)
     allocated: list[torch.Tensor] = []
-    made = torch.Tensor.new_empty
 
-    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def noting(made: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         allocated.append(made(*args, **kwargs))
         return allocated[-1]
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", noting)
+    for way in ("new_empty", "new_empty_strided"):
+        noted = partialmethod(partial(noting, getattr(torch.Tensor, way)))
+        monkeypatch.setattr(torch.Tensor, way, noted)
     tensors = make_tensors(problem)
     output = direct(problem, group)(tensors.query, tensors.key, tensors.value)
     overhead = capability.overhead(problem, group, facts, 1.0)
-    beside = [item for item in allocated if item.data_ptr() != output.data_ptr()]
+    real = [item for item in allocated if not item.is_meta]
+    beside = [item for item in real if item.data_ptr() != output.data_ptr()]
     assert overhead.workspace_bytes == sum(item.nbytes for item in beside)
     assert bool(overhead.launches) == (name != "nothing")
 
