@@ -70,8 +70,11 @@ class Planes:
     """
 
     def __init__(self, tensor: torch.Tensor, kv_heads: int, entries: int) -> None:
-        group = tensor.shape[1] // kv_heads
-        shape = (-1, group, *tensor.shape[2:])
+        batch, heads, *rest = tensor.shape
+        if entries == batch == 1 and heads == kv_heads:
+            self._entries = [tensor.transpose(0, 1)]
+            return
+        shape = (-1, heads // kv_heads, *rest)
         parts = (tensor,) if entries == 1 else tensor.split(tensor.shape[0] // entries)
         self._entries = [part.reshape(shape) for part in parts]
 
@@ -79,11 +82,14 @@ class Planes:
         """Return the same tokens of some planes of one entry: a view [P, H / Hkv, T, D]."""
         entry, first = divmod(planes.start, self._entries[0].shape[0])
         whole: torch.Tensor = self._entries[entry]
+        if len(planes) == whole.shape[0] and tokens.start == 0 and tokens.stop >= whole.shape[2]:
+            return whole
         return whole[first : first + len(planes), :, tokens.start : tokens.stop]
 
     def lines(self, chunk: Chunk) -> torch.Tensor:
         """Return the rows of a chunk as matrices [P, H / Hkv * R, D]; a copy of those of groups."""
-        return self.part(chunk.planes, chunk.rows).flatten(1, 2)
+        found = self.part(chunk.planes, chunk.rows)
+        return found.squeeze(1) if found.shape[1] == 1 else found.flatten(1, 2)
 
     def keys(self, chunk: Chunk) -> torch.Tensor:
         """Return the keys of a chunk as matrices [P, C, D], a view."""
@@ -139,9 +145,9 @@ class Space:
     ) -> None:
         self._group = group
         size = max(len(it.planes) * group * len(it.rows) * pitch_of(it) for it in chunks)
-        self._memory = unfilled(like, (size,), dtype=dtype)
+        self._memory = unfilled(like, (size,), (1,), dtype)
 
     def of(self, chunk: Chunk) -> torch.Tensor:
         """Return the numbers of a chunk: [P, G * R, N], with the columns of the pitch N."""
-        size = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
-        return self._memory[: size[0] * size[1] * size[2]].view(size)
+        planes, lines, pitch = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
+        return self._memory.as_strided((planes, lines, pitch), (lines * pitch, pitch, 1))

@@ -38,8 +38,7 @@ def multiply(
     if out.dtype == left.dtype and (left.is_cuda or left.dtype == torch.float32):
         out.baddbmm_(left, right, beta=beta, alpha=scale)
     elif left.is_cuda:
-        given = (out, left, right, out.dtype)
-        torch.ops.aten.baddbmm.dtype_out(*given, beta=beta, alpha=scale, out=out)
+        torch.baddbmm(out, left, right, out.dtype, beta=beta, alpha=scale, out=out)
     else:
         wide = left.float() @ right.float() * scale
         out.copy_(out + wide if adds else wide)
