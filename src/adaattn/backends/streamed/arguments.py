@@ -49,7 +49,7 @@ class Beside:
 
     mask: tuple[int, ...] = (0, 0, 0, 0)
     slopes: int = 0
-    dtypes: tuple[torch.dtype | None, ...] = ()
+    dtypes: tuple[torch.dtype | None, ...] = (None, None, None)
 
     @classmethod
     def of(
@@ -59,10 +59,15 @@ class Beside:
         sinks: torch.Tensor | None = None,
     ) -> "Beside":
         """Return it for tensors of any number of dimensions."""
+        if mask is None and slopes is None and sinks is None:
+            return _NOTHING
         strides = (0, 0, 0, 0) if mask is None else broadcast_strides(with_rank(mask, 4))
         of_batch = 0 if slopes is None else broadcast_strides(with_rank(slopes, 2))[0]
         dtypes = (None if it is None else it.dtype for it in (mask, slopes, sinks))
         return cls(strides, of_batch, tuple(dtypes))
+
+
+_NOTHING: Final = Beside()
 
 
 def chained(follows: bool) -> tuple[tuple[str, int], ...]:

@@ -3,13 +3,14 @@
 On Hopper the first two are one kernel where it serves (`fused_launch`).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
 
-from adaattn.backends.allocation import output_like
+from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
@@ -25,9 +26,11 @@ from adaattn.backends.streamed.gradients import gradients
 from adaattn.backends.streamed.planes import (
     Planes,
     Space,
+    Taken,
     fill_for_nothing,
     num_entries,
     with_statistics,
+    write_products,
 )
 from adaattn.backends.streamed.products import multiply
 from adaattn.backends.training import Differentiated, drawn_seed
@@ -78,12 +81,42 @@ on_clear(_launcher.cache_clear)
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk of calls of one layout.
+
+    Args:
+        scores: shape and strides in their memory, and those of weights.
+        queries: its rows, [P, L, D].
+        keys: transposed, [P, D, N].
+        values: [P, N, Dv].
+        written: of the output, as `write_products` takes it.
+        softmax: makes weights of its scores.
+    """
+
+    scores: tuple[tuple[int, ...], tuple[int, ...]]
+    queries: Taken
+    keys: Taken
+    values: Taken
+    written: Taken
+    softmax: Launch
+
+
+@dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The chunks of calls of one layout, and the launch of each softmax."""
+    """What is computed for calls of one layout.
+
+    Args:
+        layout: what it follows from.
+        output: shape and strides of the output.
+        pieces: one after the other.
+        space: for their scores.
+        fused: computes them without.
+    """
 
     layout: tuple[Any, ...]
-    chunks: tuple[Chunk, ...]
-    launches: tuple[Launch, ...]
+    output: tuple[torch.Size, tuple[int, ...]]
+    pieces: tuple[_Piece, ...]
+    space: Space
     fused: FusedChunks | None
 
 
@@ -127,71 +160,97 @@ class _Launcher:
         """
         check_untransformed(query, key, value)
         query, key, value = map(with_dense_columns, (query, key, value))
-        _, _, len_k, columns = value.shape
-        lines = query.shape[:3].numel()
-        is_fused = self._may_fuse and fits(lines, len_k, columns, query.device)
-        output = output_like(query, value.shape[3])
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
+            output = output_like(query, value.shape[3])
             fill_for_nothing(output, *statistics, lse_rest)
             return output
         mask = as_bytes(mask)
         sinks, slopes = (None if it is None else with_dense_columns(it) for it in (sinks, slopes))
         if self._problem.dropout_p and seed is None:
             seed = drawn_seed(query)
-        entries = num_entries(query, key, value, output)
+        lying = query.stride(), key.stride(), value.stride(), query.get_device()
         beside = Beside.of(mask, slopes, sinks)
-        prepared = self._prepared
-        lying = (output.stride(), query.get_device(), is_fused)
-        layout = (query.shape, key.shape, entries, beside, *lying)
-        if prepared is None or prepared.layout != layout:
-            prepared = self._prepared = self._prepare(layout, output)
-        tensors = query, key, value, output
+        layout = (query.shape, key.shape, value.shape, lying, beside)
         with torch.no_grad():
+            prepared = self._prepared
+            if prepared is None or prepared.layout != layout:
+                prepared = self._prepared = self._prepare(layout, (query, key, value), beside)
+            output = unfilled(query, *prepared.output)
+            tensors = query, key, value, output
             if prepared.fused is not None:
                 prepared.fused.run(tensors, statistics[0])
             else:
-                rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
-                self._run(prepared, tensors, entries, rest)
+                _run(prepared, tensors, (*statistics, lse_rest, mask, sinks, slopes, seed))
         # What a backward pass takes is compiled there.
         if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
             note(Arguments(self._problem).known_by)
         return output
 
-    def _prepare(self, layout: tuple[Any, ...], output: torch.Tensor) -> _Prepared:
-        """Return the chunks and launches for tensors of a layout."""
-        query_shape, key_shape, entries, beside, *_, is_fused = layout
-        own = replace(self._problem, batch=query_shape[0], len_q=query_shape[2], len_k=key_shape[2])
+    def _prepare(
+        self, layout: tuple[Any, ...], given: tuple[torch.Tensor, ...], beside: Beside
+    ) -> _Prepared:
+        """Return what is computed for tensors that lie as these."""
+        query, key, value = given
+        batch, _, len_q, _ = query.shape
+        own = replace(self._problem, batch=batch, len_q=len_q, len_k=key.shape[2])
+        output = output_like(query, value.shape[3])
+        tensors = (*given, output)
+        entries = num_entries(*tensors)
         chunks = tuple(chunks_of(own, self._chunk_rows, entries))
-        if is_fused:
-            return _Prepared(layout, chunks, (), FusedChunks(own, chunks, output, entries))
-        launches = map(partial(Arguments(own).softmax, beside=beside), chunks)
-        return _Prepared(layout, chunks, tuple(launches), None)
+        space = Space(chunks, own.group_size)
+        pieces: tuple[_Piece, ...] = ()
+        fused = None
+        lines = query.shape[:3].numel()
+        if self._may_fuse and fits(lines, own.len_k, own.value_dim, query.device):
+            fused = FusedChunks(own, chunks, tensors, entries)
+        else:
+            pieces = tuple(_pieces(own, chunks, tensors, entries, beside, space))
+        lying = output.shape, output.stride()
+        return _Prepared(layout, lying, pieces, space, fused)
 
-    def _run(
-        self,
-        prepared: _Prepared,
-        tensors: tuple[torch.Tensor, ...],
-        entries: int,
-        rest: tuple[torch.Tensor | None, ...],
-    ) -> None:
-        """Compute the chunks.
 
-        Args:
-            prepared: what they are.
-            tensors: q, k, v and the output.
-            entries: parts of the batch.
-            rest: what the softmax writes and reads beside scores and weights.
-        """
-        problem, chunks = self._problem, prepared.chunks
-        query, key, value, output = (Planes(it, problem.num_kv_heads, entries) for it in tensors)
-        given, group = tensors[0], problem.group_size
-        scores_space = Space(given, torch.float32, chunks, group)
-        weights_space = scores_space
-        if given.dtype != torch.float32:
-            weights_space = Space(given, given.dtype, chunks, group)
-        for chunk, launch in zip(chunks, prepared.launches, strict=True):
-            scores, weights = scores_space.of(chunk), weights_space.of(chunk)
-            multiply(query.lines(chunk), key.padded_keys(chunk).mT, scores)
-            launch(scores, weights, *rest)
-            output.write(chunk, weights, value.padded_keys(chunk))
+def _pieces(
+    problem: AttentionProblem,
+    chunks: tuple[Chunk, ...],
+    tensors: tuple[torch.Tensor, ...],
+    entries: int,
+    beside: Beside,
+    space: Space,
+) -> Iterator[_Piece]:
+    """Yield what is computed for the chunks of tensors q, k, v and the output."""
+    query, key, value, output = tensors
+    arguments = Arguments(problem)
+    for chunk in chunks:
+        take = partial(Taken, chunk, problem.num_kv_heads, entries)
+        yield _Piece(
+            scores=space.place(chunk),
+            queries=take(Planes.lines, query),
+            keys=take(Planes.transposed_keys, key),
+            values=take(Planes.padded_keys, value),
+            written=take(Planes.written, output),
+            softmax=arguments.softmax(chunk, beside),
+        )
+
+
+def _run(
+    prepared: _Prepared,
+    tensors: tuple[torch.Tensor, ...],
+    rest: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Compute the chunks.
+
+    Args:
+        prepared: what they are.
+        tensors: q, k, v and the output.
+        rest: what the softmax writes and reads beside scores and weights.
+    """
+    query, key, value, output = tensors
+    of_scores = of_weights = prepared.space.memory(query, torch.float32)
+    if query.dtype != torch.float32:
+        of_weights = prepared.space.memory(query, query.dtype)
+    for it in prepared.pieces:
+        scores, weights = of_scores.as_strided(*it.scores), of_weights.as_strided(*it.scores)
+        multiply(it.queries.of(query), it.keys.of(key), scores)
+        it.softmax(scores, weights, *rest)
+        write_products(weights, it.values.of(value), it.written.of(output))

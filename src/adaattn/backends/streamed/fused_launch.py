@@ -3,19 +3,19 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import unfilled
+from adaattn.backends.allocation import adjacent, unfilled
 from adaattn.backends.device.launch import Launch, View
 from adaattn.backends.masks import stream_of
 from adaattn.backends.own_kernels import compiling
 from adaattn.backends.streamed.chunks import Chunk
 from adaattn.backends.streamed.fused_rules import parts_of
-from adaattn.backends.streamed.planes import Planes, Space
+from adaattn.backends.streamed.planes import Planes, Space, Taken
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
@@ -182,13 +182,36 @@ class Fused:
         return len(chunk.planes) * -(-self._problem.group_size * len(chunk.rows) // _LINES)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk of calls of one layout.
+
+    Args:
+        chunk: of the scores.
+        queries: its rows, [P, L, D].
+        keys: [P, C, D].
+        values: up to the pitch, [P, N, Dv].
+        weights: shape and strides in their memory.
+        products: shape of weights times values, [P, L, Dv].
+        divide: writes them to the output, divided by the sums of weights.
+    """
+
+    chunk: Chunk
+    queries: Taken
+    keys: Taken
+    values: Taken
+    weights: tuple[tuple[int, ...], tuple[int, ...]]
+    products: tuple[int, int, int]
+    divide: Launch
+
+
 class FusedChunks:
     """The chunks of a forward pass of calls of one layout.
 
     Args:
         problem: of the call.
         chunks: all of them.
-        output: of a call, which others lie like.
+        tensors: q, k, v and the output of a call, which those of others lie like.
         entries: as from `num_entries`.
     """
 
@@ -196,15 +219,32 @@ class FusedChunks:
         self,
         problem: AttentionProblem,
         chunks: tuple[Chunk, ...],
-        output: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
         entries: int,
     ) -> None:
-        self._problem, self._chunks, self._entries = problem, chunks, entries
-        self._weights = Fused(problem, Kind.SUMS, output.device)
-        self._divisions = [self._division(chunk, output) for chunk in chunks]
-        lines = (len(chunk.planes) * len(chunk.rows) for chunk in chunks)
-        self._most_lines = problem.group_size * max(lines)
+        self._problem = problem
+        self._weights = Fused(problem, Kind.SUMS, tensors[0].device)
+        self._space = Space(chunks, problem.group_size)
+        self._pieces = tuple(self._piece(chunk, tensors, entries) for chunk in chunks)
+        lines = max(len(chunk.planes) * len(chunk.rows) for chunk in chunks)
+        self._most_lines = problem.group_size * lines
         self._most_blocks = max(map(self._weights.num_blocks, chunks))
+
+    def _piece(self, chunk: Chunk, tensors: tuple[torch.Tensor, ...], entries: int) -> _Piece:
+        """Return a chunk of calls whose tensors lie as these."""
+        problem = self._problem
+        query, key, value, output = tensors
+        take = partial(Taken, chunk, problem.num_kv_heads, entries)
+        lines = problem.group_size * len(chunk.rows)
+        return _Piece(
+            chunk=chunk,
+            queries=take(Planes.lines, query),
+            keys=take(Planes.keys, key),
+            values=take(Planes.padded_keys, value),
+            weights=self._space.place(chunk),
+            products=(len(chunk.planes), lines, problem.value_dim),
+            divide=self._division(chunk, output),
+        )
 
     def run(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor | None) -> None:
         """Compute all chunks.
@@ -213,28 +253,25 @@ class FusedChunks:
             tensors: q, k, v and the output.
             lse: fp32 [B, Hq, Sq], written where given.
         """
-        problem = self._problem
-        given, output = tensors[0], tensors[3]
-        query, key, value = (Planes(it, problem.num_kv_heads, self._entries) for it in tensors[:3])
-        space = Space(given, given.dtype, self._chunks, problem.group_size)
-        size = self._most_lines * problem.value_dim
-        products = unfilled(given, (size,), dtype=torch.float32)
+        query, key, value, output = tensors
+        of_weights = self._space.memory(query, query.dtype)
+        size = self._most_lines * self._problem.value_dim
+        of_products = unfilled(query, (size,), (1,), torch.float32)
         totals, references = (
-            unfilled(given, (self._most_lines,), dtype=torch.float32) for _ in range(2)
+            unfilled(query, (self._most_lines,), (1,), torch.float32) for _ in range(2)
         )
-        noted = unfilled(given, (self._most_blocks,), dtype=torch.int32)
-        for chunk, division in zip(self._chunks, self._divisions, strict=True):
-            weights = space.of(chunk)
-            shape = (*weights.shape[:2], problem.value_dim)
-            written = products[: shape[0] * shape[1] * shape[2]].view(shape)
-            if chunk.keys:
-                copied = query.lines(chunk), key.keys(chunk), weights
-                self._weights(chunk, copied, references, totals, noted)
-                multiply(weights, value.padded_keys(chunk), written)
+        noted = unfilled(query, (self._most_blocks,), (1,), torch.int32)
+        for it in self._pieces:
+            products = of_products.as_strided(it.products, adjacent(it.products))
+            if it.chunk.keys:
+                weights = of_weights.as_strided(*it.weights)
+                copied = it.queries.of(query), it.keys.of(key), weights
+                self._weights(it.chunk, copied, references, totals, noted)
+                multiply(weights, it.values.of(value), products)
             else:
                 totals.zero_()
-                written.zero_()
-            division(written, totals, references, output, lse)
+                products.zero_()
+            it.divide(products, totals, references, output, lse)
 
     def _division(self, chunk: Chunk, output: torch.Tensor) -> Launch:
         """Return the launch of what divides by the sums of weights."""

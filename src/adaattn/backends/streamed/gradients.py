@@ -24,7 +24,7 @@ from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, padded, pitch_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.backends.streamed.fused_rules import fits, serves_gradients
-from adaattn.backends.streamed.planes import Planes, Space, num_entries
+from adaattn.backends.streamed.planes import Planes, Space, num_entries, write_products
 from adaattn.backends.streamed.products import multiply
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
@@ -203,7 +203,8 @@ class _Work:
         self._scale, kv_heads, group = problem.scale, problem.num_kv_heads, problem.group_size
         self._read = {name: Planes(it, kv_heads, entries) for name, it in read.items()}
         self._found = {name: Planes(it, kv_heads, entries) for name, it in found.items()}
-        self._given, self._chunks, self._group = read["query"], chunks, group
+        self._given, self._group = read["query"], group
+        self._space = Space(chunks, group)
         self._keys = range(read["key"].shape[2])
 
     def written(self, launches: dict[Chunk, Launch], rest: tuple[_Optional, ...]) -> _Made:
@@ -213,17 +214,18 @@ class _Work:
             launches: of each chunk.
             rest: what the kernel reads beside scores and products.
         """
-        of_scores, of_products = self._space(torch.float32), self._space(torch.float32)
+        of_scores, of_products = self._memory(torch.float32)
         of_weights, of_changes = of_scores, of_products
         if self._given.dtype != torch.float32:
-            of_weights, of_changes = self._space(self._given.dtype), self._space(self._given.dtype)
+            of_weights, of_changes = self._memory(self._given.dtype)
 
         def made(
             chunk: Chunk, query: torch.Tensor, key: torch.Tensor, upstream: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
             value = self._read["value"].padded_keys(chunk)
-            scores, products = of_scores.of(chunk), of_products.of(chunk)
-            weights, changes = of_weights.of(chunk), of_changes.of(chunk)
+            place = self._space.place(chunk)
+            scores, products = of_scores.as_strided(*place), of_products.as_strided(*place)
+            weights, changes = of_weights.as_strided(*place), of_changes.as_strided(*place)
             multiply(query, key.mT, scores)
             multiply(upstream, value.mT, products)
             launches[chunk](scores, products, weights, changes, *rest)
@@ -240,7 +242,7 @@ class _Work:
             lse: log-sum-exp of rows, fp32 [B, Hq, Sq].
             delta: what products of a row are less, likewise.
         """
-        of_weights, of_changes = self._space(self._given.dtype), self._space(self._given.dtype)
+        of_weights, of_changes = self._memory(self._given.dtype)
         shape = (-1, self._group, lse.shape[2])
         by_plane = lse.reshape(shape), delta.reshape(shape)
 
@@ -250,7 +252,8 @@ class _Work:
             value = self._read["value"].keys(chunk)  # the kernel reads any number
             planes, rows = (slice(it.start, it.stop) for it in (chunk.planes, chunk.rows))
             of_rows, less = (it[planes, :, rows].contiguous() for it in by_plane)
-            weights, changes = of_weights.of(chunk), of_changes.of(chunk)
+            place = self._space.place(chunk)
+            weights, changes = of_weights.as_strided(*place), of_changes.as_strided(*place)
             if chunk.keys:
                 make(chunk, (query, key, weights), of_rows)
                 change(chunk, (upstream, value, changes, weights), less)
@@ -258,9 +261,9 @@ class _Work:
 
         return made
 
-    def _space(self, dtype: torch.dtype) -> Space:
-        """Return memory for numbers of scores."""
-        return Space(self._given, dtype, self._chunks, self._group)
+    def _memory(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return memory for weights, and for their changes."""
+        return [self._space.memory(self._given, dtype) for _ in range(2)]
 
     def planes(self, chunks: list[Chunk], made: _Made) -> None:
         """Write the gradients of some planes.
@@ -305,7 +308,7 @@ class _Work:
         if "key" in sums:
             _multiply_lines(changes, query, sums["key"][:, keys], self._scale, adds=adds)
         if "query" in self._found:
-            self._found["query"].write(chunk, changes, key, self._scale)
+            write_products(changes, key, self._found["query"].written(chunk), self._scale)
 
 
 def _multiply_lines(
@@ -321,6 +324,9 @@ def _multiply_lines(
         adds: they are added to what is there, as they must be where L is no multiple of `PITCH`.
     """
     left, lines = left.mT, right.shape[1]
+    if is_even(lines):
+        multiply(left, right, out, scale=scale, adds=adds)
+        return
     steps = lines - lines % PITCH
     for part in (slice(0, steps), slice(steps, lines)):
         if part.start < part.stop:

@@ -6,13 +6,21 @@ from typing import Any
 
 import torch
 
-from adaattn.backends.allocation import unfilled
+from adaattn.backends.allocation import adjacent, unfilled
 from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
-__all__ = ["Planes", "Space", "fill_for_nothing", "num_entries", "with_statistics"]
+__all__ = [
+    "Planes",
+    "Space",
+    "Taken",
+    "fill_for_nothing",
+    "num_entries",
+    "with_statistics",
+    "write_products",
+]
 
 
 def with_statistics(
@@ -110,44 +118,94 @@ class Planes:
         padded[:, count:].zero_()
         return padded
 
-    def write(
-        self, chunk: Chunk, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0
-    ) -> None:
-        """Write products of matrices to the rows of a chunk.
+    def transposed_keys(self, chunk: Chunk) -> torch.Tensor:
+        """Return those as [P, D, N]."""
+        return self.padded_keys(chunk).mT
 
-        Args:
-            chunk: whose rows.
-            left: [P, H / Hkv * R, N], of the chunk's pitch N.
-            right: [P, N, D].
-            scale: factor of the products.
-        """
-        written = self.part(chunk.planes, chunk.rows)
-        if written.shape[1] == 1:
-            multiply(left, right, written.squeeze(1), scale=scale)
-            return
-        product = unfilled(written, (*left.shape[:2], right.shape[2]))
-        multiply(left, right, product, scale=scale)
-        written.copy_(product.view(written.shape))
+    def written(self, chunk: Chunk) -> torch.Tensor:
+        """Return where the rows of a chunk are written: a view for `write_products`."""
+        found = self.part(chunk.planes, chunk.rows)
+        _, group, rows, _ = found.shape
+        if group == 1:
+            return found.squeeze(1)
+        is_one = rows == 1 or found.stride(1) == rows * found.stride(2)
+        return found.flatten(1, 2) if is_one else found
+
+
+def write_products(
+    left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0
+) -> None:
+    """Write products of matrices to rows of a chunk.
+
+    Args:
+        left: [P, L, N], of the chunk's pitch N.
+        right: [P, N, D].
+        out: [P, L, D], or [P, H / Hkv, R, D] where no matrix has the rows of a group.
+        scale: factor of the products.
+    """
+    if out.dim() == 3:
+        multiply(left, right, out, scale=scale)
+        return
+    product = unfilled(out, (*left.shape[:2], right.shape[2]))
+    multiply(left, right, product, scale=scale)
+    out.copy_(product.view(out.shape))
+
+
+class Taken:
+    """What a chunk takes of a tensor [B, H, S, D], for all that lie like it: found once if a view.
+
+    Args:
+        chunk: which.
+        kv_heads: Hkv.
+        entries: as from `num_entries` of all tensors of a call.
+        take: returns it of the tensor's planes, as a view or a copy.
+        tensor: the first.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        kv_heads: int,
+        entries: int,
+        take: Callable[[Planes, Chunk], torch.Tensor],
+        tensor: torch.Tensor,
+    ) -> None:
+        self._chunk, self._kv_heads, self._entries, self._take = chunk, kv_heads, entries, take
+        self._place: tuple[torch.Size, tuple[int, ...], int] | None = None
+        found = self._taken(tensor)
+        if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            offset = int(found.storage_offset() - tensor.storage_offset())
+            self._place = found.shape, found.stride(), offset
+
+    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it, found anew."""
+        return self._take(Planes(tensor, self._kv_heads, self._entries), self._chunk)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it of a tensor."""
+        if self._place is None:
+            return self._taken(tensor)
+        shape, strides, offset = self._place
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 class Space:
-    """Memory for chunks of numbers, the same for each, so that it stays in a cache.
+    """Memory for the numbers of chunks, the same for each, so that it stays in a cache.
 
     Args:
-        like: a tensor on the device.
-        dtype: of the numbers.
         chunks: those that are to fit.
         group: heads that share a key head.
     """
 
-    def __init__(
-        self, like: torch.Tensor, dtype: torch.dtype, chunks: tuple[Chunk, ...], group: int
-    ) -> None:
+    def __init__(self, chunks: tuple[Chunk, ...], group: int) -> None:
         self._group = group
-        size = max(len(it.planes) * group * len(it.rows) * pitch_of(it) for it in chunks)
-        self._memory = unfilled(like, (size,), (1,), dtype)
+        self._size = max(math.prod(self.place(chunk)[0]) for chunk in chunks)
 
-    def of(self, chunk: Chunk) -> torch.Tensor:
-        """Return the numbers of a chunk: [P, G * R, N], with the columns of the pitch N."""
-        planes, lines, pitch = len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk)
-        return self._memory.as_strided((planes, lines, pitch), (lines * pitch, pitch, 1))
+    def memory(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory for all of them, on a tensor's device."""
+        return unfilled(like, (self._size,), (1,), dtype)
+
+    def place(self, chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a chunk's numbers in it: [P, G * R, N], N the pitch."""
+        shape = (len(chunk.planes), self._group * len(chunk.rows), pitch_of(chunk))
+        return shape, adjacent(shape)

@@ -158,13 +158,14 @@ def test_what_is_allocated_is_what_planning_is_told(
 ) -> None:
     problem, tensors, group = made({"aux": Aux.NONE} | values)
     sizes: list[int] = []
-    usual = planes.Space.__init__
+    usual = planes.Space.memory
 
-    def noting(self: planes.Space, *given: Any) -> None:
-        usual(self, *given)
-        sizes.append(self._memory.nbytes)
+    def noting(*given: Any) -> torch.Tensor:
+        made = usual(*given)
+        sizes.append(made.nbytes)
+        return made
 
-    monkeypatch.setattr(planes.Space, "__init__", noting)
+    monkeypatch.setattr(planes.Space, "memory", noting)
     passes = []
     result = load("streamed")(tensors, problem, group)
     passes.append(sum(sizes))
@@ -191,6 +192,31 @@ def test_views_of_planes_copy_nothing(num_entries: int) -> None:
         assert part.shape == (len(chunk.planes), 2, len(chunk.rows), 16)
         part.add_(1.0)
     assert bool((tensor == 1.0).all())
+
+
+@pytest.mark.parametrize("num_entries", [1, 2])
+@pytest.mark.parametrize("kv_heads", [6, 3])
+def test_what_a_chunk_takes_is_the_same_of_all_tensors_that_lie_alike(
+    num_entries: int, kv_heads: int
+) -> None:
+    memory = torch.randn(3, 2, 37, 6, 16)
+    if num_entries == 1:
+        memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
+    tensors = memory.transpose(2, 3)
+    problem = make_problem(
+        batch=2, num_heads=6, num_kv_heads=kv_heads, len_q=37, head_dim=512, is_causal=True
+    )
+    takes = [planes.Planes.lines, planes.Planes.written]
+    if kv_heads == 6:
+        takes += [planes.Planes.keys, planes.Planes.padded_keys]
+    for chunk in chunks_of(problem, 17, num_entries):
+        for take in takes:
+            taken = planes.Taken(chunk, kv_heads, num_entries, take, tensors[1])
+            for tensor in tensors:
+                found = taken.of(tensor)
+                assert torch.equal(found, take(planes.Planes(tensor, kv_heads, num_entries), chunk))
+                if take is planes.Planes.written:
+                    assert found.untyped_storage().data_ptr() == memory.data_ptr()
 
 
 def test_one_sequence_lies_as_one_dimension_however_it_lies() -> None:

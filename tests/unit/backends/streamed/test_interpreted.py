@@ -132,20 +132,14 @@ def test_a_kernel_that_is_slightly_wrong_is_noticed(change: dict[str, Any], made
         assert_executor_matches(wrong, tensors, problem)
 
 
-def _filled(filling: float, *given: Any) -> Space:
-    """Return memory of chunks that holds one number everywhere."""
-    made = Space(*given)
-    made._memory.fill_(filling)
-    return made
-
-
 def test_what_stands_behind_the_last_key_has_no_say(made: Made) -> None:
     """Rows of scores end with up to seven numbers that nothing wrote: infinity here, then NaN."""
     problem, tensors, group = made({"len_q": 9, "len_k": 21})
+    memory = Space.memory
     found = []
     for filling in (torch.inf, torch.nan):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor, "Space", partial(_filled, filling))
+            patch.setattr(Space, "memory", lambda *given, by=filling: memory(*given).fill_(by))
             found.append(load("streamed")(tensors, problem, group))
     assert torch.equal(found[0].output, found[1].output)
     assert bool(found[0].output.isfinite().all())
