@@ -66,15 +66,17 @@ class Launcher:
         self, places: Sequence[tuple[int, View, Any]], copied: Sequence[torch.Tensor]
     ) -> tuple[Any, ...]:
         """Return what tensors are described with; each is described once where it lies."""
-        known, found = self._known, []
+        known = self._known
+        found: list[Any] = []
         if max(len(known), len(self._together)) >= _MOST_KEPT:
             known.clear()
             self._together.clear()
         for (place, view, meta), tensor in zip(places, copied, strict=True):
             at = place, tensor.data_ptr()
-            if at not in known:
-                known[at] = make_tensordesc_arg(_described(tensor, view), meta)
-            found += known[at]
+            described = known.get(at)
+            if described is None:  # what another thread takes out meanwhile stays described
+                described = known[at] = make_tensordesc_arg(_described(tensor, view), meta)
+            found += described
         return tuple(found)
 
 
