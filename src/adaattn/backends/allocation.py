@@ -6,9 +6,9 @@ from typing import Final
 
 import torch
 
-__all__ = ["adjacent", "output_like", "unfilled"]
+__all__ = ["adjacent", "output_layout", "output_like", "unfilled"]
 
-_Sizes = torch.Size | tuple[int, ...]
+_Sizes = tuple[int, ...]
 
 _is_deterministic = torch._C._get_deterministic_algorithms
 _fills = torch._C._get_deterministic_fill_uninitialized_memory
@@ -68,12 +68,21 @@ def adjacent(shape: _Sizes) -> tuple[int, ...]:
     return tuple(steps[::-1])
 
 
+def output_layout(query: torch.Tensor, columns: int) -> tuple[_Sizes, _Sizes]:
+    """Return shape and strides of an output whose dimensions lie in the order of the query's.
+
+    That of an expanded query is contiguous. A graph takes them for granted.
+    """
+    *sizes, _ = query.shape
+    *steps, _ = query.stride()
+    number = columns
+    # Of equal strides the last is the smallest: all but one are of one element.
+    for dim in (2, 1, 0) if 0 in steps else sorted((2, 1, 0), key=steps.__getitem__):
+        steps[dim] = number
+        number = number * sizes[dim]
+    return (*sizes, columns), (*steps, 1)
+
+
 def output_like(query: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return an empty output whose dimensions lie in the order of the query's."""
-    if columns == query.shape[3] and not _is_deterministic():
-        made = torch.empty_like(query)
-        if made.stride(3) == 1:
-            return made
-    order = sorted(range(3), key=query.stride, reverse=True)
-    made = unfilled(query, (*(query.shape[dim] for dim in order), columns))
-    return made.permute(*(order.index(dim) for dim in range(3)), 3)
+    """Return an empty output of that layout."""
+    return unfilled(query, *output_layout(query, columns))

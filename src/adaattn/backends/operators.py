@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_use
 
-from adaattn.backends.allocation import output_like
+from adaattn.backends.allocation import output_layout, output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
 from adaattn.backends.operator_arguments import problem_of, taken_apart, tensors_of
 from adaattn.backends.own_kernels import check_untransformed
@@ -165,7 +165,8 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
             result, rest = training.forward(tensors, problem, seed, sizes[-1])
         else:
             result = run(tensors, problem, sizes[-1])
-        found = (result.output, result.lse, result.row_max, result.entropy, result.dropped_mass)
+        output = _as_told(result.output, query)
+        found = (output, result.lse, result.row_max, result.entropy, result.dropped_mass)
         return [_or_nothing(item, query) for item in (*found, rest)]
 
     made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
@@ -246,7 +247,10 @@ def _backward_operator(name: str, training: Training) -> Callable[..., list[torc
         problem = problem_of(tensors, numbers, flags, sizes)
         rest = lse_rest if lse_rest.numel() else None
         kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed, chunk_rows=sizes[-1])
-        found = training.backward(tensors, problem, kept, upstream, lse_upstream, wanted)
+        found = list(training.backward(tensors, problem, kept, upstream, lse_upstream, wanted))
+        for place, item in enumerate((query, key, value)):
+            gradient = found[place]
+            found[place] = None if gradient is None else _as_told(gradient, item)
         return [_or_nothing(item, query) for item in found]
 
     def refuse(ctx: Any, *upstream: Any) -> Any:
@@ -293,6 +297,20 @@ def _differentiated(
 def _or_nothing(item: _Optional, query: torch.Tensor) -> torch.Tensor:
     """Return a tensor; an empty one for None, which no operator returns."""
     return query.new_empty(0, dtype=torch.float32) if item is None else item
+
+
+def _as_told(item: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return an output or a gradient as it lies by `_fake`; executors go by tensors made readable.
+
+    Args:
+        item: [B, H, S, D].
+        like: the query, or the tensor that it is a gradient of, as it was given.
+    """
+    shape, strides = output_layout(like, item.shape[-1])
+    steps = zip(shape, strides, item.stride(), strict=True)
+    if all(told == own for size, told, own in steps if size > 1):
+        return item
+    return item.new_empty_strided(shape, strides).copy_(item)
 
 
 def _fake(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from adaattn.backends import allocation
 from adaattn.backends.allocation import output_like, unfilled
 from adaattn.testing import poisoned_memory
 
@@ -60,10 +61,17 @@ def test_graphs_are_traced_with_it(mode: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize(("shape", "strides"), [((0, 3), None), ((2, 3, 4), (4, 8, 1))])
 def test_on_a_gpu_it_is_what_empty_is(
-    shape: tuple[int, ...], strides: tuple[int, ...] | None
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    is_fast: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert allocation._empty_on_gpu is not None
+    if not is_fast:
+        monkeypatch.setattr(allocation, "_empty_on_gpu", None)
     like = torch.zeros(3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     wanted = torch.empty_strided(shape, strides or torch.empty(shape).stride(), device="cuda")
     for dtype in (None, torch.int32):
@@ -82,3 +90,10 @@ def test_outputs_lie_like_their_queries(columns: int) -> None:
     made = output_like(query, columns)
     assert made.shape == (2, 3, 5, columns)
     assert made.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("columns", [4, 8])
+def test_outputs_of_expanded_queries_are_contiguous(columns: int) -> None:
+    for query in (torch.zeros(1, 3, 5, 4).expand(2, 3, 5, 4), torch.zeros(4).expand(2, 3, 5, 4)):
+        assert output_like(query, columns).is_contiguous()

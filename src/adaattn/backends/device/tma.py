@@ -46,7 +46,8 @@ class Launcher:
         Args:
             views: of those tensors: shape and strides.
         """
-        run, given, together, address = self._run, self._given, self._together, _address
+        run, given, together = self._run, self._given, self._together
+        address = torch.Tensor.data_ptr
         number = next(self._places)
         places = [(next(self._places), *both) for both in zip(views, self._metas, strict=True)]
 
@@ -78,9 +79,6 @@ class Launcher:
                 described = known[at] = make_tensordesc_arg(_described(tensor, view), meta)
             found += described
         return tuple(found)
-
-
-_address = torch.Tensor.data_ptr
 
 
 def _described(tensor: torch.Tensor, view: View) -> Any:

@@ -66,7 +66,7 @@ class _Call:
         """Return the output of tensors that lie as some before them; None for the others."""
         check_untransformed(query, key, value)
         prepared = self._layouts.known((query, key, value), _layout(query, key, value, ()))
-        if prepared is None or prepared.plain is None or prepared.stored or _is_elsewhere(query):
+        if prepared is None or _is_elsewhere(query):
             return None
         return prepared.output(query, key, value)
 

@@ -62,9 +62,7 @@ class Pass:
         if starts[0] is not None:
             for item in written:  # tokens of no sequence
                 item.zero_()
-        rows = self.block_m
-        shape, strides = (self.num_tiles, 2, rows), (2 * rows, rows, 1)
-        terms = unfilled(upstream, shape, strides, torch.float32)
+        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
         sums, turns = self._summed(upstream)
         stream, starts_q = stream_of(upstream), _address(starts[0])
         of_rows = map(_address, (read[4], upstream, lse, lse_upstream, terms, sums, turns))

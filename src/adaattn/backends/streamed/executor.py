@@ -28,7 +28,9 @@ from adaattn.backends.streamed.planes import (
     Space,
     Taken,
     fill_for_nothing,
+    lines_of,
     num_entries,
+    padded_keys,
     with_statistics,
     write_products,
 )
@@ -86,10 +88,10 @@ class _Piece:
 
     Args:
         scores: shape and strides in their memory, and those of weights.
-        queries: its rows, [P, L, D].
-        keys: transposed, [P, D, N].
-        values: [P, N, Dv].
-        written: of the output, as `write_products` takes it.
+        queries: its rows.
+        keys: up to its pitch.
+        values: likewise.
+        written: rows of the output.
         softmax: makes weights of its scores.
     """
 
@@ -225,10 +227,10 @@ def _pieces(
         take = partial(Taken, chunk, problem.num_kv_heads, entries)
         yield _Piece(
             scores=space.place(chunk),
-            queries=take(Planes.lines, query),
-            keys=take(Planes.transposed_keys, key),
-            values=take(Planes.padded_keys, value),
-            written=take(Planes.written, output),
+            queries=take(Planes.rows, query),
+            keys=take(Planes.keys_to_pitch, key),
+            values=take(Planes.keys_to_pitch, value),
+            written=take(Planes.rows, output),
             softmax=arguments.softmax(chunk, beside),
         )
 
@@ -251,6 +253,8 @@ def _run(
         of_weights = prepared.space.memory(query, query.dtype)
     for it in prepared.pieces:
         scores, weights = of_scores.as_strided(*it.scores), of_weights.as_strided(*it.scores)
-        multiply(it.queries.of(query), it.keys.of(key), scores)
+        pitch = scores.shape[2]
+        keys = padded_keys(it.keys.of(key), pitch)
+        multiply(lines_of(it.queries.of(query)), keys.mT, scores)
         it.softmax(scores, weights, *rest)
-        write_products(weights, it.values.of(value), it.written.of(output))
+        write_products(weights, padded_keys(it.values.of(value), pitch), it.written.of(output))

@@ -15,7 +15,7 @@ from adaattn.backends.masks import stream_of
 from adaattn.backends.own_kernels import compiling
 from adaattn.backends.streamed.chunks import Chunk
 from adaattn.backends.streamed.fused_rules import parts_of
-from adaattn.backends.streamed.planes import Planes, Space, Taken
+from adaattn.backends.streamed.planes import Planes, Space, Taken, lines_of, padded_keys
 from adaattn.backends.streamed.products import multiply
 from adaattn.spec import AttentionProblem
 
@@ -137,7 +137,7 @@ class Fused:
             noted: int32 of as many numbers as `num_blocks` says, of SUMS.
         """
         first = copied[0]
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 self(chunk, copied, references, totals, noted)
             return
@@ -188,9 +188,9 @@ class _Piece:
 
     Args:
         chunk: of the scores.
-        queries: its rows, [P, L, D].
-        keys: [P, C, D].
-        values: up to the pitch, [P, N, Dv].
+        queries: its rows.
+        keys: those that they can see.
+        values: of these, up to the chunk's pitch.
         weights: shape and strides in their memory.
         products: shape of weights times values, [P, L, Dv].
         divide: writes them to the output, divided by the sums of weights.
@@ -238,9 +238,9 @@ class FusedChunks:
         lines = problem.group_size * len(chunk.rows)
         return _Piece(
             chunk=chunk,
-            queries=take(Planes.lines, query),
+            queries=take(Planes.rows, query),
             keys=take(Planes.keys, key),
-            values=take(Planes.padded_keys, value),
+            values=take(Planes.keys_to_pitch, value),
             weights=self._space.place(chunk),
             products=(len(chunk.planes), lines, problem.value_dim),
             divide=self._division(chunk, output),
@@ -265,9 +265,9 @@ class FusedChunks:
             products = of_products.as_strided(it.products, adjacent(it.products))
             if it.chunk.keys:
                 weights = of_weights.as_strided(*it.weights)
-                copied = it.queries.of(query), it.keys.of(key), weights
+                copied = lines_of(it.queries.of(query)), it.keys.of(key), weights
                 self._weights(it.chunk, copied, references, totals, noted)
-                multiply(weights, it.values.of(value), products)
+                multiply(weights, padded_keys(it.values.of(value), weights.shape[2]), products)
             else:
                 totals.zero_()
                 products.zero_()

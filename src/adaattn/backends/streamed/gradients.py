@@ -24,7 +24,14 @@ from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, padded, pitch_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
 from adaattn.backends.streamed.fused_rules import fits, serves_gradients
-from adaattn.backends.streamed.planes import Planes, Space, num_entries, write_products
+from adaattn.backends.streamed.planes import (
+    Planes,
+    Space,
+    lines_of,
+    num_entries,
+    padded_keys,
+    write_products,
+)
 from adaattn.backends.streamed.products import multiply
 from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
@@ -222,7 +229,7 @@ class _Work:
         def made(
             chunk: Chunk, query: torch.Tensor, key: torch.Tensor, upstream: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            value = self._read["value"].padded_keys(chunk)
+            value = _padded(self._read["value"], chunk)
             place = self._space.place(chunk)
             scores, products = of_scores.as_strided(*place), of_products.as_strided(*place)
             weights, changes = of_weights.as_strided(*place), of_changes.as_strided(*place)
@@ -299,8 +306,8 @@ class _Work:
         self, chunk: Chunk, made: _Made, sums: dict[str, torch.Tensor], *, adds: bool
     ) -> None:
         """Write, or add, the gradients of one chunk."""
-        query, upstream = (self._read[name].lines(chunk) for name in ("query", "upstream"))
-        key = self._read["key"].padded_keys(chunk)
+        query, upstream = (lines_of(self._read[name].rows(chunk)) for name in ("query", "upstream"))
+        key = _padded(self._read["key"], chunk)
         weights, changes = made(chunk, query, key, upstream)
         keys = slice(chunk.keys.start, chunk.keys.start + pitch_of(chunk))
         if "value" in sums:
@@ -308,7 +315,12 @@ class _Work:
         if "key" in sums:
             _multiply_lines(changes, query, sums["key"][:, keys], self._scale, adds=adds)
         if "query" in self._found:
-            write_products(changes, key, self._found["query"].written(chunk), self._scale)
+            write_products(changes, key, self._found["query"].rows(chunk), self._scale)
+
+
+def _padded(planes: Planes, chunk: Chunk) -> torch.Tensor:
+    """Return the keys or values of a chunk, as many as its pitch."""
+    return padded_keys(planes.keys_to_pitch(chunk), pitch_of(chunk))
 
 
 def _multiply_lines(

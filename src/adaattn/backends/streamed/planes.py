@@ -17,7 +17,9 @@ __all__ = [
     "Space",
     "Taken",
     "fill_for_nothing",
+    "lines_of",
     "num_entries",
+    "padded_keys",
     "with_statistics",
     "write_products",
 ]
@@ -94,42 +96,44 @@ class Planes:
             return whole
         return whole[first : first + len(planes), :, tokens.start : tokens.stop]
 
-    def lines(self, chunk: Chunk) -> torch.Tensor:
-        """Return the rows of a chunk as matrices [P, H / Hkv * R, D]; a copy of those of groups."""
-        found = self.part(chunk.planes, chunk.rows)
-        return found.squeeze(1) if found.shape[1] == 1 else found.flatten(1, 2)
-
-    def keys(self, chunk: Chunk) -> torch.Tensor:
-        """Return the keys of a chunk as matrices [P, C, D], a view."""
-        return self.part(chunk.planes, chunk.keys).squeeze(1)
-
-    def padded_keys(self, chunk: Chunk) -> torch.Tensor:
-        """Return as many as the chunk's pitch, [P, N, D]: those behind it have no weights.
-
-        It is a view, or a copy, ended by zeros, where there are no more.
-        """
-        first, pitch = chunk.keys.start, pitch_of(chunk)
-        keys = self.part(chunk.planes, range(first, first + pitch)).squeeze(1)
-        count = keys.shape[1]
-        if count == pitch:
-            return keys
-        padded = unfilled(keys, (keys.shape[0], pitch, keys.shape[2]))
-        padded[:, :count].copy_(keys)
-        padded[:, count:].zero_()
-        return padded
-
-    def transposed_keys(self, chunk: Chunk) -> torch.Tensor:
-        """Return those as [P, D, N]."""
-        return self.padded_keys(chunk).mT
-
-    def written(self, chunk: Chunk) -> torch.Tensor:
-        """Return where the rows of a chunk are written: a view for `write_products`."""
+    def rows(self, chunk: Chunk) -> torch.Tensor:
+        """Return the rows of a chunk, a view: [P, L, D], or [P, H / Hkv, R, D] of groups."""
         found = self.part(chunk.planes, chunk.rows)
         _, group, rows, _ = found.shape
         if group == 1:
             return found.squeeze(1)
         is_one = rows == 1 or found.stride(1) == rows * found.stride(2)
         return found.flatten(1, 2) if is_one else found
+
+    def keys(self, chunk: Chunk) -> torch.Tensor:
+        """Return the keys of a chunk as matrices [P, C, D], a view."""
+        return self.part(chunk.planes, chunk.keys).squeeze(1)
+
+    def keys_to_pitch(self, chunk: Chunk) -> torch.Tensor:
+        """Return as many as the chunk's pitch, or all that there are: a view."""
+        first = chunk.keys.start
+        return self.part(chunk.planes, range(first, first + pitch_of(chunk))).squeeze(1)
+
+
+def lines_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of a chunk as matrices [P, L, D]; a copy where a group's are not one already."""
+    return rows if rows.dim() == 3 else rows.flatten(1, 2)
+
+
+def padded_keys(keys: torch.Tensor, pitch: int) -> torch.Tensor:
+    """Return as many keys as a chunk's pitch, [P, N, D]: those behind its own have no weights.
+
+    Args:
+        keys: from `Planes.keys_to_pitch`; they, or a copy that is ended by zeros.
+        pitch: N.
+    """
+    count = keys.shape[1]
+    if count == pitch:
+        return keys
+    padded = unfilled(keys, (keys.shape[0], pitch, keys.shape[2]))
+    padded[:, :count].copy_(keys)
+    padded[:, count:].zero_()
+    return padded
 
 
 def write_products(
@@ -140,7 +144,7 @@ def write_products(
     Args:
         left: [P, L, N], of the chunk's pitch N.
         right: [P, N, D].
-        out: [P, L, D], or [P, H / Hkv, R, D] where no matrix has the rows of a group.
+        out: [P, L, D], or [P, H / Hkv, R, D], as from `Planes.rows`.
         scale: factor of the products.
     """
     if out.dim() == 3:
@@ -152,13 +156,13 @@ def write_products(
 
 
 class Taken:
-    """What a chunk takes of a tensor [B, H, S, D], for all that lie like it: found once if a view.
+    """A view that a chunk takes of a tensor [B, H, S, D]: found once for all that lie like it.
 
     Args:
         chunk: which.
         kv_heads: Hkv.
         entries: as from `num_entries` of all tensors of a call.
-        take: returns it of the tensor's planes, as a view or a copy.
+        take: returns the view of the tensor's planes.
         tensor: the first.
     """
 
@@ -170,23 +174,13 @@ class Taken:
         take: Callable[[Planes, Chunk], torch.Tensor],
         tensor: torch.Tensor,
     ) -> None:
-        self._chunk, self._kv_heads, self._entries, self._take = chunk, kv_heads, entries, take
-        self._place: tuple[torch.Size, tuple[int, ...], int] | None = None
-        found = self._taken(tensor)
-        if found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            offset = int(found.storage_offset() - tensor.storage_offset())
-            self._place = found.shape, found.stride(), offset
-
-    def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return it, found anew."""
-        return self._take(Planes(tensor, self._kv_heads, self._entries), self._chunk)
+        found = take(Planes(tensor, kv_heads, entries), chunk)
+        self._lying = found.shape, found.stride()
+        self._offset = int(found.storage_offset() - tensor.storage_offset())
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it of a tensor."""
-        if self._place is None:
-            return self._taken(tensor)
-        shape, strides, offset = self._place
-        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+        return tensor.as_strided(*self._lying, tensor.storage_offset() + self._offset)
 
 
 class Space:

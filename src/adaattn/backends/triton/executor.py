@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from adaattn.backends.allocation import adjacent, output_like, unfilled
+from adaattn.backends.allocation import adjacent, output_layout, unfilled
 from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
@@ -227,9 +227,8 @@ class _Launcher:
         )
         prepared = self._prepared
         if prepared is None or prepared.layout != layout:
-            lying = output_like(query.to("meta"), problem.value_dim)
-            prepared = self._prepare((tuple(lying.shape), lying.stride()), *layout)
-            self._prepared = prepared
+            lying = output_layout(query, problem.value_dim)
+            prepared = self._prepared = self._prepare(lying, *layout)
         output = unfilled(query, *prepared.output)
         lifts = None
         if prepared.halve:

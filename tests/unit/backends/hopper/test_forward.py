@@ -133,6 +133,8 @@ def test_a_second_call_of_a_layout_prepares_nothing(launches: Launches) -> None:
     call(longer.query, longer.key, longer.value, None)
     assert len(launches.variants) == 2
     assert len(launches.arguments) == 4
+    tiles = {it.tensor.data_ptr() for it in prepared._LISTED.values()}
+    assert all(arguments[FIRST_POINTER + 3] in tiles for arguments in launches.arguments)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,26 @@ def test_what_tma_cannot_read_is_copied_in_a_graph_whose_layouts_nobody_knew() -
         assert views.made_readable(odd).is_contiguous()
     single = wide[:, :1, :1, :64]
     assert views.made_readable(single) is single
+
+
+@pytest.mark.parametrize("value_dim", [64, 32])
+@pytest.mark.parametrize("kind", ["expanded", "odd steps", "odd start"])
+@pytest.mark.usefixtures("launches")
+def test_outputs_of_queries_that_are_copied_lie_as_graphs_are_told(
+    kind: str, value_dim: int
+) -> None:
+    problem = _problem(value_dim=value_dim, batch=2, num_heads=3, len_q=300)
+    tensors = make_tensors(problem)
+    wide = torch.zeros(2, 300, 3, 68, dtype=torch.bfloat16).transpose(1, 2)
+    query = {
+        "expanded": tensors.query[:1].expand(2, -1, -1, -1),
+        "odd steps": wide[..., :64],
+        "odd start": torch.cat((wide, wide), -1)[..., 4:68],
+    }[kind]
+    given = (query, tensors.key, tensors.value, *[None] * 7)
+    words = (*taken_apart(problem), *[None] * 4)
+    operator = torch.ops.adaattn.hopper.default
+    torch.library.opcheck(operator, (*given, *words), test_utils="test_faketensor")
 
 
 def test_a_graph_has_one_operator(launches: Launches) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from adaattn import hardware
@@ -550,3 +551,25 @@ def test_it_is_an_operator_as_pytorch_wants_them(name: str) -> None:
     torch.library.opcheck(
         torch.ops.adaattn.triton.default, (*arguments, *taken_apart(problem), *terms)
     )
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.parametrize("value_dim", [16, 32])
+@pytest.mark.parametrize("whole", [(1, 3), (2, 1)], ids=["a batch", "heads"])
+def test_outputs_of_expanded_queries_lie_as_graphs_are_told(
+    whole: tuple[int, int], value_dim: int, is_deterministic: bool
+) -> None:
+    sizes = {"batch": 2, "num_heads": 3, "len_q": 5, "head_dim": 16, "value_dim": value_dim}
+    problem = make_problem(**sizes, precision=Precision.FP32)
+    tensors = make_tensors(problem)
+    query = torch.randn(*whole, 5, 16).expand(2, 3, 5, 16)
+    given = (query, tensors.key, tensors.value)
+    rest = (*[None] * 7, *taken_apart(problem), *[None] * 4)
+    torch.use_deterministic_algorithms(is_deterministic)
+    try:
+        real, *_ = torch.ops.adaattn.triton(*given, *rest)
+        with FakeTensorMode() as mode:  # `opcheck` copies its tensors, none is expanded then
+            told, *_ = torch.ops.adaattn.triton(*map(mode.from_tensor, given), *rest)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert real.stride() == told.stride()
