@@ -4,7 +4,8 @@ The problem is taken apart into them, and described again from the tensors that 
 runs, whose lengths may be others.
 """
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
@@ -15,7 +16,15 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind
 
-__all__ = ["problem_of", "taken_apart", "tensors_of"]
+__all__ = ["SCHEMA", "call_of", "taken_apart"]
+
+SCHEMA: Final = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, Tensor? slopes, "
+    "Tensor? starts_q, Tensor? starts_k, Tensor? counts, Tensor? indices, "
+    "float[] numbers, bool[] flags, SymInt[] sizes, "
+    "Tensor? head_scale, Tensor? head_window, Tensor? head_softcap, Tensor? seed"
+)
+"""What an operator takes; numbers, flags and sizes are a problem as `taken_apart` has it."""
 
 _Optional = torch.Tensor | None
 
@@ -23,24 +32,19 @@ _BLOCK: Final = slice(6, 8)
 """Where the rows and keys of a listed block stand among the sizes."""
 
 
-def tensors_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: _Optional,
-    sinks: _Optional,
-    slopes: _Optional,
-    starts_q: _Optional,
-    starts_k: _Optional,
-    counts: _Optional,
-    indices: _Optional,
-    sizes: list[int],
-    head_scale: _Optional,
-    head_window: _Optional,
-    head_softcap: _Optional,
-) -> Tensors:
-    """Return the tensors of a call from an operator's arguments."""
-    return Tensors.of(
+def call_of(given: Sequence[Any]) -> tuple[Tensors, AttentionProblem, int, _Optional]:
+    """Return the tensors of a call, its problem, rows of a chunk, and seed.
+
+    Args:
+        given: what an operator was given, as `SCHEMA` names it.
+    """
+    query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices, *rest = given
+    numbers, flags, sizes, *terms, seed = rest
+    blocks = None
+    if counts is not None:
+        block_q, block_k = sizes[_BLOCK]
+        blocks = BlockList(counts=counts, indices=indices, block_q=block_q, block_k=block_k)
+    tensors = Tensors.of(
         query,
         key,
         value,
@@ -49,18 +53,10 @@ def tensors_of(
         alibi_slopes=slopes,
         cu_seqlens_q=starts_q,
         cu_seqlens_k=starts_k,
-        blocks=_list_of(counts, indices, sizes[_BLOCK]),
-        head_terms=HeadTerms.given(head_scale, head_window, head_softcap),
+        blocks=blocks,
+        head_terms=HeadTerms.given(*terms),
     )
-
-
-def _list_of(
-    counts: torch.Tensor | None, indices: torch.Tensor | None, sizes: list[int]
-) -> BlockList | None:
-    """Return the list of blocks that these tensors are, or None."""
-    if counts is None or indices is None:
-        return None
-    return BlockList(counts=counts, indices=indices, block_q=sizes[0], block_k=sizes[1])
+    return tensors, _problem_of(tensors, numbers, flags, sizes), sizes[-1], seed
 
 
 def taken_apart(
@@ -89,7 +85,7 @@ def taken_apart(
     )
 
 
-def problem_of(
+def _problem_of(
     tensors: Tensors, numbers: list[float], flags: list[bool], sizes: list[int]
 ) -> AttentionProblem:
     """Return the problem that `taken_apart` took apart, for the tensors at hand."""

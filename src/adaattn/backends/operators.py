@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 
 from adaattn.backends.allocation import output_layout, output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
-from adaattn.backends.operator_arguments import problem_of, taken_apart, tensors_of
+from adaattn.backends.operator_arguments import SCHEMA, call_of, taken_apart
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.errors import UnsupportedError
 from adaattn.spec import AttentionProblem, Aux
@@ -38,6 +38,9 @@ _SIZES: Final = 9
 
 _TENSORS: Final = 10
 """Tensors of an operator before its numbers, flags and sizes."""
+
+_KEPT: Final = "Tensor upstream, Tensor lse_upstream, Tensor output, Tensor lse, Tensor lse_rest"
+"""What an operator of gradients takes before what its operator took."""
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
@@ -136,40 +139,18 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
         training: how it is differentiated; None where it is not.
     """
 
-    def call(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        starts_q: torch.Tensor | None,
-        starts_k: torch.Tensor | None,
-        counts: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        numbers: list[float],
-        flags: list[bool],
-        sizes: list[int],
-        head_scale: torch.Tensor | None,
-        head_window: torch.Tensor | None,
-        head_softcap: torch.Tensor | None,
-        seed: torch.Tensor | None,
-    ) -> list[torch.Tensor]:
-        tensors = tensors_of(
-            *(query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices),
-            *(sizes, head_scale, head_window, head_softcap),
-        )
-        problem = problem_of(tensors, numbers, flags, sizes)
+    def call(*given: Any) -> list[torch.Tensor]:
+        tensors, problem, chunk_rows, seed = call_of(given)
         rest = None
-        if training is not None and flags[_TRAINED]:
-            result, rest = training.forward(tensors, problem, seed, sizes[-1])
+        if training is not None and problem.wants_gradients:
+            result, rest = training.forward(tensors, problem, seed, chunk_rows)
         else:
-            result = run(tensors, problem, sizes[-1])
-        output = _as_told(result.output, query)
+            result = run(tensors, problem, chunk_rows)
+        output = _as_told(result.output, tensors.query)
         found = (output, result.lse, result.row_max, result.entropy, result.dropped_mass)
-        return [_or_nothing(item, query) for item in (*found, rest)]
+        return [_or_nothing(item, output) for item in (*found, rest)]
 
-    made = torch.library.custom_op(f"adaattn::{name}", call, mutates_args=())
+    made = _custom_op(name, call, SCHEMA)
     made.register_fake(_fake)
     if training is not None:
         backward = _backward_operator(name, training)
@@ -212,52 +193,25 @@ def _result(
     return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
-def _backward_operator(name: str, training: Training) -> Callable[..., list[torch.Tensor]]:
+def _backward_operator(name: str, training: Training) -> Any:
     """Return the operator ``adaattn::<name>_backward``: the gradients in the order of `GIVEN`."""
 
-    def call(
-        upstream: torch.Tensor,
-        lse_upstream: torch.Tensor,
-        output: torch.Tensor,
-        lse: torch.Tensor,
-        lse_rest: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        slopes: torch.Tensor | None,
-        starts_q: torch.Tensor | None,
-        starts_k: torch.Tensor | None,
-        counts: torch.Tensor | None,
-        indices: torch.Tensor | None,
-        numbers: list[float],
-        flags: list[bool],
-        sizes: list[int],
-        head_scale: torch.Tensor | None,
-        head_window: torch.Tensor | None,
-        head_softcap: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        wanted: list[bool],
-    ) -> list[torch.Tensor]:
-        tensors = tensors_of(
-            *(query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices),
-            *(sizes, head_scale, head_window, head_softcap),
-        )
-        problem = problem_of(tensors, numbers, flags, sizes)
+    def call(*everything: Any) -> list[torch.Tensor]:
+        upstream, lse_upstream, output, lse, lse_rest, *given, wanted = everything
+        tensors, problem, chunk_rows, seed = call_of(given)
         rest = lse_rest if lse_rest.numel() else None
-        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed, chunk_rows=sizes[-1])
+        kept = Kept(output=output, lse=lse, lse_rest=rest, seed=seed, chunk_rows=chunk_rows)
         found = list(training.backward(tensors, problem, kept, upstream, lse_upstream, wanted))
-        for place, item in enumerate((query, key, value)):
+        for place, item in enumerate((tensors.query, tensors.key, tensors.value)):
             gradient = found[place]
             found[place] = None if gradient is None else _as_told(gradient, item)
-        return [_or_nothing(item, query) for item in found]
+        return [_or_nothing(item, upstream) for item in found]
 
     def refuse(ctx: Any, *upstream: Any) -> Any:
         del ctx, upstream
         raise no_second_derivative(name)
 
-    made = torch.library.custom_op(f"adaattn::{name}_backward", call, mutates_args=())
+    made = _custom_op(f"{name}_backward", call, f"{_KEPT}, {SCHEMA}, bool[] wanted")
     made.register_fake(_fake_gradients)
     made.register_autograd(refuse)
     return made
@@ -294,9 +248,15 @@ def _differentiated(
     return tuple(found)
 
 
-def _or_nothing(item: _Optional, query: torch.Tensor) -> torch.Tensor:
+def _custom_op(name: str, call: Callable[..., list[torch.Tensor]], takes: str) -> Any:
+    """Return the operator ``adaattn::<name>``, which takes so much and returns tensors."""
+    schema = f"({takes}) -> Tensor[]"
+    return torch.library.custom_op(f"adaattn::{name}", call, mutates_args=(), schema=schema)
+
+
+def _or_nothing(item: _Optional, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor; an empty one for None, which no operator returns."""
-    return query.new_empty(0, dtype=torch.float32) if item is None else item
+    return like.new_empty(0, dtype=torch.float32) if item is None else item
 
 
 def _as_told(item: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
