@@ -4,18 +4,32 @@ import importlib
 import importlib.metadata
 import importlib.util
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from adaattn.errors import ExecutorError
+from adaattn.hardware import on_clear
 
-__all__ = ["check_untransformed", "compiling", "sinks_gradient", "why_no_gluon", "why_no_triton"]
+if TYPE_CHECKING:
+    from functools import _lru_cache_wrapper
 
+__all__ = [
+    "check_untransformed",
+    "compiling",
+    "kept_by_problem",
+    "sinks_gradient",
+    "why_no_gluon",
+    "why_no_triton",
+]
+
+_T = TypeVar("_T")
+
+_KEPT: Final = 1024
 _OLDEST: Final = (3, 6)
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -40,6 +54,13 @@ def why_no_gluon() -> str:
     ROCm tells of some GPUs that their compute capability is 9.0.
     """
     return why_no_triton() or ("it is for NVIDIA GPUs" if torch.version.hip is not None else "")
+
+
+def kept_by_problem(make: Callable[..., _T]) -> "_lru_cache_wrapper[_T]":
+    """Return what makes something of a problem, once until `hardware.clear_cache`."""
+    kept = lru_cache(maxsize=_KEPT)(make)
+    on_clear(kept.cache_clear)
+    return kept
 
 
 def check_untransformed(*tensors: torch.Tensor) -> None:

@@ -6,9 +6,10 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.allocation import unfilled
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.operators import (
     GIVEN,
     Kept,
@@ -23,13 +24,15 @@ from adaattn.backends.operators import (
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.spec import AttentionProblem, Aux
 
-__all__ = ["Differentiated", "drawn_seed"]
+__all__ = ["Differentiated", "drawn_seed", "with_statistics"]
 
 _Optional = torch.Tensor | None
-_Gradients = Callable[
-    [AttentionProblem, Tensors, Kept, torch.Tensor, _Optional, frozenset[str]],
-    dict[str, torch.Tensor],
+_Backward = Callable[
+    [Tensors, Kept, torch.Tensor, _Optional, frozenset[str]], dict[str, torch.Tensor]
 ]
+"""Returns the gradients that are wanted by their names, of `GIVEN`, from the tensors of a call,
+what was kept, and the gradients of output [B, Hq, Sq, Dv] and log-sum-exp, fp32 [B, Hq, Sq]; None
+is zero."""
 
 
 class Differentiated:
@@ -41,14 +44,15 @@ class Differentiated:
             gradients are wanted also from ``seed``, of dropout, and ``lse_rest``, room for what
             rounding takes from the log-sum-exp; where a plan says how many rows are computed at
             once, with ``chunk_rows``.
-        gradients: returns the gradients that are wanted by their names, of `GIVEN`, from the
-            problem, its tensors, what was kept, and the gradients of output and log-sum-exp.
+        backward_of: returns the backward pass of a problem, with ``chunk_rows`` likewise.
     """
 
-    def __init__(self, name: str, compute: Callable[..., Result], gradients: _Gradients) -> None:
+    def __init__(
+        self, name: str, compute: Callable[..., Result], backward_of: Callable[..., _Backward]
+    ) -> None:
         self.name = name
         self.compute = compute
-        self.gradients = gradients
+        self._backward_of = backward_of
         passes = Training(
             seed_of=drawn_seed, forward=self._graph_forward, backward=self._graph_backward
         )
@@ -160,8 +164,14 @@ class Differentiated:
     ) -> tuple[_Optional, ...]:
         """Return the gradients of a call in the order of `GIVEN`, as an operator asks."""
         names = frozenset(name for name, wants in zip(GIVEN, wanted, strict=True) if wants)
-        found = self.gradients(problem, tensors, kept, upstream, lse_upstream, names)
-        return tuple(map(found.get, GIVEN))
+        return self.gradients(problem, tensors, kept, upstream, lse_upstream, names)
+
+    def gradients(
+        self, problem: AttentionProblem, tensors: Tensors, kept: Kept, *rest: Any
+    ) -> tuple[_Optional, ...]:
+        """Return the gradients of a call in the order of `GIVEN`; None of what wants none."""
+        backward = self._backward_of(problem, **_chunked(kept.chunk_rows))
+        return tuple(map(backward(tensors, kept, *rest).get, GIVEN))
 
 
 _trained_once = lru_cache(maxsize=1024)(trained)
@@ -171,6 +181,31 @@ _trained_once = lru_cache(maxsize=1024)(trained)
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
     """Return the seed of a call's dropout, int64 [1], from its device's generator."""
     return torch.randint(2**62, (1,), device=query.device)
+
+
+def with_statistics(
+    launcher: Callable[..., torch.Tensor],
+    problem: AttentionProblem,
+    given: tuple[Any, ...],
+    others: dict[str, Any],
+) -> Result:
+    """Return the output of a launcher, and the statistics of rows that a problem asks for.
+
+    Args:
+        launcher: writes those that it is given, in the order of `STATISTICS`, and returns the
+            output.
+        problem: of the call.
+        given: what a `Direct` takes.
+        others: what the launcher takes beside it.
+    """
+    query = given[0]
+    statistics = tuple(
+        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
+        for flag in STATISTICS
+    )
+    output = launcher(*given, statistics=statistics, **others)
+    lse, row_max, entropy, dropped = statistics
+    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
 
 def _chunked(chunk_rows: int) -> dict[str, int]:
@@ -236,7 +271,7 @@ class _Attention(torch.autograd.Function):
         known = (ctx.kernels, ctx.problem, ctx.chunk_rows, wanted)
         given = (*known, upstream, lse_upstream, *ctx.saved_tensors)
         # Gradients are wanted of gradients with ``create_graph=True`` alone.
-        compute: Callable[..., Any] = _Backward.apply if torch.is_grad_enabled() else _computed
+        compute: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else _computed
         found = compute(*given)
         return (None, None, None, *found)
 
@@ -265,11 +300,10 @@ def _computed(
         if lse_upstream is None:
             return (None,) * len(GIVEN)
         upstream = torch.zeros_like(output)
-    found = kernels.gradients(problem, given, kept, upstream, lse_upstream, wanted)
-    return tuple(map(found.get, GIVEN))
+    return kernels.gradients(problem, given, kept, upstream, lse_upstream, wanted)
 
 
-class _Backward(torch.autograd.Function):
+class _Gradients(torch.autograd.Function):
     """The gradients of a call, which have none themselves."""
 
     @staticmethod

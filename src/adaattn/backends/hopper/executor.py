@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from adaattn.backends.compiled_before import is_noted
 from adaattn.backends.hopper.forward import bound, output_function
-from adaattn.backends.hopper.gradients import gradients, noted_as
+from adaattn.backends.hopper.gradients import backward_of, noted_as
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.operators import trained
@@ -20,7 +20,7 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     return bound(problem)(*given)
 
 
-KERNELS: Final = Differentiated("hopper", _computed, gradients)
+KERNELS: Final = Differentiated("hopper", _computed, backward_of)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:

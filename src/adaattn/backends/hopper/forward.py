@@ -5,7 +5,6 @@ A repeated call looks up its layout, allocates the result, and launches
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ from adaattn.backends.hopper.prepared import (
 )
 from adaattn.backends.hopper.views import ALIGNMENT, Layouts, made_readable, readable
 from adaattn.backends.interface import Result
-from adaattn.backends.own_kernels import check_untransformed
-from adaattn.hardware import on_clear
+from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
 from adaattn.spec import AttentionProblem
 
 __all__ = ["bound", "output_function"]
@@ -107,13 +105,7 @@ class _Call:
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
 
 
-@lru_cache(maxsize=1024)
-def bound(problem: AttentionProblem) -> _Call:
-    """Return the call of a problem."""
-    return _Call(problem)
-
-
-on_clear(bound.cache_clear)
+bound = kept_by_problem(_Call)
 
 
 def _is_elsewhere(query: torch.Tensor) -> bool:

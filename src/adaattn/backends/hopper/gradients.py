@@ -27,53 +27,16 @@ from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept
-from adaattn.backends.own_kernels import compiling
-from adaattn.hardware import on_clear
+from adaattn.backends.own_kernels import compiling, kept_by_problem
 from adaattn.spec import AttentionProblem
 
-__all__ = ["gradients", "noted_as"]
+__all__ = ["backward_of", "noted_as"]
 
 _SUM_COLUMNS: Final = 256
 """Numbers of a row as TMA adds sums."""
 
 _Optional = torch.Tensor | None
 _Strides = tuple[int, ...]
-
-
-def gradients(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    kept: Kept,
-    upstream: torch.Tensor,
-    lse_upstream: _Optional,
-    wanted: frozenset[str],
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of a call by their names.
-
-    Args:
-        problem: of the call; sizes are taken from the tensors.
-        tensors: of the call.
-        kept: of its forward pass.
-        upstream: gradient of the output, [B, Hq, Sq, Dv].
-        lse_upstream: gradient of the log-sum-exp, fp32 [B, Hq, Sq]; None is zero.
-        wanted: names, of `GIVEN`.
-
-    Raises:
-        ExecutorError: a kernel cannot be compiled here.
-    """
-    if upstream.is_cuda and upstream.get_device() != torch._C._cuda_getDevice():
-        with torch.cuda.device(upstream.device):
-            return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
-    return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
-
-
-@lru_cache(maxsize=256)
-def _backward(problem: AttentionProblem) -> "_Backward":
-    """Return what launches the backward pass of a problem."""
-    return _Backward(problem)
-
-
-on_clear(_backward.cache_clear)
 
 
 def noted_as(problem: AttentionProblem) -> tuple[object, ...]:
@@ -97,6 +60,9 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
+        if upstream.is_cuda and upstream.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device(upstream.device):
+                return self(tensors, kept, upstream, lse_upstream, wanted)
         read: tuple[torch.Tensor, ...]
         read = (tensors.query, tensors.key, tensors.value, upstream, kept.output)
         lse, slopes = kept.lse.contiguous(), tensors.alibi_slopes
@@ -123,6 +89,9 @@ class _Backward:
             assert tensors.sinks is not None
             found["sinks"] = _of_sinks(tensors.sinks, terms, tensors.query.shape)
         return {name: found[name] for name in wanted}
+
+
+backward_of = kept_by_problem(_Backward)
 
 
 def _layout(

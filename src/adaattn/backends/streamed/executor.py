@@ -5,7 +5,7 @@ On Hopper the first two are one kernel where it serves (`fused_launch`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,12 +17,12 @@ from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import trained
-from adaattn.backends.own_kernels import check_untransformed
+from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import Chunk, chunks_of
 from adaattn.backends.streamed.fused_launch import FusedChunks
 from adaattn.backends.streamed.fused_rules import fits, serves
-from adaattn.backends.streamed.gradients import gradients
+from adaattn.backends.streamed.gradients import backward_of
 from adaattn.backends.streamed.planes import (
     Planes,
     Space,
@@ -31,17 +31,13 @@ from adaattn.backends.streamed.planes import (
     lines_of,
     num_entries,
     padded_keys,
-    with_statistics,
     write_products,
 )
 from adaattn.backends.streamed.products import multiply
-from adaattn.backends.training import Differentiated, drawn_seed
-from adaattn.hardware import on_clear
+from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
 from adaattn.spec import AttentionProblem, HeadGroup
 
 __all__ = ["KERNELS", "direct", "is_ready", "run"]
-
-_KEPT: Final = 256
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
@@ -70,16 +66,7 @@ def _computed(problem: AttentionProblem, *given: Any, chunk_rows: int = 0, **oth
     return with_statistics(_launcher(problem, chunk_rows), problem, given, others)
 
 
-KERNELS: Final = Differentiated("streamed", _computed, gradients)
-
-
-@lru_cache(maxsize=_KEPT)
-def _launcher(problem: AttentionProblem, chunk_rows: int) -> "_Launcher":
-    """Return the launcher of a problem."""
-    return _Launcher(problem, chunk_rows)
-
-
-on_clear(_launcher.cache_clear)
+KERNELS: Final = Differentiated("streamed", _computed, backward_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +128,7 @@ class _Launcher:
         sinks: torch.Tensor | None = None,
         slopes: torch.Tensor | None = None,
         *unserved: None,
-        statistics: tuple[torch.Tensor | None, ...] = (None, None, None),
+        statistics: tuple[torch.Tensor | None, ...] = (None,) * 4,
         seed: torch.Tensor | None = None,
         lse_rest: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -155,12 +142,13 @@ class _Launcher:
             sinks: likewise.
             slopes: likewise, or [Hq].
             unserved: what else a `Direct` takes.
-            statistics: fp32 [B, Hq, Sq] each, written where given: log-sum-exp, maximum, entropy.
+            statistics: fp32 [B, Hq, Sq] each, written where given, in the order of `STATISTICS`.
             seed: int64 [1], of dropout; None draws one.
             lse_rest: fp32 [B, Hq, Sq], written where given: what rounding takes from the
                 log-sum-exp.
         """
         check_untransformed(query, key, value)
+        statistics = statistics[:3]
         query, key, value = map(with_dense_columns, (query, key, value))
         if not (query.numel() and key.numel()):  # in a graph whose sizes nobody knew
             output = output_like(query, value.shape[3])
@@ -210,6 +198,9 @@ class _Launcher:
             pieces = tuple(_pieces(own, chunks, tensors, entries, beside, space))
         lying = output.shape, output.stride()
         return _Prepared(layout, lying, pieces, space, fused)
+
+
+_launcher = kept_by_problem(_Launcher)
 
 
 def _pieces(

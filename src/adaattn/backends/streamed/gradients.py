@@ -6,7 +6,7 @@ of them they are written at once. Equal inputs give equal bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept
-from adaattn.backends.own_kernels import sinks_gradient
+from adaattn.backends.own_kernels import kept_by_problem, sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.chunks import PITCH, Chunk, chunks_of, is_even, padded, pitch_of
 from adaattn.backends.streamed.fused_launch import Fused, Kind
@@ -33,12 +33,10 @@ from adaattn.backends.streamed.planes import (
     write_products,
 )
 from adaattn.backends.streamed.products import multiply
-from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
-__all__ = ["gradients"]
+__all__ = ["backward_of"]
 
-_KEPT: Final = 256
 _PRODUCTS: Final = ("query", "key", "value")
 
 _Optional = torch.Tensor | None
@@ -46,40 +44,6 @@ _Optional = torch.Tensor | None
 _Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Makes weights and their changes [P, L, N] of a chunk, from it and its queries, keys up to the
 pitch N, and gradients of the output."""
-
-
-def gradients(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    kept: Kept,
-    upstream: torch.Tensor,
-    lse_upstream: _Optional,
-    wanted: frozenset[str],
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of a call by their names.
-
-    Args:
-        problem: of the call.
-        tensors: of the call.
-        kept: of its forward pass.
-        upstream: gradient of the output, [B, Hq, Sq, Dv].
-        lse_upstream: gradient of the log-sum-exp, fp32 [B, Hq, Sq]; None is zero.
-        wanted: names, of `GIVEN`.
-
-    Raises:
-        ExecutorError: a kernel cannot be compiled here.
-    """
-    with torch.no_grad():
-        return _backward(problem, kept.chunk_rows)(tensors, kept, upstream, lse_upstream, wanted)
-
-
-@lru_cache(maxsize=_KEPT)
-def _backward(problem: AttentionProblem, chunk_rows: int) -> "_Backward":
-    """Return what computes the backward pass of a problem."""
-    return _Backward(problem, chunk_rows)
-
-
-on_clear(_backward.cache_clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +69,14 @@ class _Prepared:
 class _Backward:
     """Computes the gradients of one problem; lengths and strides are those of each call."""
 
-    def __init__(self, problem: AttentionProblem, chunk_rows: int) -> None:
+    def __init__(self, problem: AttentionProblem, chunk_rows: int = 0) -> None:
         self._problem = problem
         self._chunk_rows = chunk_rows
         self._prepared: _Prepared | None = None
         self._is_noted = False
         self._may_fuse = serves_gradients(problem)
 
+    @torch.no_grad()
     def __call__(
         self,
         tensors: Tensors,
@@ -186,6 +151,9 @@ class _Backward:
                 launches = tuple(map(partial(arguments.changes, beside=beside), chunks))
             prepared = self._prepared = _Prepared(layout, sums, chunks, launches, fused)
         return prepared
+
+
+backward_of = kept_by_problem(_Backward)
 
 
 class _Work:

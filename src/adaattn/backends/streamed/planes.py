@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from adaattn.backends.allocation import adjacent, unfilled
-from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.products import multiply
-from adaattn.spec import AttentionProblem
 
 __all__ = [
     "Planes",
@@ -20,33 +17,8 @@ __all__ = [
     "lines_of",
     "num_entries",
     "padded_keys",
-    "with_statistics",
     "write_products",
 ]
-
-
-def with_statistics(
-    launcher: Callable[..., torch.Tensor],
-    problem: AttentionProblem,
-    given: tuple[Any, ...],
-    others: dict[str, Any],
-) -> Result:
-    """Return the output of a launcher, and the statistics of rows that a problem asks for.
-
-    Args:
-        launcher: writes those that it is given, and returns the output.
-        problem: of the call.
-        given: what a `Direct` takes.
-        others: what the launcher takes beside it.
-    """
-    query = given[0]
-    statistics = tuple(
-        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
-        for flag in STATISTICS[:3]
-    )
-    output = launcher(*given, statistics=statistics, **others)
-    lse, row_max, entropy = statistics
-    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy)
 
 
 def fill_for_nothing(*results: torch.Tensor | None) -> None:

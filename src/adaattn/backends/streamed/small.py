@@ -7,7 +7,7 @@ atomics, and no memory has to be cleared: equal inputs give equal bits.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,21 +19,19 @@ from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept, trained
-from adaattn.backends.own_kernels import check_untransformed, sinks_gradient
+from adaattn.backends.own_kernels import check_untransformed, kept_by_problem, sinks_gradient
 from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.capability import SMALL
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
-from adaattn.backends.streamed.planes import with_statistics
 from adaattn.backends.streamed.split import choose_splits, is_wide, partials, slices
-from adaattn.backends.training import Differentiated, drawn_seed
-from adaattn.hardware import on_clear, probe
+from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
+from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup
 
 __all__ = ["CAPABILITIES", "KERNELS", "direct", "is_ready", "run"]
 
 CAPABILITIES = (SMALL,)
 
-_KEPT: Final = 256
 _OVERLAPS_FROM: Final = (9, 0)
 """Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
 
@@ -75,21 +73,6 @@ def _known_by(problem: AttentionProblem) -> tuple[object, ...]:
 def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
     return with_statistics(_launcher(problem), problem, given, others)
-
-
-def _gradients(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    kept: Kept,
-    upstream: torch.Tensor,
-    lse_upstream: _Optional,
-    wanted: frozenset[str],
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of a call by their names, as `Differentiated` asks for them."""
-    return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
-
-
-KERNELS: Final = Differentiated("small", _computed, _gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +138,7 @@ class _Launcher:
         sinks: _Optional = None,
         slopes: _Optional = None,
         *unserved: None,
-        statistics: tuple[_Optional, ...] = (None, None, None),
+        statistics: tuple[_Optional, ...] = (None,) * 4,
         seed: _Optional = None,
         lse_rest: _Optional = None,
     ) -> torch.Tensor:
@@ -172,7 +155,7 @@ class _Launcher:
         weights = unfilled(query, prepared.weights)
         first, softmax, last = prepared.launches
         first(query, key, scores)
-        softmax(scores, weights, *statistics, lse_rest, mask, sinks, slopes, seed)
+        softmax(scores, weights, *statistics[:3], lse_rest, mask, sinks, slopes, seed)
         last(weights, value, output)
         # What a backward pass takes is compiled there.
         if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
@@ -281,20 +264,8 @@ def _backward_launches(
     return launches, counts
 
 
-@lru_cache(maxsize=_KEPT)
-def _launcher(problem: AttentionProblem) -> _Launcher:
-    """Return the forward pass of a problem."""
-    return _Launcher(problem)
-
-
-@lru_cache(maxsize=_KEPT)
-def _backward(problem: AttentionProblem) -> _Backward:
-    """Return the backward pass of a problem."""
-    return _Backward(problem)
-
-
-on_clear(_launcher.cache_clear)
-on_clear(_backward.cache_clear)
+_launcher, _backward = kept_by_problem(_Launcher), kept_by_problem(_Backward)
+KERNELS: Final = Differentiated("small", _computed, _backward)
 
 
 def _whole(problem: AttentionProblem) -> Chunk:

@@ -1,7 +1,6 @@
 """Runs the portable kernels: what is compiled for a problem, and what each call brings."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,18 +14,17 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
 from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import trained
-from adaattn.backends.own_kernels import check_untransformed
-from adaattn.backends.training import Differentiated, drawn_seed
+from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
+from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
 from adaattn.backends.triton.gradient_launch import GradientArguments
-from adaattn.backends.triton.gradients import gradients
+from adaattn.backends.triton.gradients import backward_of
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
-from adaattn.hardware import on_clear, probe
+from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["direct", "is_ready", "run"]
 
-_KEPT: Final = 256
 _OVERLAPS_FROM: Final = (9, 0)
 """Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
 
@@ -50,17 +48,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
 
 def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
-    query = given[0]
-    statistics = tuple(
-        unfilled(query, query.shape[:3], dtype=torch.float32) if problem.wants(flag) else None
-        for flag in STATISTICS
-    )
-    lse, row_max, entropy, dropped = statistics
-    if lse is not None and problem.num_sequences and problem.wants_gradients:
-        # Tokens of no sequence are not written, and are not to count in sums over rows.
-        lse.fill_(-torch.inf)
-    output = _launcher(problem)(*given, statistics=statistics, **others)
-    return Result(output=output, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
+    return with_statistics(_launcher(problem), problem, given, others)
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
@@ -76,16 +64,7 @@ def is_ready(problem: AttentionProblem) -> bool:
     return is_noted(Arguments(problem).known_by)
 
 
-KERNELS: Final = Differentiated("triton", _computed, gradients)
-
-
-@lru_cache(maxsize=_KEPT)
-def _launcher(problem: AttentionProblem) -> "_Launcher":
-    """Return the launcher of a problem."""
-    return _Launcher(problem)
-
-
-on_clear(_launcher.cache_clear)
+KERNELS: Final = Differentiated("triton", _computed, backward_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +192,10 @@ class _Launcher:
         """
         problem = self._problem
         check_untransformed(query, key, value)
+        lse = statistics[0]
+        if lse is not None and problem.num_sequences and problem.wants_gradients:
+            # Tokens of no sequence are not written, and are not to count in sums over rows.
+            lse.fill_(-torch.inf)
         if self._arguments.are_copied:
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % COPIED_BYTES:
@@ -304,6 +287,9 @@ class _Launcher:
             combine=combine,
             parts=((whole, adjacent(whole)), rows, rows, products),
         )
+
+
+_launcher = kept_by_problem(_Launcher)
 
 
 def _halved(

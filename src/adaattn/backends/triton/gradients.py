@@ -8,7 +8,6 @@ kernel are [keys, rows], of the others [rows, keys].
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -22,53 +21,14 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import Kept
-from adaattn.backends.own_kernels import sinks_gradient
+from adaattn.backends.own_kernels import kept_by_problem, sinks_gradient
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
-from adaattn.hardware import on_clear
 from adaattn.spec import AttentionProblem
 
-__all__ = ["gradients"]
-
-_KEPT: Final = 256
+__all__ = ["backward_of"]
 
 _Optional = torch.Tensor | None
-
-
-def gradients(
-    problem: AttentionProblem,
-    tensors: Tensors,
-    kept: Kept,
-    upstream: torch.Tensor,
-    lse_upstream: _Optional,
-    wanted: frozenset[str],
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of a call by their names.
-
-    Args:
-        problem: of the call.
-        tensors: of the call.
-        kept: of its forward pass.
-        upstream: gradient of the output, [B, Hq, Sq, Dv].
-        lse_upstream: gradient of the log-sum-exp, fp32 [B, Hq, Sq]; None is zero.
-        wanted: names, of `GIVEN`.
-
-    Raises:
-        ExecutorError: a kernel cannot be compiled here.
-    """
-    layout = layout_facts(tensors.query, tensors.key, tensors.value, mask=tensors.mask)
-    if any(getattr(problem, name) != fact for name, fact in layout.items()):
-        problem = replace(problem, **layout)  # hooks on what is saved have laid it out anew
-    return _backward(problem)(tensors, kept, upstream, lse_upstream, wanted)
-
-
-@lru_cache(maxsize=_KEPT)
-def _backward(problem: AttentionProblem) -> "_Backward":
-    """Return what launches the backward pass of a problem."""
-    return _Backward(problem)
-
-
-on_clear(_backward.cache_clear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +68,11 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
+        layout = layout_facts(tensors.query, tensors.key, tensors.value, mask=tensors.mask)
+        if any(getattr(self._problem, name) != fact for name, fact in layout.items()):
+            # Hooks on what is saved have laid it out anew.
+            other = backward_of(replace(self._problem, **layout))
+            return other(tensors, kept, upstream, lse_upstream, wanted)
         found = _outputs(tensors, wanted)
         tensors = self._readable(tensors)
         upstream = _aligned(upstream, self._arguments.align)
@@ -201,6 +166,9 @@ _SUMS: Final = ("slopes", "scale", "softcap")
 
 _ADDED_UP: Final = frozenset({"mask", *_SUMS})
 """Sums over scores whose terms cancel: the kernel of rows finds delta for them, not the output."""
+
+
+backward_of = kept_by_problem(_Backward)
 
 
 def _outputs(tensors: Tensors, wanted: frozenset[str]) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ class Machine:
         """Have what is made of a function of the source run in its place, from now on."""
         self.others[name] = remake(device_code(FILES)[name])
         host.bound.cache_clear()
-        gradients._backward.cache_clear()
+        gradients.backward_of.cache_clear()
 
     def __call__(self, variant: Variant, device: torch.device) -> Any:
         compiled = pytest.importorskip("adaattn.backends.hopper.compiled")
@@ -96,7 +96,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(gradients, "_compiled", machine.backward)
     monkeypatch.setattr(gradient_passes, "_address", lambda tensor: tensor)
     monkeypatch.setattr(gradients, "note", lambda kernel: None)
-    gradients._backward.cache_clear()
+    gradients.backward_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     host.bound.cache_clear()
     prepared._LISTED.clear()

@@ -41,7 +41,7 @@ GROUPS: dict[str, Any] = {"batch": 2, "num_heads": 4, "num_kv_heads": 2}
 
 def forget() -> None:
     """Have nothing kept of what was bound to other kernels."""
-    for kept in (executor._launcher, gradients._backward):
+    for kept in (executor._launcher, gradients.backward_of):
         kept.cache_clear()
 
 
