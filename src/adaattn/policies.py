@@ -10,12 +10,12 @@ import contextvars
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+from adaattn._files import replace_file
 from adaattn.errors import PolicyError, expected_got
 from adaattn.spec import Policy
 
@@ -167,16 +167,10 @@ def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     Raises:
         PolicyError: the file cannot be written.
     """
-    target = Path(path)
     document = {"format": _FORMAT, "version": _VERSION, "policy": policy.to_dict()}
+    text = json.dumps(document, indent=2) + "\n"
     try:
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        replace_file(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PolicyError(
             expected_got(f"policy file {path}", "a place that can be written", repr(error))

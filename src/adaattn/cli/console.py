@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from adaattn._files import replace_file
 from adaattn.errors import AdaAttnError, AssetError, expected_got
 
 __all__ = ["JsonOption", "one_line", "one_line_errors", "write_json", "write_text"]
@@ -77,13 +77,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         AssetError: it cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise AssetError(
             expected_got(

@@ -11,11 +11,9 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -25,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from adaattn import __version__
+from adaattn._files import replace_file
 from adaattn._settings import cache_folder
 from adaattn.errors import TableError, expected_got
 from adaattn.hardware.datasheet import find_datasheet
@@ -118,18 +117,11 @@ def save(facts: HardwareFacts, table: TimingTable) -> bool:
     path = own_path(facts)
     known = _trusted(path, facts)
     text = table_text(facts, table if known is None else known.merged(table))
-    temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         _LOGGER.warning("could not save the measured times to %s: %s", path, error)
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         return False
     return True
 

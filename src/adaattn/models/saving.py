@@ -8,13 +8,13 @@ stored once, because a model has each of its tensors under one name only.
 import hashlib
 import json
 import os
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from adaattn._files import replace_file
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -76,8 +76,8 @@ def write_folder(
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         target.mkdir(parents=True, exist_ok=True)
-        _replace(target / WEIGHTS_FILE, lambda path: save_file(stored, path, metadata))
-        _replace(target / CONFIG_FILE, lambda path: path.write_bytes(text.encode()))
+        replace_file(target / WEIGHTS_FILE, lambda path: save_file(stored, path, metadata))
+        replace_file(target / CONFIG_FILE, lambda path: path.write_bytes(text.encode()))
     except OSError as error:
         raise AssetError(
             expected_got(f"folder {target}", "a place that can be written", repr(error))
@@ -153,17 +153,6 @@ def few(names: list[str]) -> str:
     """
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Put a file in the place of another once it is complete."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        write(temporary)
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _sha256(text: str) -> str:

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -6,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adaattn.cli import app, console
+from adaattn.cli import app
 from adaattn.cli.console import one_line, one_line_errors, write_text
 from adaattn.errors import AssetError, UnsupportedError
 
@@ -120,7 +121,7 @@ def test_a_file_is_written_whole_or_not_at_all(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(console.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(AssetError, match="got No space left on device; name another place"):
         write_text(path, "second")
     assert path.read_text() == "first"

@@ -114,14 +114,14 @@ def test_a_save_that_breaks_off_between_the_files_is_noticed(
 ) -> None:
     """The shapes fit, so only the checksum tells that these weights want another epsilon."""
     decoder("gpt").save(tmp_path)
-    replace = saving_module._replace
+    replace = saving_module.replace_file
 
     def interrupted(target: Path, write: Callable[[Path], object]) -> None:
         if target.name == "config.json":
             raise KeyboardInterrupt
         replace(target, write)
 
-    monkeypatch.setattr(saving_module, "_replace", interrupted)
+    monkeypatch.setattr(saving_module, "replace_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
         decoder("gpt", norm_eps=1e-3).save(tmp_path)
     with pytest.raises(AssetError, match=r"expected the weights that were saved with config.json"):
