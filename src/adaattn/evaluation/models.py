@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from adaattn._packages import import_package
 from adaattn.errors import AssetError, expected_got
 from adaattn.evaluation.assets import Progress, demo_model
 from adaattn.hardware.probe import resolve
@@ -97,19 +98,14 @@ def load_model(
         DeviceError: there is no such device.
     """
     chosen = choose_device(device)
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise AssetError(
-            expected_got("transformers", "an installed package", error, "pip install 'adaattn[hf]'")
-        ) from error
+    transformers = import_package("transformers")
     source = str(demo_model(progress=progress)) if name == "demo" else name
     if source == name and _looks_like_folder(name) and not Path(name).expanduser().is_dir():
         raise AssetError(expected_got(f"model {name!r}", "a folder", "none there", _MODEL_HINT))
     is_offline = not Path(source).expanduser().is_dir() and not _hub_answers()
     with _quiet_transformers(), _model_errors(name, is_offline):
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
-        network = AutoModelForCausalLM.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
+        network = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], local_files_only=is_offline
         )
         network = network.to(chosen).eval()

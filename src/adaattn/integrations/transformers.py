@@ -22,14 +22,10 @@ from typing import Any
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from adaattn._packages import import_package
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.history import History
-from adaattn.errors import (
-    ArgumentError,
-    AssetError,
-    UnsupportedError,
-    expected_got,
-)
+from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.integrations._transformers_attention import IGNORED_KEYWORDS, attention_forward
 from adaattn.integrations._transformers_masks import make_mask
 from adaattn.integrations._transformers_support import module_check, unsupported_reasons
@@ -216,14 +212,7 @@ def is_registered(name: str | None) -> bool:
 
 def _registries() -> tuple[Any, Any]:
     """Return Transformers' attention and mask registries."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise AssetError(
-            expected_got(
-                "transformers", "an installed package", "none", "pip install 'adaattn[hf]'"
-            )
-        ) from error
+    transformers = import_package("transformers")
     version = str(transformers.__version__)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < MINIMUM_VERSION:

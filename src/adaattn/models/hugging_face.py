@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from adaattn._packages import import_package
 from adaattn.errors import (
     ArgumentTypeError,
     AssetError,
@@ -212,15 +213,8 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> Any:
         known = ", ".join(family.architectures)
         wrong = expected_got(f"architectures in {folder}", f"one of {known}", named[0])
         raise UnsupportedError(_REQUEST, [wrong])
-    try:
-        import transformers
-        from safetensors import SafetensorError
-    except ImportError as error:
-        raise AssetError(
-            expected_got(
-                "transformers", "an installed package", error, "run: pip install 'adaattn[hf]'"
-            )
-        ) from error
+    transformers = import_package("transformers")
+    wrong_file = import_package("safetensors").SafetensorError
     with _quiet(transformers):
         try:
             model, info = getattr(transformers, named[0]).from_pretrained(
@@ -230,7 +224,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> Any:
                 use_safetensors=True,  # never unpickled
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, wrong_file) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise AssetError(
                 expected_got(f"model in {folder}", "one that Transformers loads", reason)

@@ -10,11 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from adaattn._files import replace_file
+from adaattn._packages import import_package
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -53,7 +53,7 @@ def write_folder(
         AssetError: the folder cannot be written, or safetensors is missing.
         ArgumentTypeError: ``attention_settings`` holds what JSON cannot say.
     """
-    save_file = _safetensors().save_file
+    save_file = import_package("safetensors.torch").save_file
     document = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -206,7 +206,7 @@ def _read_weights(
     path: Path, device: torch.device | str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file."""
-    library = _safetensors()
+    library = import_package("safetensors.torch")
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -220,16 +220,3 @@ def _read_weights(
         raise AssetError(
             expected_got(f"{path}", "a whole safetensors file", error, _AGAIN)
         ) from error
-
-
-def _safetensors() -> Any:
-    """Return ``safetensors.torch``, or say how to install it."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise AssetError(
-            expected_got(
-                "safetensors", "an installed package", error, "run: pip install 'adaattn[hf]'"
-            )
-        ) from error
-    return safetensors.torch

@@ -1,0 +1,24 @@
+"""Packages that may be missing."""
+
+import importlib
+from typing import Any
+
+from adaattn.errors import AssetError, expected_got
+
+__all__ = ["import_package"]
+
+
+def import_package(name: str) -> Any:
+    """Return a module of an optional package.
+
+    Args:
+        name: such as ``"safetensors.torch"``.
+
+    Raises:
+        AssetError: it is not installed; says how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package, hint = name.partition(".")[0], "run: pip install 'adaattn[hf]'"
+        raise AssetError(expected_got(package, "an installed package", error, hint)) from error
