@@ -1,11 +1,12 @@
 """Packages that may be missing."""
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 from adaattn.errors import AssetError, expected_got
 
-__all__ = ["import_package"]
+__all__ = ["import_package", "installed_version"]
 
 
 def import_package(name: str) -> Any:
@@ -22,3 +23,15 @@ def import_package(name: str) -> Any:
     except ImportError as error:
         package, hint = name.partition(".")[0], "run: pip install 'adaattn[hf]'"
         raise AssetError(expected_got(package, "an installed package", error, hint)) from error
+
+
+def installed_version(name: str) -> str:
+    """Return the version of a package, or "" where none is installed.
+
+    Args:
+        name: as pip knows it.
+    """
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -5,7 +5,6 @@ timing tables notes each, named by what it depends on and by versions.
 """
 
 import hashlib
-import importlib.metadata
 import logging
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Final
 import torch
 
 from adaattn import __version__
+from adaattn._packages import installed_version
 from adaattn._settings import cache_folder
 from adaattn.hardware import probe
 
@@ -73,8 +73,4 @@ def _card() -> str:
 @lru_cache(maxsize=1)
 def _versions() -> str:
     """Return the versions of all that a kernel is made with."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = "none"
-    return f"{__version__} {torch.__version__} {triton}"
+    return f"{__version__} {torch.__version__} {installed_version('triton') or 'none'}"

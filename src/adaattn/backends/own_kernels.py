@@ -1,7 +1,6 @@
 """What executors with kernels of their own share: what they need, refuse, and call a failure."""
 
 import importlib
-import importlib.metadata
 import importlib.util
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from adaattn._packages import installed_version
 from adaattn.errors import ExecutorError
 from adaattn.hardware import on_clear
 
@@ -39,9 +39,7 @@ def why_no_triton() -> str:
     """Return why kernels cannot be compiled in this installation, or ""."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+    if not (version := installed_version("triton")):
         return ""  # unpacked beside the installation: somebody knows
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     oldest = ".".join(map(str, _OLDEST))

@@ -5,9 +5,9 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from typing import Any
 
+from adaattn._packages import installed_version
 from adaattn.cli.console import STDOUT, write_json
 
 __all__ = ["collect", "run_info"]
@@ -66,13 +66,8 @@ def _adaattn() -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0], "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    packages = {name: installed_version(name) or "not installed" for name in _PACKAGES}
+    return {"python": sys.version.split()[0], "platform": platform.platform(), **packages}
 
 
 def _cuda() -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import contextlib
 import io
 import platform
-from importlib import metadata
 from pathlib import Path
 
+from adaattn._packages import installed_version
 from adaattn.errors import AssetError, expected_got
 
 __all__ = ["convert_gguf", "versions"]
@@ -55,8 +55,6 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a conversion depends on."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "gguf", "safetensors"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+    packages = ("torch", "transformers", "gguf", "safetensors")
+    found = {"python": platform.python_version(), **{p: installed_version(p) for p in packages}}
+    return {name: version for name, version in found.items() if version}

@@ -8,7 +8,6 @@ thread count and version of torch; a shipped table serves the devices that are a
 import contextlib
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import logging
 import re
@@ -24,6 +23,7 @@ import torch
 
 from adaattn import __version__
 from adaattn._files import replace_file
+from adaattn._packages import installed_version
 from adaattn._settings import cache_folder
 from adaattn.errors import TableError, expected_got
 from adaattn.hardware.datasheet import find_datasheet
@@ -251,8 +251,7 @@ def _versions(facts: HardwareFacts) -> dict[str, str]:
         with contextlib.suppress(OSError):
             driver = re.search(r"\s(\d+\.[\d.]+)\s", _DRIVER.read_text(encoding="utf-8"))
             found["driver"] = driver[1] if driver else ""
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found["triton"] = importlib.metadata.version("triton")
+        found["triton"] = installed_version("triton")
         found["cuda"] = torch.version.cuda or ""
         found["cudnn"] = str(torch.backends.cudnn.version() or "")
     return {name: version for name, version in found.items() if version}
