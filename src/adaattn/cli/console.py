@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from adaattn._files import replace_file
 from adaattn.errors import AdaAttnError, AssetError, expected_got
 
-__all__ = ["JsonOption", "one_line", "one_line_errors", "write_json", "write_text"]
+__all__ = ["JsonOption", "check_outputs", "one_line", "one_line_errors", "write_json", "write_text"]
 
 STDOUT = "-"
 
@@ -56,6 +56,22 @@ def one_line(message: str) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[:2] = [f"{lines[0]} {lines[1]}"]
     return "; ".join(lines)
+
+
+def check_outputs(*targets: str | Path | None) -> None:
+    """Refuse before minutes of work what could not be written after them.
+
+    Args:
+        targets: files; None and stdout (``-``) pass.
+
+    Raises:
+        AssetError: one is a folder, or would lie in none.
+    """
+    for path in (Path(target) for target in targets if target not in (None, STDOUT)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            found = "a folder" if path.is_dir() else "no such folder"
+            wanted = "a file in an existing folder"
+            raise AssetError(expected_got(f"output file {path}", wanted, found))
 
 
 def write_json(target: str, value: Any) -> None:

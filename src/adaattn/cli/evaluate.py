@@ -16,8 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from adaattn.cli.console import STDOUT, write_json, write_text
-from adaattn.errors import AssetError, expected_got
+from adaattn.cli.console import STDOUT, check_outputs, write_json, write_text
 from adaattn.evaluation.html_report import html_report
 from adaattn.evaluation.perplexity import EvaluationRequest, evaluate
 from adaattn.evaluation.report import print_report
@@ -52,7 +51,7 @@ def run_evaluate(
     Raises:
         AdaAttnError: as `evaluate`; also when an output file cannot be written.
     """
-    _check_outputs(json_path, html_path)
+    check_outputs(json_path, html_path)
     errors = Console(stderr=True)
     if not shows_progress:
         result = evaluate(request)
@@ -69,18 +68,6 @@ def run_evaluate(
     if not console.is_terminal:
         console.width = max(console.width, _MIN_WIDTH)
     print_report(result, console)
-
-
-def _check_outputs(json_path: str | None, html_path: Path | None) -> None:
-    """Refuse before minutes of work what could not be written after them."""
-    paths = [] if json_path in (None, STDOUT) else [Path(str(json_path))]
-    paths += [] if html_path is None else [html_path]
-    for path in paths:
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            found = "a folder" if path.is_dir() else "no such folder"
-            raise AssetError(
-                expected_got(f"output file {path}", "a file in an existing folder", found)
-            )
 
 
 def _bar(console: Console) -> Progress:

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from adaattn.cli.console import STDOUT, write_json, write_text
+from adaattn.cli.console import STDOUT, check_outputs, write_json, write_text
 from adaattn.cli.plan import PlanRequest, problem_of
-from adaattn.errors import AssetError, expected_got
 from adaattn.hardware.probe import describe
 from adaattn.hardware.tables import own_path, table_text
 from adaattn.spec import Cell, TimingTable
@@ -55,8 +54,7 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
     device = None if request.device == "auto" else request.device
     facts = describe(device)
     problems = [problem_of(item, facts.device_type) for item in request.problems]
-    for path in (request.out, None if json_path in (None, STDOUT) else Path(str(json_path))):
-        _check_output(path)
+    check_outputs(request.out, json_path)
     errors = Console(stderr=True)
     shown = _Progress(errors, request.budget_s) if shows_progress and not request.load else None
     try:
@@ -81,13 +79,6 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
         console.width = max(console.width, _MIN_WIDTH)
     console.print(_printed(table))
     console.print(f"{_count(table)} problems; written to {request.out or own_path(facts)}")
-
-
-def _check_output(path: Path | None) -> None:
-    """Refuse before minutes of work what could not be written after them."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = "a folder" if path.is_dir() else "no such folder"
-        raise AssetError(expected_got(f"output file {path}", "a file in an existing folder", found))
 
 
 def _printed(table: TimingTable) -> Table:
