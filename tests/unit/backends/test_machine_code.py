@@ -24,11 +24,10 @@ OLDEST = ROOT / "build" / "triton-3.6.0"
 
 SCRIPT = """
 import json, os, sys, traceback
-from dataclasses import asdict
 import triton
-from adaattn.backends.hopper.launch import choose
 from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
-from adaattn.testing import machine_code, make_problem, streamed_code
+from adaattn.testing import make_problem
+from tests.unit.backends.machine_code import code_of
 
 layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
 usual = {"precision": Precision.BF16, "len_q": 4096} | layout
@@ -36,14 +35,7 @@ for line in sys.stdin:
     executor, values, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
     try:
         problem = make_problem(**(usual | eval(values)))
-        name = executor + "_code"
-        module = machine_code if hasattr(machine_code, name) else streamed_code
-        found = asdict(getattr(module, name)(problem))
-        wide = [line for line in found["sass"].splitlines() if ".128" in line]
-        found["wide"] = sum("LDG" in line or "STG" in line for line in wide)
-        del found["sass"]
-        found["warpgroups"] = choose(problem).tiling.warpgroups if executor == "hopper" else 0
-        found["triton"] = triton.__version__
+        found = {**code_of(executor, problem), "triton": triton.__version__}
     except Exception:
         found = {"error": traceback.format_exc()}
     print("found " + json.dumps(found), flush=True)
@@ -238,7 +230,7 @@ def compiler(triton: Path | None) -> "subprocess.Popen[str]":
         text=True,
         env={
             "PATH": os.defpath,
-            "PYTHONPATH": os.pathsep.join([*first, *(path for path in sys.path if path)]),
+            "PYTHONPATH": os.pathsep.join([*first, *filter(None, sys.path), str(ROOT)]),
             "HOME": tempfile.gettempdir(),
         },
     )

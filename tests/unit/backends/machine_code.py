@@ -7,38 +7,26 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from adaattn._dtypes import torch_dtype
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
+from adaattn.backends.streamed import arguments as streamed_arguments
+from adaattn.backends.streamed.chunks import Chunk, pitch_of
+from adaattn.backends.streamed.fused_launch import Kind, Variant
+from adaattn.backends.streamed.split import choose_splits, partials, slices
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
 from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
-__all__ = [
-    "TYPES",
-    "Loop",
-    "MachineCode",
-    "built",
-    "hopper_code",
-    "hopper_finish_code",
-    "hopper_gradients_code",
-    "hopper_keys_code",
-    "hopper_prepare_code",
-    "hopper_queries_code",
-    "key_gradients_code",
-    "mask_gradients_code",
-    "mask_layout",
-    "row_gradients_code",
-    "slopes_and_seed",
-    "triton_code",
-]
-
-TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
+_TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 _ALIGNED_BYTES: Final = 16
 _ROWS: Final = (
     *("query", "key", "value", "output", "upstream"),
@@ -52,83 +40,32 @@ _TARGET = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 _DEPTH = 16
 _LOCAL = re.compile(r"\b(STL|LDL)\b")
 
+_Loop = dict[str, int]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """A loop over blocks of keys.
 
-    Args:
-        instructions: in one pass.
-        spills: accesses to local memory among them.
+def code_of(kernel: str, problem: AttentionProblem) -> dict[str, Any]:
+    """Return what the assembler made of a kernel of `_KERNELS` for a problem.
+
+    ``registers`` are a thread's at entry, ``products`` wgmma instructions, ``small_products`` those
+    of a warp, ``copies`` asynchronous ones to shared memory, ``spills`` accesses to local memory,
+    ``wide`` accesses of 16 bytes to main memory, ``warnings`` what the assembler reported, such as
+    products that it serialised, and ``loops`` the loops over blocks of keys, of each warpgroup.
     """
-
-    instructions: int
-    spills: int
+    return _KERNELS[kernel](problem)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineCode:
-    """What the assembler made of a kernel.
-
-    Args:
-        sass: the disassembled instructions.
-        registers: of a thread at entry; warpgroups exchange them later.
-        products: wgmma instructions (``HGMMA``).
-        small_products: those of a warp (``HMMA``).
-        copies: to shared memory, asynchronous (``LDGSTS``, ``UTMALDG``).
-        spills: accesses to local memory.
-        shared_bytes: of a block.
-        warnings: what the assembler reported, such as products that it serialised.
-        loops: the loops over blocks of keys, of each warpgroup.
-    """
-
-    sass: str
-    registers: int
-    products: int
-    small_products: int
-    copies: int
-    spills: int
-    shared_bytes: int
-    warnings: tuple[str, ...]
-    loops: tuple[Loop, ...]
-
-
-def hopper_code(problem: AttentionProblem) -> MachineCode:
-    """Return the machine code of the Hopper kernel for a problem; needs Triton alone."""
+def _hopper(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the machine code of the Hopper kernel of the forward pass."""
     from adaattn.backends.hopper.compiled import compile_variant
 
     variant = choose(problem)
     tiling = variant.tiling
     products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
-    return examined(lambda: compile_variant(variant), products)
+    found = _examined(lambda: compile_variant(variant), products)
+    return {**found, "warpgroups": tiling.warpgroups}
 
 
-def hopper_gradients_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the main kernel of its backward pass."""
-    return _hopper_backward(problem, "main")
-
-
-def hopper_keys_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the kernel of keys and values, of more than 128 columns."""
-    return _hopper_backward(problem, "keys")
-
-
-def hopper_queries_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the kernel of queries, of more than 128 columns."""
-    return _hopper_backward(problem, "queries")
-
-
-def hopper_prepare_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the kernel before it."""
-    return _hopper_backward(problem, "prepare")
-
-
-def hopper_finish_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the kernel behind it."""
-    return _hopper_backward(problem, "finish")
-
-
-def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
+def _hopper_backward(problem: AttentionProblem, kind: str) -> dict[str, Any]:
     """Return the machine code of a kernel of the backward pass for Hopper GPUs."""
     from adaattn.backends.hopper.gradient_compiled import compile_gradients
 
@@ -138,41 +75,17 @@ def _hopper_backward(problem: AttentionProblem, kind: str) -> MachineCode:
         depths = {variant.block_d + variant.block_m, variant.block_v + variant.block_m}
     if kind == "queries":
         depths = {variant.block_d + variant.block_v + variant.block_n}
-    return examined(
+    return _examined(
         lambda: compile_gradients(variant, kind), *(depth // _DEPTH for depth in depths)
     )
 
 
-def triton_code(problem: AttentionProblem) -> MachineCode:
-    """Return the machine code of the portable forward kernel for a problem, on the same GPU.
-
-    Args:
-        problem: what is computed. Its mask, if it has one, has adjacent and aligned columns.
-    """
-    return built(*_portable(problem))
-
-
-def key_gradients_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the portable kernel of the gradients of keys and values."""
-    return _gradient_code(problem, "keys", 2)
-
-
-def row_gradients_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the portable kernel of the gradients of queries, and of slopes if wanted."""
-    return _gradient_code(problem, "rows", 1)
-
-
-def mask_gradients_code(problem: AttentionProblem) -> MachineCode:
-    """Return that of the portable kernel of the gradient of an added mask."""
-    return _gradient_code(problem, "mask", 1)
-
-
-def slopes_and_seed(problem: AttentionProblem) -> tuple[str | None, str | None]:
+def _slopes_and_seed(problem: AttentionProblem) -> tuple[str | None, str | None]:
     """Return the types of ALiBi's slopes and of dropout's seed."""
     return "*fp32" if problem.has_alibi else None, "*i64" if problem.dropout_p else None
 
 
-def built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
+def _built(pointers: tuple[str | None, ...], launch: Launch) -> dict[str, Any]:
     """Return what Triton makes of a launch.
 
     Args:
@@ -201,13 +114,13 @@ def built(pointers: tuple[str | None, ...], launch: Launch) -> MachineCode:
     source = ASTSource(function, sources, constants, aligned)
     target = GPUTarget("cuda", 90, 32)
     options = dict(launch.options)
-    return examined(lambda: triton.compile(source, target=target, options=options))
+    return _examined(lambda: triton.compile(source, target=target, options=options))
 
 
-def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> MachineCode:
+def _gradients(problem: AttentionProblem, name: str, outputs: int) -> dict[str, Any]:
     """Return the machine code of one of the backward kernels."""
-    kind = f"*{TYPES[problem.precision]}"
-    mask, seen = mask_layout(problem)
+    kind = f"*{_TYPES[problem.precision]}"
+    mask, seen = _mask_layout(problem)
     given = (
         *(kind, kind, kind, kind, "*fp32", "*fp32", mask),
         *_beside(problem),
@@ -225,7 +138,7 @@ def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> Machin
     )
     arguments = GradientArguments(problem)
     if name == "mask":
-        return built((*given, kind), arguments.mask(layout, problem.mask_shape))
+        return _built((*given, kind), arguments.mask(layout, problem.mask_shape))
     launch = arguments.keys(layout) if name == "keys" else arguments.rows(layout)
     sums = [
         "*fp32" if wanted else None
@@ -237,16 +150,16 @@ def _gradient_code(problem: AttentionProblem, name: str, outputs: int) -> Machin
     ]
     delta = "*fp32" if any(sums) or problem.mask_requires_grad else None
     of_rows = (*sums, None, delta) if name == "rows" else ()
-    return built((*given, *[kind] * outputs, *of_rows), launch)
+    return _built((*given, *[kind] * outputs, *of_rows), launch)
 
 
-def mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
+def _mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
     """Return the type of a problem's mask, and how it lies."""
     if problem.mask is MaskKind.NONE:
         return None, MaskLayout()
     boolean = problem.mask is MaskKind.BOOLEAN
     row = problem.len_k if problem.mask_shape[-2] > 1 else 0
-    kind = "*u8" if boolean else f"*{TYPES[problem.precision]}"
+    kind = "*u8" if boolean else f"*{_TYPES[problem.precision]}"
     return kind, MaskLayout(1 if boolean else 2, (0, 0, row, 1))
 
 
@@ -254,7 +167,7 @@ def _beside(problem: AttentionProblem) -> tuple[str | None, ...]:
     """Return the types of slopes, starts, the seed and lists, for the backward kernels."""
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
-    slopes, seed = slopes_and_seed(problem)
+    slopes, seed = _slopes_and_seed(problem)
     return slopes, starts, starts, seed, lists, lists
 
 
@@ -267,20 +180,23 @@ def _of_heads(problem: AttentionProblem) -> tuple[str | None, ...]:
     )
 
 
-def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch]:
-    """Return the types of the portable kernel's pointers for a problem, and its launch."""
+def _portable(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the machine code of the portable forward kernel.
+
+    Masks have adjacent and aligned columns.
+    """
     arguments = Arguments(problem)
-    kind = "fp16" if arguments.is_halved else TYPES[problem.precision]
+    kind = "fp16" if arguments.is_halved else _TYPES[problem.precision]
     is_split = problem.len_q == 1
-    result = "fp32" if is_split else TYPES[problem.precision]
+    result = "fp32" if is_split else _TYPES[problem.precision]
     rows = ["*fp32" if is_split or problem.wants(flag) else None for flag in STATISTICS[:3]]
     if is_split and not problem.wants(Aux.ENTROPY):
         rows[2] = None
-    mask, seen = mask_layout(problem)
+    mask, seen = _mask_layout(problem)
     starts = "*i32" if problem.num_sequences else None
     lists = "*i32" if problem.has_blocks else None
     pointers = (
-        *(f"*{TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
+        *(f"*{_TYPES[problem.precision]}", f"*{kind}", f"*{kind}", f"*{result}", *rows, mask),
         "*fp32" if problem.has_sinks else None,
         "*fp32" if problem.has_alibi else None,
         *(starts, starts),
@@ -294,10 +210,10 @@ def _portable(problem: AttentionProblem) -> tuple[tuple[str | None, ...], Launch
     grid = (1, 2 if is_split else 1, 1)
     strides = (*[1024] * 12, *seen.strides, 0)
     listed = (1, 1, problem.most_blocks)
-    return pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed)
+    return _built(pointers, arguments.forward(grid, strides, sizes, (1, 1, 64, 1), seen, listed))
 
 
-def examined(build: Callable[[], Any], *products_of_block: int) -> MachineCode:
+def _examined(build: Callable[[], Any], *products_of_block: int) -> dict[str, Any]:
     """Return what a kernel is made of.
 
     Args:
@@ -323,17 +239,19 @@ def examined(build: Callable[[], Any], *products_of_block: int) -> MachineCode:
         sass = _output(tools / "cuobjdump", "-sass", binary)
         usage = _output(tools / "cuobjdump", "-res-usage", binary)
     instructions = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(sass)]
-    return MachineCode(
-        sass=sass,
-        registers=max(int(number) for number in re.findall(r"REG:(\d+)", usage)),
-        products=sum("HGMMA" in text for _, text in instructions),
-        small_products=sum("HMMA" in text for _, text in instructions),
-        copies=sum("LDGSTS" in text or "UTMALDG" in text for _, text in instructions),
-        spills=sum(bool(_LOCAL.search(text)) for _, text in instructions),
-        shared_bytes=int(built.metadata.shared),
-        warnings=tuple(line for line in report.splitlines() if re.search(r"C75\d\d|warning", line)),
-        loops=_loops(instructions, products_of_block),
-    )
+    texts = [text for _, text in instructions]
+    wide = [line for line in sass.splitlines() if ".128" in line]
+    return {
+        "registers": max(int(number) for number in re.findall(r"REG:(\d+)", usage)),
+        "products": sum("HGMMA" in text for text in texts),
+        "small_products": sum("HMMA" in text for text in texts),
+        "copies": sum("LDGSTS" in text or "UTMALDG" in text for text in texts),
+        "spills": _spills(texts),
+        "wide": sum("LDG" in line or "STG" in line for line in wide),
+        "shared_bytes": int(built.metadata.shared),
+        "warnings": [line for line in report.splitlines() if re.search(r"C75\d\d|warning", line)],
+        "loops": _loops(instructions, products_of_block),
+    }
 
 
 def _output(program: Path, *arguments: object) -> str:
@@ -345,13 +263,13 @@ def _output(program: Path, *arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def _loops(instructions: list[tuple[int, str]], products: Collection[int]) -> tuple[Loop, ...]:
+def _loops(instructions: list[tuple[int, str]], products: Collection[int]) -> list[_Loop]:
     """Return the loops over blocks of keys: those that hold the products of one block.
 
     Other backward branches lead out of waits that stand behind the code that waits. A loop that
     stores is one over tiles.
     """
-    found: dict[int, Loop] = {}
+    found: dict[int, _Loop] = {}
     for place, text in instructions:
         target = _TARGET.search(text)
         if not products or target is None or int(target[1], 16) >= place:
@@ -360,7 +278,101 @@ def _loops(instructions: list[tuple[int, str]], products: Collection[int]) -> tu
         body = [text for at, text in instructions if first <= at <= place]
         stores = any("UTMASTG" in text for text in body)
         if not stores and sum("HGMMA" in text for text in body) in products:
-            spills = sum(bool(_LOCAL.search(text)) for text in body)
-            loop = Loop(instructions=len(body), spills=spills)
-            found[first] = min(found.get(first, loop), loop, key=lambda it: it.instructions)
-    return tuple(found.values())
+            loop = {"instructions": len(body), "spills": _spills(body)}
+            found[first] = min(found.get(first, loop), loop, key=lambda it: it["instructions"])
+    return list(found.values())
+
+
+def _spills(instructions: list[str]) -> int:
+    """Return how many of them read or write local memory."""
+    return sum(bool(_LOCAL.search(text)) for text in instructions)
+
+
+def _softmax(problem: AttentionProblem) -> dict[str, Any]:
+    """Return the machine code of the softmax of written-out scores of all rows of a head."""
+    kind = _TYPES[problem.precision]
+    rows = ("*fp32" if problem.wants(flag) else None for flag in STATISTICS[:3])
+    mask, arguments, chunk, beside = _chunked(problem)
+    rest = "*fp32" if problem.precision is Precision.FP32 and problem.wants(Aux.LSE) else None
+    sinks = "*fp32" if problem.has_sinks else None
+    pointers = ("*fp32", f"*{kind}", *rows, rest, mask, sinks, *_slopes_and_seed(problem))
+    return _built(pointers, arguments.softmax(chunk, beside))
+
+
+def _score_changes(problem: AttentionProblem) -> dict[str, Any]:
+    """Return that of the gradients of written-out scores, likewise."""
+    kind = f"*{_TYPES[problem.precision]}"
+    mask, arguments, chunk, beside = _chunked(problem)
+    rest = "*fp32" if problem.precision is Precision.FP32 else None
+    scores = ("*fp32", "*fp32", kind, kind)
+    pointers = (*scores, "*fp32", "*fp32", None, rest, mask, *_slopes_and_seed(problem))
+    return _built(pointers, arguments.changes(chunk, beside))
+
+
+def _fused(problem: AttentionProblem, kind: Kind) -> dict[str, Any]:
+    """Return that of a kernel that writes no scores, for Hopper GPUs."""
+    from adaattn.backends.streamed.fused_compiled import compile_weights
+
+    return _examined(lambda: compile_weights(Variant.of(problem, kind)))
+
+
+def _partial_products(problem: AttentionProblem) -> dict[str, Any]:
+    """Return that of products of few rows whose sums are split over 132 multiprocessors."""
+    query, key, pitch, pointers = _few_rows(problem)
+    found = choose_splits(problem, problem.head_dim, 132)
+    launch = partials(problem, query, key, pitch, found, follows=True, overlaps=True)
+    return _built((*pointers[:2], "*fp32"), launch)
+
+
+def _slice_products(problem: AttentionProblem) -> dict[str, Any]:
+    """Return that of products with weights of few rows; transposed ones in training."""
+    query, key, pitch, pointers = _few_rows(problem)
+    right, out = (query, key) if problem.requires_grad else (key, query)
+    transposed = problem.requires_grad
+    launch = slices(problem, right, out, pitch=pitch, is_transposed=transposed, overlaps=True)
+    return _built(pointers, launch)
+
+
+def _few_rows(problem: AttentionProblem) -> tuple[torch.Tensor, torch.Tensor, int, tuple[str, ...]]:
+    """Return queries and keys without numbers, what lines of scores are apart, and types."""
+    rows, keys = (
+        torch.empty(1, heads, length, problem.head_dim, dtype=torch_dtype(problem.precision))
+        for heads, length in (
+            (problem.num_heads, problem.len_q),
+            (problem.num_kv_heads, problem.len_k),
+        )
+    )
+    *_, chunk, _ = _chunked(problem)
+    return rows, keys, pitch_of(chunk), (f"*{_TYPES[problem.precision]}",) * 3
+
+
+def _chunked(
+    problem: AttentionProblem,
+) -> tuple[str | None, streamed_arguments.Arguments, Chunk, streamed_arguments.Beside]:
+    """Return the type of a problem's mask, what launches take, and one chunk."""
+    mask, seen = _mask_layout(problem)
+    chunk = Chunk(planes=range(1), rows=range(problem.len_q), keys=range(problem.len_k))
+    beside = streamed_arguments.Beside(mask=seen.strides)
+    return mask, streamed_arguments.Arguments(problem), chunk, beside
+
+
+_KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
+    "hopper": _hopper,
+    "hopper_gradients": partial(_hopper_backward, kind="main"),
+    # Of more than 128 columns.
+    "hopper_keys": partial(_hopper_backward, kind="keys"),
+    "hopper_queries": partial(_hopper_backward, kind="queries"),
+    "hopper_prepare": partial(_hopper_backward, kind="prepare"),
+    "hopper_finish": partial(_hopper_backward, kind="finish"),
+    "triton": _portable,
+    "key_gradients": partial(_gradients, name="keys", outputs=2),
+    "row_gradients": partial(_gradients, name="rows", outputs=1),
+    "mask_gradients": partial(_gradients, name="mask", outputs=1),
+    "softmax": _softmax,
+    "score_changes": _score_changes,
+    "fused_sums": partial(_fused, kind=Kind.SUMS),
+    "fused_weights": partial(_fused, kind=Kind.GIVEN),
+    "fused_changes": partial(_fused, kind=Kind.CHANGES),
+    "partial_products": _partial_products,
+    "slice_products": _slice_products,
+}
