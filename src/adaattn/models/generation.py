@@ -5,51 +5,19 @@ fewest whose probabilities reach ``top_p``, in this order, as Transformers does.
 beams, penalties, and processors of the user's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from adaattn.cache import KVCache
 from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
-from adaattn.models.config import TransformerConfig
 
-__all__ = ["CausalModel", "GenerationSettings", "generate_tokens", "limit_logits"]
+if TYPE_CHECKING:
+    from adaattn.models.decoder import Decoder
 
-
-class _Output(Protocol):
-    """What a forward pass gives."""
-
-    @property
-    def logits(self) -> torch.Tensor: ...
-
-
-class CausalModel(Protocol):
-    """What `generate_tokens` needs of a model; `Decoder` is one."""
-
-    config: TransformerConfig
-    training: bool
-
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *,
-        cache: KVCache | None = None,
-        num_logits: int | None = None,
-    ) -> _Output:
-        """Return an object with ``logits``."""
-        ...
-
-    def train(self, mode: bool = True) -> object:
-        """Switch between training and evaluation."""
-        ...
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the model and every module in it."""
-        ...
+__all__ = ["GenerationSettings", "generate_tokens", "limit_logits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +87,7 @@ class GenerationSettings:
 
 @torch.no_grad()
 def generate_tokens(
-    model: CausalModel,
+    model: "Decoder",
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     settings: GenerationSettings,
@@ -206,7 +174,7 @@ def _check_prompt(
 
 
 def _continue(
-    model: CausalModel,
+    model: "Decoder",
     tokens: torch.Tensor,
     mask: torch.Tensor | None,
     settings: GenerationSettings,
