@@ -142,15 +142,9 @@ def attention_with_whole_gradients(
 
 @attention_with_whole_gradients.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    is_causal: bool,
-    rank: int,
-    value_rank: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, rank, value_rank = others
     output = query.new_empty((*query.shape[:3], value.shape[-1]))
     dim, value_dim = query.shape[-1], value.shape[-1]
     columns = (rank if 0 < rank < dim else dim, value_rank or value_dim)
@@ -196,22 +190,8 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    is_causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        query.new_empty(query.shape),
-        key.new_empty(key.shape),
-        value.new_empty(value.shape),
-    )
+def _(_: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(item.new_empty(item.shape) for item in others[:3])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
