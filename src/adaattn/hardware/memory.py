@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -140,12 +139,7 @@ class PeakMemory:
             self._start = _reset_host_peak()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Read the counter."""
         if self._start is None:
             return

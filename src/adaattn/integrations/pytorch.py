@@ -9,7 +9,6 @@ that name holds ours until the patch is undone; ``nn.MultiheadAttention`` calls 
 
 import sys
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -64,12 +63,7 @@ class SdpaPatch:
         """Return the handle itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Undo the patch."""
         self.undo()
 
