@@ -1,8 +1,8 @@
 """What is run: which heads, by whom and how."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from adaattn.errors import ArgumentError, expected_got
 from adaattn.spec._checks import check_at_least_0
@@ -11,9 +11,6 @@ from adaattn.spec.method import METHODS, Exact, HeadMethod
 from adaattn.spec.scheme import Scheme
 
 __all__ = ["HeadGroup", "Launch", "Plan"]
-
-_FLAT: Final = ("rank", "value_rank", "block_size", "kept_mass")
-"""Parameters of methods that stood in a group itself when it was written flat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
-        """Return the plan that ``to_dict`` wrote, now or when a group's values were not nested.
+        """Return the plan that ``to_dict`` wrote.
 
         Raises:
             ArgumentError: a key is unknown or a value does not fit.
@@ -152,8 +149,6 @@ def _group_of(words: Mapping[str, Any]) -> HeadGroup:
     Raises:
         ArgumentError, AttributeError, KeyError, TypeError, ValueError: it wrote none of this.
     """
-    if not any(isinstance(words.get(name), Mapping) for name in ("method", "scheme", "launch")):
-        return _group_of_flat(words)
     values = {**words, "heads": tuple(words.get("heads", ()))}
     if "method" in words:
         parameters = dict(words["method"])
@@ -164,17 +159,3 @@ def _group_of(words: Mapping[str, Any]) -> HeadGroup:
     if "launch" in words:
         values["launch"] = Launch(**words["launch"])
     return HeadGroup(**values)
-
-
-def _group_of_flat(words: Mapping[str, Any]) -> HeadGroup:
-    """Return the group that was written when its values stood side by side.
-
-    Parameters of other methods than the group's, which stood there too, meant nothing.
-    """
-    rest = {**words, "heads": tuple(words.get("heads", ()))}
-    method = METHODS[Method[rest.pop("method", "exact").upper()]]
-    scheme = Scheme.of(Precision[rest.pop("precision", "fp32").upper()])
-    launch = Launch(chunk_rows=rest.pop("chunk_rows", 0))
-    found = {name: rest.pop(name) for name in _FLAT if name in rest}
-    own = {item.name: found[item.name] for item in fields(method) if item.name in found}
-    return HeadGroup(**rest, method=method(**own), scheme=scheme, launch=launch)
