@@ -10,9 +10,10 @@ import math
 import statistics
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
@@ -35,11 +36,7 @@ _CLEARLY: Final = 1.25
 _FRESH_EVERY: Final = 32
 """Calls after which exact attention is timed again, so that both are compared as of now."""
 
-_LEDGERS: Final[OrderedDict[tuple[object, ...], "Ledger"]] = OrderedDict()
-_KEPT_LEDGERS: Final = 256
 _LOCK: Final = threading.Lock()
-
-hardware.on_clear(_LEDGERS.clear)
 
 Variants = frozenset[Variant]
 
@@ -203,10 +200,14 @@ def ledger_of(
     problem: AttentionProblem, policy: Policy, backend: str, device: torch.device
 ) -> Ledger:
     """Return the ledger of a problem; the least recently used of 256 is forgotten."""
-    key = (problem.without_layout(), policy, backend, device)
-    with _LOCK:
-        known = _LEDGERS.pop(key, None) or Ledger()
-        _LEDGERS[key] = known
-        while len(_LEDGERS) > _KEPT_LEDGERS:
-            _LEDGERS.popitem(last=False)
-    return known
+    with _LOCK:  # two threads that begin at once share one
+        return _kept(problem.without_layout(), policy, backend, device)
+
+
+@lru_cache(maxsize=256)
+def _kept(*_: object) -> Ledger:
+    """Return a new ledger, once for each key."""
+    return Ledger()
+
+
+hardware.on_clear(_kept.cache_clear)
