@@ -155,7 +155,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
         _one_sequence(part, part_problem, group.launch.chunk_rows)
         for part, part_problem in sequences(tensors, problem)
     ]
-    return _joined_sequences(parts, tensors, problem)
+    return _joined_sequences(parts, tensors)
 
 
 def _each_alone(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
@@ -178,7 +178,7 @@ def _each_alone(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) ->
         rows = choose_chunk_rows(own, None) if problem.num_sequences else chunk_rows
         parts.append(_one_sequence(part, own, rows))
     if problem.num_sequences:
-        return _joined_sequences(parts, tensors, problem)
+        return _joined_sequences(parts, tensors)
     return parts[0] if len(parts) == 1 else combine(parts, torch.cat)
 
 
@@ -230,17 +230,16 @@ def _is_one_call(problem: AttentionProblem) -> bool:
     return products <= most or max(tokens) <= _FEW_TOKENS
 
 
-def _joined_sequences(parts: list[Result], tensors: Tensors, problem: AttentionProblem) -> Result:
+def _joined_sequences(parts: list[Result], tensors: Tensors) -> Result:
     """Return the results of packed sequences one after another."""
     if len(parts) == 1:
         return parts[0]
-    return Result(
-        output=torch.cat([part.output for part in parts], dim=2),
-        lse=_join([part.lse for part in parts]),
-        row_max=_join([part.row_max for part in parts]),
-        entropy=_join([part.entropy for part in parts]),
-        weights=_block_diagonal([part.weights for part in parts], tensors, problem),
-    )
+    if parts[0].weights is not None:  # [1, Hq, T, T], zero between sequences
+        _, bounds = host_bounds(tensors)
+        for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
+            assert part.weights is not None
+            part.weights = F.pad(part.weights, (start, bounds[-1] - stop))
+    return combine(parts, partial(torch.cat, dim=2))
 
 
 def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
@@ -372,21 +371,3 @@ def _joined(blocks: tuple[torch.Tensor, ...], cols: range) -> torch.Tensor:
     read = blocks[first : max(-(-cols.stop // size), first + 1)]
     joined = read[0] if len(read) == 1 else torch.cat(read, dim=2)
     return joined[:, :, cols.start - first * size : cols.stop - first * size]
-
-
-def _join(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the sequences' rows one after another, or None."""
-    present = [part for part in parts if part is not None]
-    return torch.cat(present, dim=2) if present else None
-
-
-def _block_diagonal(
-    parts: list[torch.Tensor | None], tensors: Tensors, problem: AttentionProblem
-) -> torch.Tensor | None:
-    """Return packed weights as [1, Hq, T, T], zero between sequences."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    _, bounds = host_bounds(tensors)
-    rows = [F.pad(part, (bounds[n], bounds[-1] - bounds[n + 1])) for n, part in enumerate(present)]
-    return torch.cat(rows, dim=2)

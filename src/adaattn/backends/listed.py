@@ -16,7 +16,6 @@ __all__ = [
     "attend_listed",
     "is_gathered",
     "kept_first",
-    "no_rows",
     "padded_blocks",
 ]
 
@@ -95,13 +94,6 @@ def kept_first(keep: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tenso
     counts, order = listed_first(keep)
     order = order[..., :most].long()
     return order, torch.arange(order.shape[-1], device=order.device) < counts.unsqueeze(-1)
-
-
-def no_rows(tensors: Tensors) -> torch.Tensor:
-    """Return zeros, the output where there are no rows or keys, tied to the inputs."""
-    shape = (*tensors.query.shape[:-1], tensors.value.shape[-1])
-    tied = [item[..., :0].sum() for item in (tensors.query, tensors.key, tensors.value)]
-    return tensors.query.new_zeros(shape) + torch.stack(tied).sum()
 
 
 def is_gathered(problem: AttentionProblem) -> bool:

@@ -5,7 +5,8 @@ import torch
 from adaattn.backends.block_sparse.cost import BEST_DENSITY, overhead
 from adaattn.backends.block_sparse.selection import select_blocks
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.listed import attend_gathered, kept_first, no_rows, padded_blocks
+from adaattn.backends.listed import attend_gathered, kept_first, padded_blocks
+from adaattn.backends.masked import zero_rows
 from adaattn.backends.sampling import BLOCK_SIZE
 from adaattn.spec import (
     AttentionProblem,
@@ -61,7 +62,7 @@ def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result
     assert isinstance(group.method, BlockSparse)
     size = group.method.block_size
     if problem.len_q == 0 or problem.len_k == 0:
-        return Result(output=no_rows(tensors))
+        return Result(output=zero_rows(tensors)[0])
     with torch.no_grad():
         keep = select_blocks(tensors, problem, size, group.method.kept_mass)
         most = keep.sum(-1).amax(dim=(0, 1)).tolist()  # the one host read
