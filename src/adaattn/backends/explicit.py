@@ -1,6 +1,7 @@
 """A tile of scores written out: softmax, and whatever can be read off its rows."""
 
 from dataclasses import replace
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from adaattn.backends.masked import listed_keys, tile_masks
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = ["as_result", "explicit_tile"]
+
+_AUXILIARY: Final = {str(flag.name).lower(): flag.value for flag in Aux}
 
 
 def explicit_tile(
@@ -56,12 +59,5 @@ def as_result(columns: list[torch.Tensor], aux: Aux) -> Result:
     """Return the result whose auxiliary outputs follow the order of `Aux`."""
     if aux is Aux.NONE:
         return Result(output=columns[0])
-    rest = iter(columns[1:])
-    return Result(
-        output=columns[0],
-        lse=next(rest) if aux.value & Aux.LSE.value else None,
-        row_max=next(rest) if aux.value & Aux.ROW_MAX.value else None,
-        entropy=next(rest) if aux.value & Aux.ENTROPY.value else None,
-        weights=next(rest) if aux.value & Aux.WEIGHTS.value else None,
-        dropped_mass=next(rest) if aux.value & Aux.DROPPED_MASS.value else None,
-    )
+    wanted = (name for name, flag in _AUXILIARY.items() if aux.value & flag)
+    return Result(**dict(zip(("output", *wanted), columns, strict=True)))

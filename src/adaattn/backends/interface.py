@@ -6,7 +6,7 @@ executor. Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
@@ -174,21 +174,14 @@ class Result:
     dropped_mass: torch.Tensor | None = None
 
 
+_OUTPUTS: Final = tuple(field.name for field in fields(Result))
+
+
 def combine(parts: Sequence[Result], join: Callable[[list[torch.Tensor]], torch.Tensor]) -> Result:
     """Return one result from several: each field joined where every part has it, else None."""
-
-    def joined(name: str) -> torch.Tensor | None:
-        columns = [getattr(part, name) for part in parts]
-        return None if any(column is None for column in columns) else join(columns)
-
-    return Result(
-        output=join([part.output for part in parts]),
-        lse=joined("lse"),
-        row_max=joined("row_max"),
-        entropy=joined("entropy"),
-        weights=joined("weights"),
-        dropped_mass=joined("dropped_mass"),
-    )
+    columns = {name: [getattr(part, name) for part in parts] for name in _OUTPUTS}
+    whole = [name for name in _OUTPUTS if all(item is not None for item in columns[name])]
+    return Result(**{name: join(columns[name]) for name in whole})
 
 
 Executor = Callable[[Tensors, AttentionProblem, HeadGroup], Result]
