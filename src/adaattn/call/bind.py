@@ -77,7 +77,7 @@ def bind(
     Raises:
         AdaAttnError: as `adaattn.scaled_dot_product_attention`.
     """
-    policy, plan, history, backend, layer, return_aux = choice
+    policy, plan, history, backend, _, return_aux = choice
     if torch._C._get_tracing_state() is not None:
         raise UnsupportedError(
             "torch.jit.trace",
@@ -93,9 +93,9 @@ def bind(
     arguments = arguments.under(resolved)
     call = build_call(query, key, value, arguments, requested_flags(return_aux))
     if plan is not None:
-        made = _given(call, arguments, plan, layer, return_aux)
+        made = _given(call, arguments, plan, choice)
     else:
-        made = _chosen(call, arguments, resolved, backend, layer, return_aux, history)
+        made = _chosen(call, arguments, resolved, choice)
     if known_by is None or is_transformed(query, key, value) or not may_keep(arguments, policy):
         return made
     if len(_BOUND) >= _KEPT:
@@ -105,16 +105,9 @@ def bind(
     return made
 
 
-def _chosen(
-    call: Call,
-    arguments: Arguments,
-    policy: Policy,
-    backend: str,
-    layer: int,
-    return_aux: AuxRequest | bool | None,
-    history: History | None,
-) -> Bound:
+def _chosen(call: Call, arguments: Arguments, policy: Policy, asked: Choices) -> Bound:
     """Return the bound call that planning makes."""
+    _, _, history, backend, layer, return_aux = asked
     call = _waiting_as_asked(call, policy)
     problem = call.problem
     facts = hardware.probe(call.tensors.query.device)
@@ -210,14 +203,9 @@ class _Adapting:
         return repeated(call, self._choice, self._history, self._kept)
 
 
-def _given(
-    call: Call,
-    arguments: Arguments,
-    plan: Plan,
-    layer: int,
-    return_aux: AuxRequest | bool | None,
-) -> Bound:
+def _given(call: Call, arguments: Arguments, plan: Plan, asked: Choices) -> Bound:
     """Return the bound call that follows a plan which the caller made."""
+    *_, layer, return_aux = asked
     check_plan(call, plan)
     own = plan.groups[0].scheme.inputs is call.problem.precision
     if len(plan.groups) > 1 or not own or is_lossy(plan, call.problem):
