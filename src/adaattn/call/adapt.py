@@ -285,7 +285,7 @@ def _stats_now(
     magnitude = check_finite(call.tensors)
     if magnitude > FP16_SAFE:
         wanted = tuple(variant for variant in wanted if variant[1] is not Precision.FP16)
-    stats, _ = measure(
+    return measure(
         call.tensors,
         problem,
         wanted,
@@ -295,7 +295,6 @@ def _stats_now(
         allowed=_able(choice, place),
         budgets=_budgets(choice, place),
     )
-    return stats
 
 
 def _able(choice: Choice, place: Place) -> tuple[Capability, ...]:

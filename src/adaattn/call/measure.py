@@ -1,7 +1,7 @@
 """From tensors to numbers: what a few exact rows of the very call say about each approximation.
 
-Query rows are sampled from blocks spread over the sequence. Their exact outputs are kept:
-the same rows audit the result after the plan has run, at no further cost.
+Query rows are sampled from blocks spread over the sequence. Other rows, chosen likewise, audit the
+result after the plan has run.
 """
 
 import time
@@ -222,12 +222,11 @@ def measure(
     rows: int,
     *,
     max_magnitude: float = 0.0,
-    seed: int = 0,
     policy: Policy | None = None,
     allowed: Sequence[Capability] = (),
     budgets: tuple[float, ...] = (),
-) -> tuple[TensorStats, Sample]:
-    """Return the statistics that planning needs, and the exact rows they rest on.
+) -> TensorStats:
+    """Return the statistics that planning needs.
 
     Args:
         tensors: canonical, not packed.
@@ -235,26 +234,24 @@ def measure(
         wanted: which approximations are worth their measurement.
         rows: how many query rows to sample.
         max_magnitude: largest element of q, k and v, from `check_finite`.
-        seed: of the choice of rows; equal seeds choose equal rows.
         policy: which ranks it names; None names none.
         allowed: the executors that can serve the call: those that approximate are sampled.
         budgets: error budget of each head: ranks that are predicted to be far above all of
             them are not tried; () tries every rank.
     """
     start = time.perf_counter()
-    chosen = choose_rows(problem.len_q, rows, seed)
+    chosen = choose_rows(problem.len_q, rows, 0)
     index = torch.tensor(chosen, device=tensors.query.device)
     sampled = Sampled.of(tensors, problem, chosen, index)
     stats = _entropy_stats(_entropies(sampled).tolist())
     stats, errors = _errors(sampled, wanted, stats, policy or Policy(), allowed, budgets)
-    stats = replace(
+    return replace(
         stats,
         sampled_rows=len(sampled.rows),
         max_magnitude=max_magnitude,
         **errors.fields(torch.stack(errors.rows).tolist() if errors.rows else []),
         measure_ms=1e3 * (time.perf_counter() - start),
     )
-    return stats, Sample(rows=index, exact=sampled.exact)
 
 
 @torch.no_grad()
@@ -265,7 +262,7 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
         tensors: canonical, not packed.
         problem: simplified.
         rows: how many query rows.
-        seed: of their choice.
+        seed: of their choice; equal seeds choose equal rows, 0 those of `measure`.
     """
     chosen = choose_rows(problem.len_q, rows, seed)
     index = on_device(torch.tensor(chosen), tensors.query.device)

@@ -18,7 +18,7 @@ from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, capabilities, execute
 from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.low_rank.ranks import methods
-from adaattn.call.measure import Sample, audit, check_finite, measure
+from adaattn.call.measure import Sample, audit, check_finite, measure, sample_rows
 from adaattn.spec import AttentionProblem, MaskKind, Plan, TensorStats
 from adaattn.testing import attention, head_errors, make_problem, make_tensors
 
@@ -50,7 +50,8 @@ def wide(numbers: tuple[float, ...]) -> torch.Tensor:
 
 
 def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, Sample]:
-    return measure(tensors, problem, EVERYTHING, ROWS, allowed=capabilities())
+    stats = measure(tensors, problem, EVERYTHING, ROWS, allowed=capabilities())
+    return stats, sample_rows(tensors, problem, ROWS, seed=0)
 
 
 def variants(stats: TensorStats) -> list[tuple[HeadGroup, tuple[float, ...]]]:
@@ -120,7 +121,7 @@ def test_an_estimate_for_a_lower_precision_is_the_error_of_that_precision() -> N
     """Within a factor of two of the executor's own error: it rounds in another order."""
     tensors, problem = draw(precision=Precision.FP32)
     wanted = ((Method.EXACT, Precision.BF16), (Method.EXACT, Precision.FP16))
-    stats, _ = measure(tensors, problem, wanted, ROWS, allowed=capabilities())
+    stats = measure(tensors, problem, wanted, ROWS, allowed=capabilities())
     exact = attention(replace(tensors, query=tensors.query.double()), problem).output
     assert [precision for precision, _ in stats.precision_errors] == [
         Precision.BF16,
@@ -141,7 +142,7 @@ class TestRows:
     def test_equal_seeds_choose_equal_rows(self) -> None:
         tensors, problem = draw()
         first, second, other = (
-            measure(tensors, problem, (), ROWS, seed=seed)[1].rows for seed in (5, 5, 6)
+            sample_rows(tensors, problem, ROWS, seed=seed).rows for seed in (5, 5, 6)
         )
         assert torch.equal(first, second)
         assert not torch.equal(first, other)
@@ -149,7 +150,7 @@ class TestRows:
     @pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 100, 129, 512, 1000])
     def test_they_are_in_range_distinct_and_spread(self, length: int) -> None:
         tensors, problem = draw(len_q=length, len_k=length)
-        rows = measure(tensors, problem, (), ROWS)[1].rows.tolist()
+        rows = sample_rows(tensors, problem, ROWS, seed=0).rows.tolist()
         assert len(set(rows)) == len(rows) <= ROWS
         assert all(0 <= row < length for row in rows)
         quarters = {4 * row // length for row in rows}
@@ -158,12 +159,12 @@ class TestRows:
     def test_the_last_rows_of_a_length_that_no_block_divides_are_sampled_too(self) -> None:
         """Blocks once ended at the last whole one, and up to 63 rows were never looked at."""
         tensors, problem = draw(len_q=127, len_k=127)
-        rows = measure(tensors, problem, (), ROWS)[1].rows
+        rows = sample_rows(tensors, problem, ROWS, seed=0).rows
         assert (rows >= 64).any()
 
     def test_they_are_none_of_those_that_block_selection_scores(self) -> None:
         tensors, problem = draw()
-        rows = measure(tensors, problem, (), ROWS)[1].rows
+        rows = sample_rows(tensors, problem, ROWS, seed=0).rows
         assert (rows % 16 != 0).all()
 
 
@@ -200,7 +201,7 @@ class TestNumbers:
 
     def test_only_what_is_wanted_is_measured(self) -> None:
         tensors, problem = draw()
-        stats, _ = measure(
+        stats = measure(
             tensors, problem, ((LOW_RANK, Precision.FP64),), ROWS, allowed=capabilities()
         )
         assert tuple(item.method for item in stats.method_errors) == methods(problem, Policy())
@@ -242,7 +243,7 @@ def test_the_decision_rests_on_the_measured_numbers() -> None:
         policy=Policy(error_budget=0.99),
         backend="low_rank",
     )
-    stats, _ = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows, allowed=capabilities())
+    stats = measure(tensors, draw()[1], EVERYTHING, Policy().audit_rows, allowed=capabilities())
     largest = {
         item.method.label: max(item.errors)
         for item in stats.method_errors

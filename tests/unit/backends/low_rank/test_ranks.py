@@ -67,7 +67,7 @@ def draw(
 
 
 def measured(tensors: Tensors, problem: AttentionProblem, **options: Any) -> TensorStats:
-    return measure(tensors, problem, WANTED, 16, allowed=capabilities(), **options)[0]
+    return measure(tensors, problem, WANTED, 16, allowed=capabilities(), **options)
 
 
 def by_rank(stats: TensorStats) -> dict[int, tuple[float, ...]]:

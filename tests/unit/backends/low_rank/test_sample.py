@@ -9,7 +9,7 @@ import torch
 
 from adaattn.backends import Tensors, capabilities
 from adaattn.backends.low_rank.ranks import methods, tail_ranks
-from adaattn.call.measure import ENTROPY_SCALES, measure
+from adaattn.call.measure import ENTROPY_SCALES, measure, sample_rows
 from adaattn.spec import AttentionProblem, Method, Policy, Precision, TensorStats
 from adaattn.testing import make_problem, make_tensors, with_tensors
 
@@ -35,7 +35,7 @@ def draw(**options: Any) -> tuple[Tensors, AttentionProblem]:
 
 
 def measured(tensors: Tensors, problem: AttentionProblem, **options: Any) -> TensorStats:
-    return measure(tensors, problem, LOW_RANK, 64, allowed=capabilities(), **options)[0]
+    return measure(tensors, problem, LOW_RANK, 64, allowed=capabilities(), **options)
 
 
 def wide(numbers: tuple[float, ...]) -> torch.Tensor:
@@ -98,7 +98,8 @@ def test_the_effective_rank_is_that_of_the_scores(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_entropies_are_those_of_pooled_weights(name: str) -> None:
     tensors, problem = draw(**PROBLEMS[name])
-    stats, sample = measure(tensors, problem, LOW_RANK, 64, allowed=capabilities())
+    stats = measured(tensors, problem)
+    rows = sample_rows(tensors, problem, 64, seed=0).rows
     keys = tensors.key.repeat_interleave(problem.group_size, dim=1)
     scores = problem.scale * tensors.query @ keys.mT
     if problem.is_causal:
@@ -107,7 +108,7 @@ def test_entropies_are_those_of_pooled_weights(name: str) -> None:
     if tensors.sinks is not None:
         logits = tensors.sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([logits.to(scores.dtype), scores], dim=-1)
-    weights = scores.softmax(-1)[:, :, sample.rows]
+    weights = scores.softmax(-1)[:, :, rows]
     sinks = torch.zeros(weights.shape[:3], dtype=torch.float64)
     if tensors.sinks is not None:
         sinks, weights = torch.special.entr(weights[..., 0]), weights[..., 1:]
@@ -171,9 +172,7 @@ def test_zeros_have_no_tails_and_no_rank(what: str) -> None:
 
 def test_without_low_rank_only_entropies_are_measured() -> None:
     tensors, problem = draw()
-    stats, _ = measure(
-        tensors, problem, ((Method.EXACT, Precision.BF16),), 64, allowed=capabilities()
-    )
+    stats = measure(tensors, problem, ((Method.EXACT, Precision.BF16),), 64, allowed=capabilities())
     full = measured(tensors, problem)
     assert stats.entropy_bits == full.entropy_bits
     assert stats.pooled_entropy_bits == full.pooled_entropy_bits

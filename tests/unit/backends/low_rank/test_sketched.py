@@ -292,7 +292,7 @@ class TestLater:
         wanted = ((Method.LOW_RANK, FP32), (Method.EXACT, BF16))
         allowed = (capability_named(NAME),)
         later = measure.measure_later(tensors, problem, wanted, POLICY, allowed=allowed).value()
-        now, _ = measure.measure(
+        now = measure.measure(
             tensors, problem, wanted, POLICY.audit_rows, policy=POLICY, allowed=allowed
         )
         assert isinstance(later, TensorStats)
