@@ -2,7 +2,7 @@
 
 import torch
 
-from adaattn.errors import DTypeError, expected_got
+from adaattn.errors import DTypeError
 from adaattn.spec import Precision
 
 __all__ = ["TORCH_DTYPES", "precision_of", "torch_dtype"]
@@ -29,10 +29,8 @@ def precision_of(dtype: torch.dtype, *, subject: str = "query") -> Precision:
     """
     precision = _PRECISIONS.get(dtype)
     if precision not in _COMPUTE:
-        raise DTypeError(
-            expected_got(
-                f"dtype of {subject}", "float64, float32, bfloat16 or float16", dtype, "cast it"
-            )
+        raise DTypeError.got(
+            f"dtype of {subject}", "float64, float32, bfloat16 or float16", dtype, "cast it"
         )
     return precision
 
@@ -46,6 +44,4 @@ def torch_dtype(precision: Precision) -> torch.dtype:
     try:
         return TORCH_DTYPES[precision]
     except KeyError:
-        raise DTypeError(
-            expected_got("precision", "one that torch stores", precision.label)
-        ) from None
+        raise DTypeError.got("precision", "one that torch stores", precision.label) from None

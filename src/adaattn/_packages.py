@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 from typing import Any
 
-from adaattn.errors import AssetError, expected_got
+from adaattn.errors import AssetError
 
 __all__ = ["import_package", "installed_version"]
 
@@ -22,7 +22,7 @@ def import_package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package, hint = name.partition(".")[0], "run: pip install 'adaattn[hf]'"
-        raise AssetError(expected_got(package, "an installed package", error, hint)) from error
+        raise AssetError.got(package, "an installed package", error, hint) from error
 
 
 def installed_version(name: str) -> str:

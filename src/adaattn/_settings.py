@@ -7,7 +7,7 @@ GPU can check; ``CUBLAS_WORKSPACE_CONFIG`` is read as PyTorch does.
 import os
 from pathlib import Path
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 
 __all__ = ["cache_folder", "has_fixed_workspace", "is_debugging"]
 
@@ -36,5 +36,5 @@ def is_debugging() -> bool:
     """
     value = os.environ.get("ADAATTN_DEBUG") or "0"
     if value not in ("0", "1"):
-        raise ArgumentError(expected_got("ADAATTN_DEBUG", "0 or 1", repr(value)))
+        raise ArgumentError.got("ADAATTN_DEBUG", "0 or 1", repr(value))
     return value == "1"

@@ -6,6 +6,7 @@ checked, what was expected, what came, and what to do.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 __all__ = [
     "AdaAttnError",
@@ -25,8 +26,16 @@ __all__ = [
 ]
 
 
+_E = TypeVar("_E", bound="AdaAttnError")
+
+
 class AdaAttnError(Exception):
     """Base class of every error that the library raises on purpose."""
+
+    @classmethod
+    def got(cls: type[_E], subject: str, expected: object, got: object, hint: str = "") -> _E:
+        """Return the error of a value that is not what was expected, told by `expected_got`."""
+        return cls(expected_got(subject, expected, got, hint))
 
 
 class ShapeError(AdaAttnError, ValueError, RuntimeError):

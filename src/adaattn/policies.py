@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from adaattn._files import replace_file
-from adaattn.errors import PolicyError, expected_got
+from adaattn.errors import PolicyError
 from adaattn.spec import Policy
 
 __all__ = [
@@ -101,7 +101,7 @@ def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Po
         return _with_budget(budget)
     names = ", ".join(repr(name) for name in PRESETS)
     expected = f"{names}, a Policy, the path of a policy file or an error budget in [0, 1)"
-    raise PolicyError(expected_got("policy", expected, repr(policy)))
+    raise PolicyError.got("policy", expected, repr(policy))
 
 
 def _number(policy: object) -> float:
@@ -128,36 +128,28 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         text = Path(path).read_text(encoding="utf-8")
         data = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PolicyError(
-            expected_got(
-                f"policy file {path}",
-                "JSON",
-                f"text that breaks off at line {error.lineno}",
-                "write it again with adaattn.save_policy",
-            )
+        raise PolicyError.got(
+            f"policy file {path}",
+            "JSON",
+            f"text that breaks off at line {error.lineno}",
+            "write it again with adaattn.save_policy",
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise PolicyError(
-            expected_got(f"policy file {path}", "a readable file", repr(error))
-        ) from error
+        raise PolicyError.got(f"policy file {path}", "a readable file", repr(error)) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PolicyError(
-            expected_got(
-                f"policy file {path}", f'an object with "format": "{_FORMAT}"', "another file"
-            )
+        raise PolicyError.got(
+            f"policy file {path}", f'an object with "format": "{_FORMAT}"', "another file"
         )
     if data.get("version") != _VERSION:
-        raise PolicyError(
-            expected_got(
-                f"version of policy file {path}",
-                _VERSION,
-                data.get("version"),
-                "use the version of AdaAttn that wrote it",
-            )
+        raise PolicyError.got(
+            f"version of policy file {path}",
+            _VERSION,
+            data.get("version"),
+            "use the version of AdaAttn that wrote it",
         )
     policy = data.get("policy")
     if not isinstance(policy, dict):
-        raise PolicyError(expected_got(f"policy file {path}", 'an object under "policy"', policy))
+        raise PolicyError.got(f"policy file {path}", 'an object under "policy"', policy)
     return Policy.from_dict(policy)
 
 
@@ -172,6 +164,6 @@ def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     try:
         replace_file(Path(path), lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PolicyError(
-            expected_got(f"policy file {path}", "a place that can be written", repr(error))
+        raise PolicyError.got(
+            f"policy file {path}", "a place that can be written", repr(error)
         ) from error

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.hardware import clear_cache
 from adaattn.hardware.probe import describe, resolve
 from adaattn.hardware.tables import read_table, stamped
@@ -92,9 +92,9 @@ def tune(
         ['chunked', 'sdpa.flash', 'sdpa.math']
     """
     if not budget_s > 0:
-        raise ArgumentError(expected_got("budget_s", "a positive number of seconds", budget_s))
+        raise ArgumentError.got("budget_s", "a positive number of seconds", budget_s)
     if rounds < 1:
-        raise ArgumentError(expected_got("rounds", "at least 1", rounds))
+        raise ArgumentError.got("rounds", "at least 1", rounds)
     chosen = resolve(device)
     facts = describe(chosen)
     if load is not None:

@@ -12,7 +12,7 @@ from adaattn.backends import is_ready
 from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import without_autocast
 from adaattn.call.waiting import without_waiting
-from adaattn.errors import ArgumentTypeError, ExecutorError, expected_got
+from adaattn.errors import ArgumentTypeError, ExecutorError
 from adaattn.hardware import probe
 from adaattn.hardware.probe import resolve
 from adaattn.planning import simplify
@@ -70,7 +70,7 @@ def warmup(
         problems = list(what)
     else:
         expected = "problems alone, or a model or function with what it is called with"
-        raise ArgumentTypeError(expected_got("what", expected, type(what).__name__))
+        raise ArgumentTypeError.got("what", expected, type(what).__name__)
     plain = [simplify(replace(it, device_type=chosen.type)) for it in problems]
     return _run_once(list(dict.fromkeys(plain)), chosen, progress)
 

@@ -6,7 +6,13 @@ import pickle
 import pytest
 
 from adaattn import errors
-from adaattn.errors import AdaAttnError, PlanError, UnsupportedError, expected_got
+from adaattn.errors import (
+    AdaAttnError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+    expected_got,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +81,8 @@ def test_an_error_crosses_processes_with_its_text(error: AdaAttnError) -> None:
 
 def test_the_one_sentence_says_what_was_expected_what_came_and_what_to_do() -> None:
     assert expected_got("scale", "a number", None) == "scale: expected a number, got None"
+    error = ShapeError.got("scale", "a number", None)
+    assert type(error) is ShapeError and str(error) == "scale: expected a number, got None"
     assert expected_got("scale", "a number", "x", "pass 1.0") == (
         "scale: expected a number, got x; pass 1.0"
     )

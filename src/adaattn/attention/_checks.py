@@ -26,32 +26,26 @@ __all__ = [
 def check_ranks(policy: Policy, head_dim: int) -> None:
     """Refuse a policy whose ranks the module's heads do not have."""
     if policy.ranks and max(policy.ranks) >= head_dim:
-        raise ArgumentError(
-            expected_got("ranks", f"ranks below the head dimension {head_dim}", policy.ranks)
-        )
+        raise ArgumentError.got("ranks", f"ranks below the head dimension {head_dim}", policy.ranks)
 
 
 def check_cache(cache: "LayerCache", left: int) -> None:
     """Refuse a cache that would be written twice, or that lacks keys which the layer sees."""
     if is_recomputing():
-        raise ArgumentError(
-            expected_got(
-                "cache in a recomputed forward pass",
-                "none: its tokens were appended in the first one",
-                "a cache under activation checkpointing",
-                "train without a cache, or do not checkpoint this layer",
-            )
+        raise ArgumentError.got(
+            "cache in a recomputed forward pass",
+            "none: its tokens were appended in the first one",
+            "a cache under activation checkpointing",
+            "train without a cache, or do not checkpoint this layer",
         )
     kept = cache.length - cache.start
     if cache.start > 0 and (left < 0 or left > kept):
         seen = "all earlier keys" if left < 0 else f"{left} earlier keys"
-        raise ArgumentError(
-            expected_got(
-                "cache",
-                f"one that holds {seen}, which the layer's window shows",
-                f"the last {kept} of {cache.length}",
-                "give the module that window, or the cache a wider one",
-            )
+        raise ArgumentError.got(
+            "cache",
+            f"one that holds {seen}, which the layer's window shows",
+            f"the last {kept} of {cache.length}",
+            "give the module that window, or the cache a wider one",
         )
 
 
@@ -59,13 +53,11 @@ def check_self_attention(query: torch.Tensor, key: torch.Tensor, feature: str) -
     """Refuse keys that are not the queries' tokens, where one position serves both."""
     # Reentrant checkpointing detaches each argument: the object changes, the numbers do not.
     if key is not query and not key.is_set_to(query):
-        raise ArgumentError(
-            expected_got(
-                f"key with {feature}",
-                "the query itself (self-attention), whose positions it shares",
-                f"another tensor, {described(key)}",
-                "pass query alone, or build the module without it",
-            )
+        raise ArgumentError.got(
+            f"key with {feature}",
+            "the query itself (self-attention), whose positions it shares",
+            f"another tensor, {described(key)}",
+            "pass query alone, or build the module without it",
         )
 
 
@@ -76,9 +68,7 @@ def new_positions(
     if positions is None:
         return torch.arange(start, start + layout.len_q, device=device)[None]
     if not isinstance(positions, torch.Tensor):
-        raise ArgumentTypeError(
-            expected_got("positions", "None or a torch.Tensor", type(positions).__name__)
-        )
+        raise ArgumentTypeError.got("positions", "None or a torch.Tensor", type(positions).__name__)
     return positions
 
 

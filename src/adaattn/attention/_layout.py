@@ -6,7 +6,7 @@ import torch
 
 from adaattn.attention.config import AttentionConfig
 from adaattn.call.canonical import described
-from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
 
 __all__ = ["Layout", "check_inputs"]
 
@@ -100,15 +100,13 @@ def check_inputs(
     for name, item, size in named:
         _check_tensor(name, item)
         if item.dim() != query.dim() or item.dim() not in (2, 3):
-            raise ShapeError(
-                expected_got(
-                    f"rank of {name}",
-                    "3 dimensions, or 2 without a batch, as the query's",
-                    f"{item.dim()} ({described(item)}; query {described(query)})",
-                )
+            raise ShapeError.got(
+                f"rank of {name}",
+                "3 dimensions, or 2 without a batch, as the query's",
+                f"{item.dim()} ({described(item)}; query {described(query)})",
             )
         if item.shape[-1] != size:
-            raise ShapeError(expected_got(f"last dimension of {name}", size, described(item)))
+            raise ShapeError.got(f"last dimension of {name}", size, described(item))
     is_batched = query.dim() == 3
     where_length = 1 if is_batched and batch_first else 0
     layout = Layout(
@@ -121,18 +119,14 @@ def check_inputs(
     if key is query and value is query:
         return layout
     if key.shape[:-1] != value.shape[:-1]:
-        raise ShapeError(
-            expected_got("value", f"batch and length of key {described(key)}", described(value))
-        )
+        raise ShapeError.got("value", f"batch and length of key {described(key)}", described(value))
     if is_batched and key.shape[1 - where_length] != layout.batch:
         hint = "tensors are [B, L, E]" if batch_first else "tensors are [L, B, E]"
-        raise ShapeError(
-            expected_got(
-                "batch of key",
-                f"{layout.batch} as in query {described(query)}",
-                described(key),
-                f"{hint} with batch_first={batch_first}",
-            )
+        raise ShapeError.got(
+            "batch of key",
+            f"{layout.batch} as in query {described(query)}",
+            described(key),
+            f"{hint} with batch_first={batch_first}",
         )
     return layout
 
@@ -140,7 +134,7 @@ def check_inputs(
 def _check_tensor(name: str, item: object) -> None:
     """Refuse what is no tensor, or a nested one."""
     if not isinstance(item, torch.Tensor):
-        raise ArgumentTypeError(expected_got(name, "a torch.Tensor", type(item).__name__))
+        raise ArgumentTypeError.got(name, "a torch.Tensor", type(item).__name__)
     if item.is_nested:
         raise UnsupportedError(
             "This module",

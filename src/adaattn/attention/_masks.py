@@ -18,7 +18,7 @@ from adaattn.attention._causal_hint import is_plain_causal
 from adaattn.attention._layout import Layout
 from adaattn.backends.masks import kept_beside
 from adaattn.call.canonical import described
-from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError
 
 __all__ = ["mask_arguments"]
 
@@ -157,19 +157,17 @@ def _pair_mask(mask: torch.Tensor | None, layout: Layout, num_heads: int) -> tor
 def _check_mask(name: str, mask: object, shapes: list[tuple[int, ...]]) -> None:
     """Refuse a mask of another type, dtype or shape."""
     if not isinstance(mask, torch.Tensor):
-        raise ArgumentTypeError(expected_got(name, "None or a torch.Tensor", type(mask).__name__))
+        raise ArgumentTypeError.got(name, "None or a torch.Tensor", type(mask).__name__)
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeError(
-            expected_got(
-                f"dtype of {name}",
-                "bool (True = masked) or floating point (added to the scores)",
-                mask.dtype,
-                "cast it",
-            )
+        raise DTypeError.got(
+            f"dtype of {name}",
+            "bool (True = masked) or floating point (added to the scores)",
+            mask.dtype,
+            "cast it",
         )
     if tuple(mask.shape) not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise ShapeError(expected_got(name, wanted, described(mask)))
+        raise ShapeError.got(name, wanted, described(mask))
 
 
 def _attending(mask: torch.Tensor) -> torch.Tensor:

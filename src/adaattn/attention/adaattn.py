@@ -5,7 +5,7 @@ from typing import Unpack
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
 
@@ -67,7 +67,7 @@ class AdaAttention(BaseAttention):
     ) -> None:
         if not isinstance(enable_gpu_optimization, bool):
             got = repr(enable_gpu_optimization)
-            raise ArgumentTypeError(expected_got("enable_gpu_optimization", "True or False", got))
+            raise ArgumentTypeError.got("enable_gpu_optimization", "True or False", got)
         runner = Runner(
             None if policy is None else resolve_policy(policy),
             layer=options.get("layer", -1),

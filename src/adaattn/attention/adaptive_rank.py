@@ -17,7 +17,7 @@ from typing import Unpack
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.spec import Method, Policy
 
 __all__ = ["AdaptiveRankAttention"]
@@ -70,7 +70,7 @@ class AdaptiveRankAttention(BaseAttention):
         **options: Unpack[AttentionOptions],
     ) -> None:
         if ranks is not None and not isinstance(ranks, Sequence):
-            raise ArgumentTypeError(expected_got("ranks", "None or a tuple of integers", ranks))
+            raise ArgumentTypeError.got("ranks", "None or a tuple of integers", ranks)
         policy = Policy(
             name="adaptive_rank",
             error_budget=error_budget,

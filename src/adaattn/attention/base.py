@@ -33,7 +33,7 @@ from adaattn.attention.runner import Runner
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.canonical import described
 from adaattn.call.keywords import refuse_unknown
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 
 if TYPE_CHECKING:
     from adaattn.cache import LayerCache
@@ -226,7 +226,7 @@ class BaseAttention(nn.Module, ABC):
         """
         if key is None:
             if value is not None:
-                raise ArgumentError(expected_got("value without key", "None", described(value)))
+                raise ArgumentError.got("value without key", "None", described(value))
             key = query
         value = key if value is None else value
         layout = check_inputs(query, key, value, self.config, self.batch_first)
@@ -256,9 +256,7 @@ class BaseAttention(nn.Module, ABC):
         if self.rotary is not None:
             q, k = self.rotary(q, k, new_positions(positions, start, layout, query.device))
         elif positions is not None:
-            raise ArgumentError(
-                expected_got("positions", "None without rotary", described(positions))
-            )
+            raise ArgumentError.got("positions", "None without rotary", described(positions))
         if cache is not None:
             k, v = dense_keys_values(cache.update(k, v))
         if self.bias_k is not None or self.add_zero_attn:

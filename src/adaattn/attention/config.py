@@ -9,7 +9,7 @@ import torch
 
 from adaattn.attention.rotary_config import RotaryConfig
 from adaattn.call.arguments import Arguments, checked_numbers
-from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
 
 __all__ = ["AttentionConfig", "AttentionOptions"]
 
@@ -110,21 +110,17 @@ class AttentionConfig:
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
         if not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < -1:
-            raise ArgumentError(expected_got("layer", "an integer of at least -1", self.layer))
+            raise ArgumentError.got("layer", "an integer of at least -1", self.layer)
         if self.head_dim is None and self.embed_dim % self.num_heads:
-            raise ShapeError(
-                expected_got(
-                    "embed_dim",
-                    f"a multiple of num_heads={self.num_heads}",
-                    self.embed_dim,
-                    "or give head_dim",
-                )
+            raise ShapeError.got(
+                "embed_dim",
+                f"a multiple of num_heads={self.num_heads}",
+                self.embed_dim,
+                "or give head_dim",
             )
         if self.num_heads % self.kv_heads:
-            raise ShapeError(
-                expected_got(
-                    "num_kv_heads", f"a divisor of num_heads={self.num_heads}", self.kv_heads
-                )
+            raise ShapeError.got(
+                "num_kv_heads", f"a divisor of num_heads={self.num_heads}", self.kv_heads
             )
         self._check_numbers()
 
@@ -132,32 +128,28 @@ class AttentionConfig:
         """Check what is no size."""
         _check_real("dropout", self.dropout)
         if not 0.0 <= self.dropout <= 1.0:
-            raise ArgumentError(expected_got("dropout", "a probability in [0, 1]", self.dropout))
+            raise ArgumentError.got("dropout", "a probability in [0, 1]", self.dropout)
         _check_real("qk_norm_eps", self.qk_norm_eps)
         if not (math.isfinite(self.qk_norm_eps) and self.qk_norm_eps >= 0):
-            raise ArgumentError(
-                expected_got("qk_norm_eps", "a finite number of at least 0", self.qk_norm_eps)
+            raise ArgumentError.got(
+                "qk_norm_eps", "a finite number of at least 0", self.qk_norm_eps
             )
         arguments = Arguments(window=self.window, softcap=self.softcap, scale=self.scale)
         if arguments.head_terms is not None:
             hint = "adaattn.scaled_dot_product_attention takes tensors of numbers of each head"
             wanted = "numbers that serve all heads"
-            raise ArgumentTypeError(
-                expected_got("scale, window and softcap of a module", wanted, "a tensor", hint)
+            raise ArgumentTypeError.got(
+                "scale, window and softcap of a module", wanted, "a tensor", hint
             )
         window, *_ = checked_numbers(arguments, self.size_of_head)
         object.__setattr__(self, "window", window)
         if self.rotary is None:
             return
         if not isinstance(self.rotary, RotaryConfig):
-            raise ArgumentTypeError(
-                expected_got("rotary", "None or a RotaryConfig", repr(self.rotary))
-            )
+            raise ArgumentTypeError.got("rotary", "None or a RotaryConfig", repr(self.rotary))
         if self.rotary.head_dim != self.size_of_head:
-            raise ShapeError(
-                expected_got(
-                    "head_dim of rotary", f"{self.size_of_head} as here", self.rotary.head_dim
-                )
+            raise ShapeError.got(
+                "head_dim of rotary", f"{self.size_of_head} as here", self.rotary.head_dim
             )
 
     def numbers(self) -> dict[str, Any]:
@@ -205,12 +197,12 @@ class AttentionConfig:
 def _check_size(name: str, value: object) -> None:
     """Refuse what is no positive integer."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+        raise ArgumentTypeError.got(name, "an integer", repr(value))
     if value < 1:
-        raise ArgumentError(expected_got(name, "at least 1", value))
+        raise ArgumentError.got(name, "at least 1", value)
 
 
 def _check_real(name: str, value: object) -> None:
     """Refuse what is no number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ArgumentTypeError(expected_got(name, "a number", repr(value)))
+        raise ArgumentTypeError.got(name, "a number", repr(value))

@@ -10,7 +10,7 @@ from adaattn import hardware
 from adaattn._dtypes import precision_of, torch_dtype
 from adaattn.backends import capabilities
 from adaattn.call.describe import without_autocast
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import Precision
 
 __all__ = ["MODES", "cast_call", "checked_mode", "in_mode", "named_precision", "why_not"]
@@ -35,10 +35,10 @@ def checked_mode(mode: str) -> str:
         ArgumentError: there is none of that name.
     """
     if not isinstance(mode, str):
-        raise ArgumentTypeError(expected_got("precision_mode", "a string", repr(mode)))
+        raise ArgumentTypeError.got("precision_mode", "a string", repr(mode))
     if mode not in MODES:
         expected = ", ".join(repr(name) for name in MODES)
-        raise ArgumentError(expected_got("precision_mode", f"one of {expected}", repr(mode)))
+        raise ArgumentError.got("precision_mode", f"one of {expected}", repr(mode))
     return mode
 
 
@@ -55,9 +55,9 @@ def named_precision(precision: Precision | str) -> Precision:
     expected = ", ".join(repr(name) for name in names)
     if not isinstance(precision, str):
         got = repr(precision)
-        raise ArgumentTypeError(expected_got("precision", f"a Precision or {expected}", got))
+        raise ArgumentTypeError.got("precision", f"a Precision or {expected}", got)
     if precision not in names:
-        raise ArgumentError(expected_got("precision", f"one of {expected}", repr(precision)))
+        raise ArgumentError.got("precision", f"one of {expected}", repr(precision))
     return names[precision]
 
 

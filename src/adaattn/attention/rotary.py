@@ -21,7 +21,7 @@ from torch import nn
 
 from adaattn._dtypes import precision_of
 from adaattn.attention.rotary_config import RotaryConfig, RotaryScaling, grown_frequencies
-from adaattn.errors import ArgumentTypeError, DeviceError, DTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentTypeError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["RotaryConfig", "RotaryEmbedding", "RotaryScaling"]
 
@@ -49,7 +49,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: RotaryConfig) -> None:
         super().__init__()
         if not isinstance(config, RotaryConfig):
-            raise ArgumentTypeError(expected_got("config", "a RotaryConfig", repr(config)))
+            raise ArgumentTypeError.got("config", "a RotaryConfig", repr(config))
         self.config = config
         self.register_buffer("inverse_frequencies", config.inverse_frequencies(), persistent=False)
 
@@ -89,12 +89,12 @@ class RotaryEmbedding(nn.Module):
         """
         if positions.dtype not in (torch.int64, torch.int32):
             hint = "low precision has no number for most positions"
-            raise DTypeError(expected_got("positions", "int64", positions.dtype, hint))
+            raise DTypeError.got("positions", "int64", positions.dtype, hint)
         if positions.ndim not in (1, 2):
             expected = "[L], [1, L] or [B, L]"
-            raise ShapeError(expected_got("positions", expected, tuple(positions.shape)))
+            raise ShapeError.got("positions", expected, tuple(positions.shape))
         if dtype not in (torch.float32, torch.float64):
-            raise DTypeError(expected_got("dtype", "float32 or float64", dtype))
+            raise DTypeError.got("dtype", "float32 or float64", dtype)
         rows = positions if positions.ndim == 2 else positions[None]
         angles = rows[:, None, :, None].to(dtype) * self._frequencies(positions).to(dtype)
         cos, sin, amplitude = angles.cos(), angles.sin(), self.config.amplitude
@@ -158,12 +158,12 @@ class RotaryEmbedding(nn.Module):
         shape = tuple(tensor.shape)
         if len(shape) != 4 or shape[-1] != self.config.head_dim:
             expected = f"[B, H, L, {self.config.head_dim}]"
-            raise ShapeError(expected_got(name, expected, shape))
+            raise ShapeError.got(name, expected, shape)
         if positions.ndim in (1, 2) and (
             positions.shape[-1] != shape[2]
             or (positions.ndim == 2 and positions.shape[0] not in (1, shape[0]))
         ):
             expected = f"[L], [1, L] or [B, L] for a {name} of shape {shape}"
-            raise ShapeError(expected_got("positions", expected, tuple(positions.shape)))
+            raise ShapeError.got("positions", expected, tuple(positions.shape))
         if tensor.device != positions.device:
-            raise DeviceError(expected_got("positions", f"on {tensor.device}", positions.device))
+            raise DeviceError.got("positions", f"on {tensor.device}", positions.device)

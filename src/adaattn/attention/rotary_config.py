@@ -16,7 +16,6 @@ from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
     UnsupportedError,
-    expected_got,
 )
 
 __all__ = ["RotaryConfig", "RotaryScaling", "grown_frequencies"]
@@ -126,7 +125,7 @@ class RotaryConfig:
                 _require_count(name, value)
         for name in ("interleaved", "truncate"):
             if not isinstance(value := getattr(self, name), bool):
-                raise ArgumentTypeError(expected_got(name, "True or False", repr(value)))
+                raise ArgumentTypeError.got(name, "True or False", repr(value))
         _require("base", self.base, above=1)
         _require("factor", self.factor, least=1)
         _require("beta_slow", self.beta_slow, above=0)
@@ -138,7 +137,7 @@ class RotaryConfig:
                 _require(name, value, above=0)
         if (self.mscale is None) != (self.mscale_all_dim is None):
             pair = (self.mscale, self.mscale_all_dim)
-            raise ArgumentError(expected_got("(mscale, mscale_all_dim)", "both or neither", pair))
+            raise ArgumentError.got("(mscale, mscale_all_dim)", "both or neither", pair)
         self._require_dimensions()
         for field in fields(self):
             readers = [scaling for scaling, names in _READ_BY.items() if field.name in names]
@@ -146,7 +145,7 @@ class RotaryConfig:
             if readers and self.scaling not in readers and value != field.default:
                 expected = f"{field.default} with scaling {self.scaling}, which ignores it"
                 hint = f"scaling {', '.join(readers)} reads it"
-                raise ArgumentError(expected_got(field.name, expected, value, hint))
+                raise ArgumentError.got(field.name, expected, value, hint)
 
     def _require_dimensions(self) -> None:
         """Refuse dimensions that do not come in pairs, or too few for a new base."""
@@ -155,10 +154,10 @@ class RotaryConfig:
         if rotated % 2 or rotated > self.head_dim:
             hint = "rotary_dim= rotates a part of an odd head" if name == "head_dim" else ""
             expected = f"an even number up to head_dim = {self.head_dim}"
-            raise ArgumentError(expected_got(name, expected, rotated, hint))
+            raise ArgumentError.got(name, expected, rotated, hint)
         if self.scaling in (RotaryScaling.NTK, RotaryScaling.DYNAMIC_NTK) and rotated < 4:
             expected = f"at least 4 with scaling {self.scaling}, whose base has R - 2 below it"
-            raise ArgumentError(expected_got(name, expected, rotated))
+            raise ArgumentError.got(name, expected, rotated)
 
     @classmethod
     def from_hugging_face(
@@ -282,7 +281,7 @@ def _scaling(given: RotaryScaling | str) -> RotaryScaling:
         return RotaryScaling(given)
     except ValueError:
         names = ", ".join(RotaryScaling)
-        raise ArgumentError(expected_got("scaling", f"one of {names}", repr(given))) from None
+        raise ArgumentError.got("scaling", f"one of {names}", repr(given)) from None
 
 
 def _require(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
@@ -290,17 +289,17 @@ def _require(name: str, value: Any, *, above: float = -math.inf, least: float = 
     bound = f"above {above}" if above > least else f"of at least {least}"
     expected = f"a finite number {bound}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError(expected_got(name, expected, repr(value)))
+        raise ArgumentTypeError.got(name, expected, repr(value))
     if not (math.isfinite(value) and value > above and value >= least):
-        raise ArgumentError(expected_got(name, expected, value))
+        raise ArgumentError.got(name, expected, value)
 
 
 def _require_count(name: str, value: object) -> None:
     """Refuse what is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected_got(name, "a positive integer", repr(value)))
+        raise ArgumentTypeError.got(name, "a positive integer", repr(value))
     if value < 1:
-        raise ArgumentError(expected_got(name, "a positive integer", value))
+        raise ArgumentError.got(name, "a positive integer", value)
 
 
 def _hugging_face_arguments(
@@ -308,13 +307,13 @@ def _hugging_face_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `RotaryConfig` that the dictionary means."""
     if not isinstance(parameters, Mapping):
-        raise ArgumentTypeError(expected_got("parameters", "a mapping", repr(parameters)))
+        raise ArgumentTypeError.got("parameters", "a mapping", repr(parameters))
     _require_count("head_dim", head_dim)
     _require_count("max_positions", max_positions)
     given = {name: value for name, value in parameters.items() if value is not None}
     if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
         hint = "pass the one of a kind of layer"
-        raise ArgumentTypeError(expected_got("parameters", "one rope dictionary", nested, hint))
+        raise ArgumentTypeError.got("parameters", "one rope dictionary", nested, hint)
     scaling = _hugging_face_scaling(given.pop("rope_type", given.pop("type", "default")))
     given.pop("type", None)
     given.pop("finetuned", None)  # says how the weights came about, not what is computed
@@ -329,9 +328,7 @@ def _hugging_face_arguments(
             arguments[name] = given.pop(key)
     if given:
         hint = "they would be ignored"
-        raise ArgumentError(
-            expected_got("parameters", f"keys that {scaling} reads", sorted(given), hint)
-        )
+        raise ArgumentError.got("parameters", f"keys that {scaling} reads", sorted(given), hint)
     if scaling is RotaryScaling.YARN:
         # Transformers drops one weight without the other, and weights of 0.
         if not (arguments.get("mscale") and arguments.get("mscale_all_dim")):
@@ -341,7 +338,7 @@ def _hugging_face_arguments(
         arguments.setdefault("factor", max_positions / original)
     required = {"factor", *_LLAMA3_ONLY} & set(_READ_BY[scaling])
     if missing := sorted(required - set(arguments)):
-        raise ArgumentError(expected_got("parameters", f"{', '.join(missing)}", "none"))
+        raise ArgumentError.got("parameters", f"{', '.join(missing)}", "none")
     return {"head_dim": head_dim, "max_positions": max_positions, "scaling": scaling, **arguments}
 
 
@@ -353,5 +350,5 @@ def _hugging_face_scaling(rope_type: object) -> RotaryScaling:
         reason = f"rope_type {name!r} is not among {known}"
         raise UnsupportedError("RotaryConfig", (reason,), "Such a model runs in Transformers.")
     if name not in _HUGGING_FACE_TYPES:
-        raise ArgumentError(expected_got("rope_type", f"one of {known}", repr(rope_type)))
+        raise ArgumentError.got("rope_type", f"one of {known}", repr(rope_type))
     return _HUGGING_FACE_TYPES[name]

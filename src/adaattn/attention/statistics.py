@@ -10,7 +10,7 @@ import torch.distributed as dist
 from adaattn import hardware
 from adaattn._events import AttentionEvent
 from adaattn.attention._digest import Digest, digest_of
-from adaattn.errors import ArgumentTypeError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentTypeError, UnsupportedError
 from adaattn.spec import Method, Precision, Variant
 
 __all__ = ["AttentionStatistics"]
@@ -160,7 +160,7 @@ class AttentionStatistics(Mapping[str, Any]):
         for part in parts:
             if not isinstance(part, AttentionStatistics):
                 got = type(part).__name__
-                raise ArgumentTypeError(expected_got("statistics", "AttentionStatistics", got))
+                raise ArgumentTypeError.got("statistics", "AttentionStatistics", got)
             part._settle()
             _add(whole._numbers, part._numbers)
             for kind, counts in part._kinds.items():

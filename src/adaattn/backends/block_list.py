@@ -11,7 +11,6 @@ from adaattn.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
-    expected_got,
 )
 
 __all__ = ["ALL_BLOCKS", "BlockList", "list_strides", "listed_first"]
@@ -66,29 +65,27 @@ class BlockList:
         for name in ("block_q", "block_k"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ArgumentTypeError(expected_got(name, "an integer of at least 1", repr(size)))
+                raise ArgumentTypeError.got(name, "an integer of at least 1", repr(size))
         for name in ("counts", "indices"):
             item = getattr(self, name)
             if not isinstance(item, torch.Tensor):
-                raise ArgumentTypeError(
-                    expected_got(f"{name} of a BlockList", "a tensor", type(item).__name__)
+                raise ArgumentTypeError.got(
+                    f"{name} of a BlockList", "a tensor", type(item).__name__
                 )
             if item.dtype != torch.int32:
-                raise DTypeError(
-                    expected_got(f"dtype of {name}", "int32", item.dtype, "use .to(torch.int32)")
+                raise DTypeError.got(
+                    f"dtype of {name}", "int32", item.dtype, "use .to(torch.int32)"
                 )
         counts, indices = self.counts, self.indices
         sizes = (*indices.shape[:2], indices.shape[-1])
         if indices.dim() != 4 or counts.shape != indices.shape[:3] or 0 in sizes:
             got = f"{list(counts.shape)} and {list(indices.shape)}"
-            raise ShapeError(
-                expected_got("counts and indices", "[B, H, Nq] and [B, H, Nq, K], none empty", got)
+            raise ShapeError.got(
+                "counts and indices", "[B, H, Nq] and [B, H, Nq, K], none empty", got
             )
         if counts.device != indices.device:
-            raise DeviceError(
-                expected_got(
-                    "counts and indices", "one device", f"{counts.device}, {indices.device}"
-                )
+            raise DeviceError.got(
+                "counts and indices", "one device", f"{counts.device}, {indices.device}"
             )
         object.__setattr__(self, "counts", counts.contiguous())
         object.__setattr__(self, "indices", indices.contiguous())
@@ -112,26 +109,20 @@ class BlockList:
             return 0
         low, high = int(counts.min()), int(counts.max())
         if low < ALL_BLOCKS or high > most:
-            raise ArgumentError(
-                expected_got("counts of a BlockList", f"-1 to {most}", f"{low} to {high}")
-            )
+            raise ArgumentError.got("counts of a BlockList", f"-1 to {most}", f"{low} to {high}")
         listed = torch.arange(most, device=counts.device) < counts.unsqueeze(-1)
         steps = torch.where(listed, indices, 0)
         if int(steps.min()) < 0:
-            raise ArgumentError(
-                expected_got("indices of a BlockList", "at least 0", int(steps.min()))
-            )
+            raise ArgumentError.got("indices of a BlockList", "at least 0", int(steps.min()))
         falls = listed[..., 1:] & (indices.diff(dim=-1) <= 0)
         if bool(falls.any()):
             place = tuple(falls.nonzero()[0].tolist())
             pair = indices[place].item(), indices[(*place[:-1], place[-1] + 1)].item()
-            raise ArgumentError(
-                expected_got(
-                    "indices of a BlockList",
-                    "ascending numbers",
-                    f"{pair[0]} before {pair[1]} at {list(place)}",
-                    "sort them, each block once",
-                )
+            raise ArgumentError.got(
+                "indices of a BlockList",
+                "ascending numbers",
+                f"{pair[0]} before {pair[1]} at {list(place)}",
+                "sort them, each block once",
             )
         return int(steps.max()) + 1 if bool(listed.any()) else 0
 
@@ -151,10 +142,10 @@ class BlockList:
             ShapeError: not of 2 to 4 dimensions.
         """
         if mask.dtype != torch.bool:
-            raise DTypeError(expected_got("dtype of a mask of blocks", "bool", mask.dtype))
+            raise DTypeError.got("dtype of a mask of blocks", "bool", mask.dtype)
         if not 2 <= mask.dim() <= 4:
             shape = "[Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]"
-            raise ShapeError(expected_got("a mask of blocks", shape, list(mask.shape)))
+            raise ShapeError.got("a mask of blocks", shape, list(mask.shape))
         mask = mask[(None,) * (4 - mask.dim())]
         counts, order = listed_first(mask)
         if mask.device.type == "cpu" and counts.numel():

@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.spec import HeadTerm
 
 __all__ = ["HeadTerms"]
@@ -78,7 +78,7 @@ class HeadTerms:
                 wrong = wrong | (numbers < (-1 if name == "window" else 0))
             if bool(wrong.any()):
                 got = numbers.detach()[wrong][0].item()
-                raise ArgumentError(expected_got(f"{name} of each head", expected, got))
+                raise ArgumentError.got(f"{name} of each head", expected, got)
 
     @property
     def kinds(self) -> HeadTerm:

@@ -24,7 +24,7 @@ from adaattn.backends.interface import Direct, Executor
 from adaattn.backends.low_rank import sketched
 from adaattn.backends.sampling import Sampler
 from adaattn.backends.streamed import small
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.spec import AttentionProblem, Aux, Capability, HeadGroup, Launch, Method, Scheme
 
 __all__ = [
@@ -72,10 +72,10 @@ def register(
     items = tuple(items)
     for item in items:
         if item.name in _BY_NAME:
-            raise ArgumentError(expected_got("name of an executor", "a new one", repr(item.name)))
+            raise ArgumentError.got("name of an executor", "a new one", repr(item.name))
         if item.method is not Method.EXACT and (sample is None or item.methods is None):
             expected = "`methods` to try and a `sample` function that estimates its errors"
-            raise ArgumentError(expected_got(f"{item.name}, which approximates", expected, "none"))
+            raise ArgumentError.got(f"{item.name}, which approximates", expected, "none")
     for item in items:
         _BY_NAME[item.name] = item
         _EXECUTORS[item.name] = run
@@ -108,12 +108,8 @@ def capability_named(name: str) -> Capability:
         ArgumentError: there is none of that name.
     """
     if name not in _BY_NAME:
-        raise ArgumentError(
-            expected_got(
-                "backend",
-                f"'auto', 'flash', 'unfused' or one of {', '.join(_BY_NAME)}",
-                repr(name),
-            )
+        raise ArgumentError.got(
+            "backend", f"'auto', 'flash', 'unfused' or one of {', '.join(_BY_NAME)}", repr(name)
         )
     return _BY_NAME[name]
 

@@ -6,7 +6,7 @@ import torch
 
 from adaattn.cache.interface import LayerCache
 from adaattn.cache.layer import StoredLayer, require_count
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["KVCache"]
 
@@ -61,7 +61,7 @@ class KVCache:
         require_count("spare", spare, least=0)
         windows = _windows(window, num_layers)
         if spare and not any(windows):
-            raise ArgumentError(expected_got("spare", "0 without a window", spare))
+            raise ArgumentError.got("spare", "0 without a window", spare)
         self.max_length = max_length
         self._layers = [
             StoredLayer(max_length=max_length, window=given, spare=spare) for given in windows
@@ -94,8 +94,8 @@ class KVCache:
         """
         require_count("index", index, least=0)
         if index >= len(self._layers):
-            raise ArgumentError(
-                expected_got("index", f"a layer below num_layers = {len(self._layers)}", index)
+            raise ArgumentError.got(
+                "index", f"a layer below num_layers = {len(self._layers)}", index
             )
         return self._layers[index]
 
@@ -154,10 +154,10 @@ def _windows(given: int | Sequence[int | None] | None, num_layers: int) -> Seque
     elif isinstance(given, Sequence) and not isinstance(given, str):
         windows = given
     else:
-        raise ArgumentTypeError(expected_got("window", "an integer for each layer", repr(given)))
+        raise ArgumentTypeError.got("window", "an integer for each layer", repr(given))
     if len(windows) != num_layers:
-        raise ArgumentError(
-            expected_got("window", f"one number for each of {num_layers} layers", len(windows))
+        raise ArgumentError.got(
+            "window", f"one number for each of {num_layers} layers", len(windows)
         )
     for window in windows:
         if window is not None:

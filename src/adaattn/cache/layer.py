@@ -9,7 +9,6 @@ from adaattn.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
-    expected_got,
 )
 
 __all__ = ["StoredLayer", "require_count"]
@@ -107,13 +106,11 @@ class StoredLayer:
         """
         require_count("length", length, least=0)
         if length > self._length:
-            raise ArgumentError(
-                expected_got("length", f"at most the {self._length} tokens held", length)
-            )
+            raise ArgumentError.got("length", f"at most the {self._length} tokens held", length)
         if self.window is not None and length and self.start > max(0, length - self.window):
             expected = f"0, or {self.start + self.window} to {self._length}, with its window"
             hint = f"keys before position {self.start} were dropped; spare= keeps more"
-            raise ArgumentError(expected_got("length", expected, length, hint))
+            raise ArgumentError.got("length", expected, length, hint)
 
     def crop(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; the storage stays."""
@@ -140,12 +137,12 @@ class StoredLayer:
                 if isinstance(beam_index, torch.Tensor)
                 else repr(beam_index)
             )
-            raise ArgumentTypeError(expected_got("beam_index", "an int64 tensor [B]", got))
+            raise ArgumentTypeError.got("beam_index", "an int64 tensor [B]", got)
         if self._keys is not None and beam_index.numel() and beam_index.device.type == "cpu":
             low, high = (int(edge) for edge in beam_index.aminmax())
             if low < 0 or high >= self._keys.shape[0]:
                 expected = f"indices in [0, {self._keys.shape[0]})"
-                raise ArgumentError(expected_got("beam_index", expected, f"{low} to {high}"))
+                raise ArgumentError.got("beam_index", expected, f"{low} to {high}")
 
     def reorder(self, beam_index: torch.Tensor) -> None:
         """Make sequence i what sequence ``beam_index[i]`` was; their number may change."""
@@ -238,10 +235,10 @@ class StoredLayer:
         """Refuse tensors that do not fit each other, what is held, or the room that is left."""
         for name, tensor in (("key", key), ("value", value)):
             if tensor.ndim != 4:
-                raise ShapeError(expected_got(name, "[B, Hkv, L, D]", tuple(tensor.shape)))
+                raise ShapeError.got(name, "[B, Hkv, L, D]", tuple(tensor.shape))
         if value.shape[:3] != key.shape[:3]:
             expected = f"{tuple(key.shape[:3])} before its last dimension, as key has"
-            raise ShapeError(expected_got("value", expected, tuple(value.shape)))
+            raise ShapeError.got("value", expected, tuple(value.shape))
         _check_kind("value", value, "key", key)
         if self._keys is not None and self._values is not None:
             for name, new, held in (("key", key, self._keys), ("value", value, self._values)):
@@ -249,7 +246,7 @@ class StoredLayer:
                 if (new.shape[0], new.shape[1], new.shape[3]) != (batch, heads, dim):
                     expected = f"[{batch}, {heads}, L, {dim}], as this layer holds"
                     hint = "reset() starts anew, reorder() changes the batch"
-                    raise ShapeError(expected_got(name, expected, tuple(new.shape), hint))
+                    raise ShapeError.got(name, expected, tuple(new.shape), hint)
                 _check_kind(name, new, "cache", held)
         added = key.shape[2]
         if self.max_length is not None and self._length + added > self.max_length:
@@ -258,7 +255,7 @@ class StoredLayer:
                 f"at most {left} new tokens (max_length {self.max_length}, {self._length} held)"
             )
             hint = "crop, reset, or make the cache with a larger max_length"
-            raise ShapeError(expected_got("key", expected, added, hint))
+            raise ShapeError.got("key", expected, added, hint)
 
 
 def require_count(name: str, value: object, *, least: int) -> None:
@@ -270,16 +267,16 @@ def require_count(name: str, value: object, *, least: int) -> None:
     """
     expected = f"an integer of at least {least}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(expected_got(name, expected, repr(value)))
+        raise ArgumentTypeError.got(name, expected, repr(value))
     if value < least:
-        raise ArgumentError(expected_got(name, expected, value))
+        raise ArgumentError.got(name, expected, value)
 
 
 def _check_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Refuse another dtype or another device."""
     if tensor.dtype != other.dtype:
         expected = f"{other.dtype}, as the {other_name} has"
-        raise DTypeError(expected_got(f"dtype of {name}", expected, tensor.dtype))
+        raise DTypeError.got(f"dtype of {name}", expected, tensor.dtype)
     if tensor.device != other.device:
         expected = f"{other.device}, as the {other_name} has"
-        raise DeviceError(expected_got(f"device of {name}", expected, tensor.device))
+        raise DeviceError.got(f"device of {name}", expected, tensor.device)

@@ -9,7 +9,7 @@ import torch
 
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import Align, Policy
 
 __all__ = ["Arguments", "Companions", "checked_numbers"]
@@ -127,27 +127,23 @@ def checked_numbers(
         hint = ""
         if _is_int(given):
             hint = f"({given}, {given}) looks both ways, ({given - 1}, 0) is {given} keys, causal"
-        raise ArgumentError(expected_got("window", "(left, right), each at least -1", given, hint))
+        raise ArgumentError.got("window", "(left, right), each at least -1", given, hint)
     if not _is_int(arguments.dilation) or arguments.dilation < 1:
-        raise ArgumentError(
-            expected_got("dilation", "an integer of at least 1", arguments.dilation)
-        )
+        raise ArgumentError.got("dilation", "an integer of at least 1", arguments.dilation)
     softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
     if not (_is_finite(softcap) and softcap >= 0):
-        raise ArgumentError(
-            expected_got("softcap", "None or a finite number of at least 0", arguments.softcap)
+        raise ArgumentError.got(
+            "softcap", "None or a finite number of at least 0", arguments.softcap
         )
     scale = 1 / head_dim**0.5
     if arguments.scale is not None:
         scale = _number("scale", arguments.scale)
         if not _is_finite(scale):
-            raise ArgumentError(expected_got("scale", "None or a finite number", arguments.scale))
+            raise ArgumentError.got("scale", "None or a finite number", arguments.scale)
     dropout_p = _number("dropout_p", arguments.dropout_p)
     if not 0.0 <= dropout_p <= 1.0:
-        raise ArgumentError(
-            expected_got(
-                "dropout_p", "a probability in [0, 1]", arguments.dropout_p, "0 turns it off"
-            )
+        raise ArgumentError.got(
+            "dropout_p", "a probability in [0, 1]", arguments.dropout_p, "0 turns it off"
         )
     return (window[0], window[1]), arguments.dilation, softcap, scale, dropout_p
 
@@ -164,7 +160,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(expected_got(name, "a number", repr(value))) from error
+        raise ArgumentTypeError.got(name, "a number", repr(value)) from error
 
 
 def _is_int(value: object) -> bool:

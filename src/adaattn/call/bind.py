@@ -25,7 +25,7 @@ from adaattn.call.key import Choices, may_keep
 from adaattn.call.outputs import AuxRequest, requested_flags
 from adaattn.call.recomputing import Forwards, is_recomputing
 from adaattn.call.run import GIVEN, check_plan, run_decision
-from adaattn.errors import ArgumentError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, UnsupportedError
 from adaattn.policies import PRESETS, resolve_policy
 from adaattn.spec import Decision, Plan, Policy
 
@@ -86,9 +86,7 @@ def bind(
         )
     if plan is not None and (policy is not None or backend != "auto" or history is not None):
         got = f"{policy!r}, {backend!r}, {history!r}"
-        raise ArgumentError(
-            expected_got("policy, backend and history with a plan", "none of them", got)
-        )
+        raise ArgumentError.got("policy, backend and history with a plan", "none of them", got)
     resolved = resolve_policy(policy)
     arguments = arguments.under(resolved)
     call = build_call(query, key, value, arguments, requested_flags(return_aux))

@@ -5,7 +5,7 @@ import math
 import torch
 
 from adaattn.backends.masks import with_rank
-from adaattn.errors import DeviceError, DTypeError, ShapeError, expected_got
+from adaattn.errors import DeviceError, DTypeError, ShapeError
 
 __all__ = ["canonical_mask", "canonical_tensors", "described"]
 
@@ -20,8 +20,8 @@ def canonical_tensors(
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if value.shape[-3] != kv_heads:
         if enable_gqa or 1 not in (kv_heads, value.shape[-3]):
-            raise ShapeError(
-                expected_got("heads of key and value", "the same", f"{kv_heads}, {value.shape[-3]}")
+            raise ShapeError.got(
+                "heads of key and value", "the same", f"{kv_heads}, {value.shape[-3]}"
             )
         kv_heads = max(kv_heads, value.shape[-3])
     if heads != kv_heads:
@@ -31,9 +31,7 @@ def canonical_tensors(
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     except RuntimeError as error:
         shapes = f"{described(query)}, {described(key)}, {described(value)}"
-        raise ShapeError(
-            expected_got("leading dimensions", "sizes that broadcast", shapes)
-        ) from error
+        raise ShapeError.got("leading dimensions", "sizes that broadcast", shapes) from error
     query = _flat(query, batch, heads)
     key, value = _flat(key, batch, kv_heads), _flat(value, batch, kv_heads)
     leading = (*batch, heads)
@@ -43,15 +41,13 @@ def canonical_tensors(
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse different head dimensions of q and k, and different lengths of k and v."""
     if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(
-            expected_got("head dimension of key", f"{query.shape[-1]} as in query", key.shape[-1])
+        raise ShapeError.got(
+            "head dimension of key", f"{query.shape[-1]} as in query", key.shape[-1]
         )
     if query.shape[-1] == 0:
-        raise ShapeError(expected_got("head dimension", "at least 1", 0))
+        raise ShapeError.got("head dimension", "at least 1", 0)
     if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(
-            expected_got("length of value", f"{key.shape[-2]} as in key", value.shape[-2])
-        )
+        raise ShapeError.got("length of value", f"{key.shape[-2]} as in key", value.shape[-2])
 
 
 def _check_heads(heads: int, kv_heads: int, enable_gqa: bool, looks_swapped: bool) -> int:
@@ -59,13 +55,11 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool, looks_swapped: boo
     layout = "are they [B, S, H, D]? Then pass x.transpose(1, 2); else " if looks_swapped else ""
     if enable_gqa:
         if kv_heads == 0 or heads % kv_heads:
-            raise ShapeError(
-                expected_got(
-                    "query heads with enable_gqa=True",
-                    f"a multiple of {kv_heads}",
-                    heads,
-                    layout and layout + "use other heads",
-                )
+            raise ShapeError.got(
+                "query heads with enable_gqa=True",
+                f"a multiple of {kv_heads}",
+                heads,
+                layout and layout + "use other heads",
             )
         return heads
     if kv_heads == 1:
@@ -73,8 +67,8 @@ def _check_heads(heads: int, kv_heads: int, enable_gqa: bool, looks_swapped: boo
     if heads == 1:
         return kv_heads
     hint = "pass enable_gqa=True" if kv_heads and heads % kv_heads == 0 else "use equal heads"
-    raise ShapeError(
-        expected_got("heads of query and key", "the same", f"{heads}, {kv_heads}", layout + hint)
+    raise ShapeError.got(
+        "heads of query and key", "the same", f"{heads}, {kv_heads}", layout + hint
     )
 
 
@@ -93,16 +87,14 @@ def canonical_mask(
     if mask is None:
         return None
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeError(
-            expected_got(
-                "dtype of attn_mask",
-                "bool or floating point",
-                mask.dtype,
-                "mask.bool() if 1 says attend, a float is added to the scores",
-            )
+        raise DTypeError.got(
+            "dtype of attn_mask",
+            "bool or floating point",
+            mask.dtype,
+            "mask.bool() if 1 says attend, a float is added to the scores",
         )
     if mask.device != query.device:
-        raise DeviceError(expected_got("attn_mask", f"device {query.device}", mask.device))
+        raise DeviceError.got("attn_mask", f"device {query.device}", mask.device)
     batch, _, len_q, _ = query.shape
     full = (*leading, len_q, len_k)
     try:
@@ -110,13 +102,11 @@ def canonical_mask(
     except RuntimeError:
         fits = False
     if not fits:
-        raise ShapeError(
-            expected_got(
-                "attn_mask",
-                f"a shape that broadcasts to {list(full)}",
-                described(mask),
-                _mask_hint(tuple(mask.shape), full),
-            )
+        raise ShapeError.got(
+            "attn_mask",
+            f"a shape that broadcasts to {list(full)}",
+            described(mask),
+            _mask_hint(tuple(mask.shape), full),
         )
     mask = with_rank(mask, max(len(full), 4))
     if mask.dim() == 4:

@@ -10,7 +10,7 @@ from adaattn.call.choice import Choice
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS
-from adaattn.errors import ArgumentError, PlanError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, PlanError, UnsupportedError
 from adaattn.planning import decide, reasons
 from adaattn.planning.plan import DROPOUT_HIDES
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Method, Policy
@@ -34,8 +34,8 @@ def decide_exactly(
     if problem.batch_invariant and problem.num_sequences and policy.memory_budget_bytes is not None:
         got = f"{policy.memory_budget_bytes} bytes"
         hint = "how much fits would depend on the other sequences"
-        raise ArgumentError(
-            expected_got("memory budget of batch-invariant packed sequences", "None", got, hint)
+        raise ArgumentError.got(
+            "memory budget of batch-invariant packed sequences", "None", got, hint
         )
     if backend != "auto":
         _check_backend(problem, facts, policy, backend, allowed)

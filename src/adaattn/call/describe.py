@@ -26,7 +26,6 @@ from adaattn.errors import (
     DTypeError,
     ShapeError,
     UnsupportedError,
-    expected_got,
 )
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, Aux
@@ -144,7 +143,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
     """Refuse what is no tensor, nested, of the wrong rank, or on several devices."""
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, torch.Tensor):
-            raise ArgumentTypeError(expected_got(name, "a torch.Tensor", type(item).__name__))
+            raise ArgumentTypeError.got(name, "a torch.Tensor", type(item).__name__)
         if item.is_nested:
             raise UnsupportedError(
                 "AdaAttn",
@@ -152,20 +151,16 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 "Pass packed tensors [1, H, T, D] with cu_seqlens_q and cu_seqlens_k instead.",
             )
         if not 2 <= item.dim() <= _MAX_RANK:
-            raise ShapeError(
-                expected_got(
-                    f"rank of {name}",
-                    "2 to 5 dimensions, [..., heads, length, dim]",
-                    f"{item.dim()} ({described(item)})",
-                )
+            raise ShapeError.got(
+                f"rank of {name}",
+                "2 to 5 dimensions, [..., heads, length, dim]",
+                f"{item.dim()} ({described(item)})",
             )
     if not query.device == key.device == value.device:
         got = f"{query.device}, {key.device}, {value.device}"
-        raise DeviceError(
-            expected_got("query, key and value", "one device", got, "move them to one device")
-        )
+        raise DeviceError.got("query, key and value", "one device", got, "move them to one device")
     if query.device.type not in SDPA_NAMES:
-        raise DeviceError(expected_got("device", "'cpu' or 'cuda'", repr(str(query.device))))
+        raise DeviceError.got("device", "'cpu' or 'cuda'", repr(str(query.device)))
 
 
 def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -173,9 +168,7 @@ def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     precision_of(query.dtype)
     if not query.dtype == key.dtype == value.dtype:
         got = f"{query.dtype}, {key.dtype}, {value.dtype}"
-        raise DTypeError(
-            expected_got("query, key and value", "one dtype", got, "cast them to one dtype")
-        )
+        raise DTypeError.got("query, key and value", "one dtype", got, "cast them to one dtype")
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -208,30 +201,24 @@ def _causal_bias(
     mask = arguments.attn_mask
     for name in ("is_causal", "enable_gqa", "batch_invariant"):
         if isinstance(text := getattr(arguments, name), str):  # "False" would count as true
-            raise ArgumentTypeError(expected_got(name, "True or False", repr(text)))
+            raise ArgumentTypeError.got(name, "True or False", repr(text))
     if mask is None:
         return None, bool(arguments.is_causal), align
     if not isinstance(mask, torch.Tensor):
-        raise ArgumentTypeError(
-            expected_got("attn_mask", "None or a torch.Tensor", type(mask).__name__)
-        )
+        raise ArgumentTypeError.got("attn_mask", "None or a torch.Tensor", type(mask).__name__)
     if arguments.is_causal:
-        raise ArgumentError(
-            expected_got(
-                "attn_mask with is_causal=True",
-                "only one of them",
-                "both",
-                "fold the causal order into the mask, or drop the mask",
-            )
+        raise ArgumentError.got(
+            "attn_mask with is_causal=True",
+            "only one of them",
+            "both",
+            "fold the causal order into the mask, or drop the mask",
         )
     variant = getattr(mask, "variant", None)
     if variant is None or type(mask).__name__ != "CausalBias":
         return as_autocast(mask, query.device.type), False, align
     lengths = (getattr(mask, "seq_len_q", None), getattr(mask, "seq_len_kv", None))
     if lengths != (query.shape[-2], key.shape[-2]):
-        raise ShapeError(
-            expected_got("causal bias", f"lengths {(query.shape[-2], key.shape[-2])}", lengths)
-        )
+        raise ShapeError.got("causal bias", f"lengths {(query.shape[-2], key.shape[-2])}", lengths)
     corner = Align.BOTTOM_RIGHT if variant.name == "LOWER_RIGHT" else Align.TOP_LEFT
     return None, True, corner
 
@@ -240,9 +227,7 @@ def _is_invariant(arguments: Arguments, dropout_p: float) -> bool:
     """Return whether a sequence's result may not depend on the others."""
     if arguments.batch_invariant and dropout_p > 0:
         hint = "its random numbers are drawn for the whole batch"
-        raise ArgumentError(
-            expected_got("dropout_p with batch_invariant=True", "0.0", dropout_p, hint)
-        )
+        raise ArgumentError.got("dropout_p with batch_invariant=True", "0.0", dropout_p, hint)
     return bool(arguments.batch_invariant)
 
 
@@ -253,7 +238,7 @@ def _align(align: str | Align) -> Align:
     named = {"top_left": Align.TOP_LEFT, "bottom_right": Align.BOTTOM_RIGHT}
     if isinstance(align, str) and align in named:
         return named[align]
-    raise ArgumentError(expected_got("align", "'top_left' or 'bottom_right'", repr(align)))
+    raise ArgumentError.got("align", "'top_left' or 'bottom_right'", repr(align))
 
 
 def _check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
@@ -261,7 +246,7 @@ def _check_sinks(sinks: torch.Tensor | None, query: torch.Tensor) -> torch.Tenso
     if sinks is None:
         return None
     if not isinstance(sinks, torch.Tensor) or tuple(sinks.shape) != (query.shape[1],):
-        raise ShapeError(expected_got("sinks", f"a tensor [{query.shape[1]}]", described(sinks)))
+        raise ShapeError.got("sinks", f"a tensor [{query.shape[1]}]", described(sinks))
     _check_companion("sinks", sinks, query)
     return sinks
 
@@ -273,10 +258,8 @@ def _check_slopes(slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Ten
     batch, heads = query.shape[:2]
     shapes = ((heads,), (batch, heads))
     if not isinstance(slopes, torch.Tensor) or tuple(slopes.shape) not in shapes:
-        raise ShapeError(
-            expected_got(
-                "alibi_slopes", f"a tensor [{heads}] or [{batch}, {heads}]", described(slopes)
-            )
+        raise ShapeError.got(
+            "alibi_slopes", f"a tensor [{heads}] or [{batch}, {heads}]", described(slopes)
         )
     _check_companion("alibi_slopes", slopes, query)
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
@@ -296,14 +279,14 @@ def _check_head_terms(terms: HeadTerms | None, query: torch.Tensor) -> HeadTerms
         if tuple(numbers.shape) != shape:
             hint = f"what serves all heads is {one} without a tensor"
             expected = f"{one}, or a tensor {list(shape)}"
-            raise ShapeError(expected_got(name, expected, described(numbers), hint))
+            raise ShapeError.got(name, expected, described(numbers), hint)
         if name != "window":
             _check_companion(name, numbers, query)
         elif numbers.dtype not in (torch.int32, torch.int64):
             hint = "use .to(torch.int32)"
-            raise DTypeError(expected_got("dtype of window", "int32 or int64", numbers.dtype, hint))
+            raise DTypeError.got("dtype of window", "int32 or int64", numbers.dtype, hint)
         elif numbers.device != query.device:
-            raise DeviceError(expected_got(name, f"device {query.device}", numbers.device))
+            raise DeviceError.got(name, f"device {query.device}", numbers.device)
     if is_debugging():
         terms.check()
     return terms
@@ -318,40 +301,38 @@ def _check_blocks(
         # By numbers, as in `AttentionProblem.wants`.
         if aux.value & Aux.DROPPED_MASS.value:
             hint = "without a list of blocks nothing is dropped"
-            raise ArgumentError(expected_got("dropped_mass", "a call with blocks", "none", hint))
+            raise ArgumentError.got("dropped_mass", "a call with blocks", "none", hint)
         return None
     if not isinstance(blocks, BlockList):
         hint = "BlockList.from_mask makes one of a boolean mask of blocks"
-        raise ArgumentTypeError(
-            expected_got("blocks", "an adaattn.BlockList", type(blocks).__name__, hint)
-        )
+        raise ArgumentTypeError.got("blocks", "an adaattn.BlockList", type(blocks).__name__, hint)
     if arguments.cu_seqlens_q is not None:
-        raise ArgumentError(
-            expected_got("blocks with cu_seqlens_q", "only one of them", "both", "pad the batch")
+        raise ArgumentError.got(
+            "blocks with cu_seqlens_q", "only one of them", "both", "pad the batch"
         )
     if blocks.counts.device != query.device:
-        raise DeviceError(expected_got("blocks", f"device {query.device}", blocks.counts.device))
+        raise DeviceError.got("blocks", f"device {query.device}", blocks.counts.device)
     batch, heads, len_q, _ = query.shape
     rows = -(-len_q // blocks.block_q)
     got = blocks.counts.shape
     if got[0] not in (1, batch) or got[1] not in (1, heads) or got[2] != rows:
         expected = f"[1 or {batch}, 1 or {heads}, {rows}] in blocks of {blocks.block_q} rows"
-        raise ShapeError(expected_got("counts of blocks", expected, list(got)))
+        raise ShapeError.got("counts of blocks", expected, list(got))
     there = -(-key.shape[2] // blocks.block_k)
     sizes = f"with {key.shape[2]} keys in blocks of {blocks.block_k}"
     if blocks.num_key_blocks not in (0, there):
         listed = blocks.num_key_blocks
-        raise ShapeError(expected_got("blocks of keys of a list", f"{there}, {sizes}", listed))
+        raise ShapeError.got("blocks of keys of a list", f"{there}, {sizes}", listed)
     needed = blocks.check() if is_debugging() else blocks.needed_blocks
     if needed > there:
         expected = f"below {there}, {sizes}"
-        raise ArgumentError(expected_got("indices of blocks", expected, needed - 1))
+        raise ArgumentError.got("indices of blocks", expected, needed - 1)
     return blocks
 
 
 def _check_companion(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
     """Refuse a small tensor that is not floating point or on another device."""
     if not tensor.is_floating_point():
-        raise DTypeError(expected_got(f"dtype of {name}", "floating point", tensor.dtype))
+        raise DTypeError.got(f"dtype of {name}", "floating point", tensor.dtype)
     if tensor.device != query.device:
-        raise DeviceError(expected_got(name, f"device {query.device}", tensor.device))
+        raise DeviceError.got(name, f"device {query.device}", tensor.device)

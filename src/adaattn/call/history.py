@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any, Final
 
 from adaattn._events import AttentionEvent
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec import (
     AttentionProblem,
     Decision,
@@ -93,13 +93,11 @@ class History:
 
     def __init__(self, *, measure_every: int = 8, momentum: float = 0.5) -> None:
         if type(measure_every) is not int or measure_every < 1:
-            raise ArgumentError(
-                expected_got("measure_every", "an integer of at least 1", measure_every)
-            )
+            raise ArgumentError.got("measure_every", "an integer of at least 1", measure_every)
         if not isinstance(momentum, (int, float)):
-            raise ArgumentTypeError(expected_got("momentum", "a number", repr(momentum)))
+            raise ArgumentTypeError.got("momentum", "a number", repr(momentum))
         if not 0.0 <= momentum < 1.0:
-            raise ArgumentError(expected_got("momentum", "a number in [0, 1)", momentum))
+            raise ArgumentError.got("momentum", "a number in [0, 1)", momentum)
         self.measure_every = measure_every
         self.momentum = momentum
         self.may_be_recomputed = False

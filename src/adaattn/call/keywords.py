@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Final, NoReturn
 
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 
 __all__ = ["refuse_unknown"]
 
@@ -77,6 +77,6 @@ def refuse_unknown(unknown: Iterable[str], known: Sequence[str]) -> NoReturn:
         near = [] if meant else get_close_matches(name, known, n=1, cutoff=0.7)
         if meant or near:
             hints.append(f"{name!r} is {meant or near[0]} here")
-    raise ArgumentTypeError(
-        expected_got("keyword arguments", f"some of {list(known)}", names, ", ".join(hints))
+    raise ArgumentTypeError.got(
+        "keyword arguments", f"some of {list(known)}", names, ", ".join(hints)
     )

@@ -19,7 +19,7 @@ from adaattn.backends import Tensors, samplers
 from adaattn.backends.common import accumulation_dtype, grouped_product
 from adaattn.backends.sampling import Estimate, Sampled, choose_rows, relative_errors, row_weights
 from adaattn.call.arriving import Arriving
-from adaattn.errors import NonFiniteError, expected_got
+from adaattn.errors import NonFiniteError
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -67,13 +67,11 @@ def check_finite(tensors: Tensors) -> float:
     values = _magnitudes(tensors).tolist()
     for name, value in zip(names, values, strict=True):
         if not value < float("inf"):
-            raise NonFiniteError(
-                expected_got(
-                    name,
-                    "finite numbers under an error budget",
-                    f"a magnitude of {value}",
-                    'use policy="quality", which needs no measurement, or clean the input',
-                )
+            raise NonFiniteError.got(
+                name,
+                "finite numbers under an error budget",
+                f"a magnitude of {value}",
+                'use policy="quality", which needs no measurement, or clean the input',
             )
     return float(max(values))
 

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from adaattn.backends import Result
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.spec import Aux, Decision
 
 __all__ = ["ROW_OUTPUTS", "AuxOutput", "AuxRequest", "requested_flags"]
@@ -117,6 +117,6 @@ def requested_flags(return_aux: AuxRequest | bool | None) -> Aux:
         return return_aux.flags
     if return_aux is None or isinstance(return_aux, bool):
         return Aux.NONE
-    raise ArgumentTypeError(
-        expected_got("return_aux", "None, True or an AuxRequest", type(return_aux).__name__)
+    raise ArgumentTypeError.got(
+        "return_aux", "None, True or an AuxRequest", type(return_aux).__name__
     )

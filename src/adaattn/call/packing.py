@@ -15,7 +15,6 @@ from adaattn.errors import (
     DeviceError,
     DTypeError,
     ShapeError,
-    expected_got,
 )
 
 __all__ = ["longest", "packed_bounds", "sequence_lengths"]
@@ -44,16 +43,14 @@ def packed_bounds(
     if starts_q is None and starts_k is None:
         return (), ()
     if starts_q is None or starts_k is None:
-        raise ArgumentError(
-            expected_got("cu_seqlens_q and cu_seqlens_k", "both or neither", "one of them")
-        )
+        raise ArgumentError.got("cu_seqlens_q and cu_seqlens_k", "both or neither", "one of them")
     if query.shape[0] != 1:
-        raise ShapeError(expected_got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}"))
+        raise ShapeError.got("packed tensors", "[1, H, T, D]", f"batch {query.shape[0]}")
     bounds_q = _bounds("cu_seqlens_q", starts_q, query)
     bounds_k = _bounds("cu_seqlens_k", starts_k, key)
     if len(starts_q) != len(starts_k):
-        raise ShapeError(
-            expected_got("cu_seqlens_k", f"{len(starts_q)} entries as cu_seqlens_q", len(starts_k))
+        raise ShapeError.got(
+            "cu_seqlens_k", f"{len(starts_q)} entries as cu_seqlens_q", len(starts_k)
         )
     return bounds_q, bounds_k
 
@@ -65,11 +62,11 @@ def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int,
     """
     if not isinstance(starts, torch.Tensor) or starts.dtype != torch.int32 or starts.dim() != 1:
         hint = "cast it with .int()" if getattr(starts, "dtype", None) is torch.int64 else ""
-        raise DTypeError(expected_got(name, "an int32 tensor [N + 1]", described(starts), hint))
+        raise DTypeError.got(name, "an int32 tensor [N + 1]", described(starts), hint)
     if starts.device != tokens.device:
-        raise DeviceError(expected_got(name, f"device {tokens.device}", starts.device))
+        raise DeviceError.got(name, f"device {tokens.device}", starts.device)
     if starts.shape[0] < 2:
-        raise ArgumentError(expected_got(name, "at least two numbers, [N + 1]", described(starts)))
+        raise ArgumentError.got(name, "at least two numbers, [N + 1]", described(starts))
     if torch.compiler.is_compiling():
         return ()
     if starts.is_cuda and (not is_debugging() or torch.cuda.is_current_stream_capturing()):
@@ -83,9 +80,7 @@ def _bounds(name: str, starts: torch.Tensor, tokens: torch.Tensor) -> tuple[int,
             hint = "of lengths they are F.pad(lengths.cumsum(0), (1, 0)).int()"
         elif bounds[0] == 0 and bounds[-1] == tokens.shape[1]:
             hint = "are q, k and v [T, H, D]? Then pass x.transpose(0, 1)"
-        raise ArgumentError(
-            expected_got(name, f"rising numbers from 0 to {length}", list(bounds)[:8], hint)
-        )
+        raise ArgumentError.got(name, f"rising numbers from 0 to {length}", list(bounds)[:8], hint)
     return () if starts.is_cuda else bounds
 
 
@@ -108,7 +103,7 @@ def longest(name: str, given: int | None, bounds: tuple[int, ...], length: int) 
         too_many = isinstance(given, int) and given > length
         hint = "packed tensors are [1, H, T, D] or [H, T, D]" if too_many else ""
         wanted = f"an integer from {least} to {length}"
-        raise ArgumentError(expected_got(name, wanted, repr(given), hint))
+        raise ArgumentError.got(name, wanted, repr(given), hint)
     return given
 
 

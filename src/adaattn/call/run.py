@@ -18,7 +18,6 @@ from adaattn.errors import (
     ExecutorError,
     PlanError,
     UnsupportedError,
-    expected_got,
 )
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy, Scheme
@@ -98,8 +97,8 @@ def check_plan(call: Call, plan: Plan) -> None:
     """Refuse a plan that does not fit the call; see `run_plan`."""
     problem = call.problem
     if plan.num_heads != problem.num_heads:
-        raise ArgumentError(
-            expected_got("plan", f"one for {problem.num_heads} heads", f"one for {plan.num_heads}")
+        raise ArgumentError.got(
+            "plan", f"one for {problem.num_heads} heads", f"one for {plan.num_heads}"
         )
     facts = None if is_compiling() else hardware.probe(call.tensors.query.device)
     for group in plan.groups:

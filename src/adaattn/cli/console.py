@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from adaattn._files import replace_file
-from adaattn.errors import AdaAttnError, AssetError, expected_got
+from adaattn.errors import AdaAttnError, AssetError
 
 __all__ = ["JsonOption", "check_outputs", "one_line", "one_line_errors", "write_json", "write_text"]
 
@@ -71,7 +71,7 @@ def check_outputs(*targets: str | Path | None) -> None:
         if path.is_dir() or not path.absolute().parent.is_dir():
             found = "a folder" if path.is_dir() else "no such folder"
             wanted = "a file in an existing folder"
-            raise AssetError(expected_got(f"output file {path}", wanted, found))
+            raise AssetError.got(f"output file {path}", wanted, found)
 
 
 def write_json(target: str, value: Any) -> None:
@@ -96,11 +96,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
-        raise AssetError(
-            expected_got(
-                f"output file {path}",
-                "a file that can be written",
-                error.strerror or repr(error),
-                "name another place",
-            )
+        raise AssetError.got(
+            f"output file {path}",
+            "a file that can be written",
+            error.strerror or repr(error),
+            "name another place",
         ) from error

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from adaattn.errors import DeviceError, expected_got
+from adaattn.errors import DeviceError
 from adaattn.hardware import probe
 from adaattn.hardware.datasheet import datasheet_rates
 from adaattn.hardware.tables import timings_of
@@ -47,7 +47,7 @@ def facts_of(name: str) -> HardwareFacts:
     if name.lower() not in CARDS:
         if name.split(":")[0] not in ("cpu", "cuda"):
             known = ", ".join(CARDS)
-            raise DeviceError(expected_got("device", f"auto, cpu, cuda, cuda:N, {known}", name))
+            raise DeviceError.got("device", f"auto, cpu, cuda, cuda:N, {known}", name)
         return probe(name)
     driver_name, capability, memory, processors, cache, formats = CARDS[name.lower()]
     rates = datasheet_rates(driver_name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from adaattn.backends import capabilities
 from adaattn.cli.console import STDOUT, write_json
 from adaattn.cli.machines import facts_of
-from adaattn.errors import ArgumentError, DTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, DTypeError, ShapeError
 from adaattn.planning import decide
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, AttentionProblem, Decision, HardwareFacts, Policy, Precision
@@ -95,14 +95,14 @@ def problem_of(request: PlanRequest, device_type: str) -> AttentionProblem:
     """
     batch, heads, kv_heads, len_q, len_k, head_dim, value_dim = _sizes(request.shape)
     if request.dtype not in _DTYPES:
-        raise DTypeError(expected_got("dtype", f"one of {', '.join(_DTYPES)}", request.dtype))
+        raise DTypeError.got("dtype", f"one of {', '.join(_DTYPES)}", request.dtype)
     names = {align.name.lower(): align for align in Align}
     if request.align not in names:
-        raise ArgumentError(expected_got("align", " or ".join(names), request.align))
+        raise ArgumentError.got("align", " or ".join(names), request.align)
     if request.dilation < 1:
-        raise ArgumentError(expected_got("dilation", "at least 1", request.dilation))
+        raise ArgumentError.got("dilation", "at least 1", request.dilation)
     if not (math.isfinite(request.softcap) and request.softcap >= 0):
-        raise ArgumentError(expected_got("softcap", "0 or a positive number", request.softcap))
+        raise ArgumentError.got("softcap", "0 or a positive number", request.softcap)
     return AttentionProblem(
         batch=batch,
         num_heads=heads,
@@ -127,20 +127,20 @@ def _sizes(shape: str) -> tuple[int, int, int, int, int, int, int]:
     """Return B, Hq, Hkv, Sq, Sk, D, Dv."""
     parts = [part.strip() for part in shape.split(",")]
     if len(parts) not in (6, 7) or not all(part.isdecimal() for part in parts):
-        raise ShapeError(expected_got("shape", "B,Hq,Hkv,Sq,Sk,D or B,Hq,Hkv,Sq,Sk,D,Dv", shape))
+        raise ShapeError.got("shape", "B,Hq,Hkv,Sq,Sk,D or B,Hq,Hkv,Sq,Sk,D,Dv", shape)
     sizes = [int(part) for part in parts]
     if min(sizes) < 1:
-        raise ShapeError(expected_got("shape", "sizes of at least 1", shape))
+        raise ShapeError.got("shape", "sizes of at least 1", shape)
     batch, heads, kv_heads, len_q, len_k, head_dim = sizes[:6]
     if heads % kv_heads:
-        raise ShapeError(expected_got("Hq", f"a multiple of Hkv ({kv_heads})", heads))
+        raise ShapeError.got("Hq", f"a multiple of Hkv ({kv_heads})", heads)
     return batch, heads, kv_heads, len_q, len_k, head_dim, sizes[-1]
 
 
 def _window(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(-1|\d+)\s*,\s*(-1|\d+)\s*", text)
     if found is None:
-        raise ArgumentError(expected_got("window", "LEFT,RIGHT, each -1 or at least 0", text))
+        raise ArgumentError.got("window", "LEFT,RIGHT, each -1 or at least 0", text)
     return int(found[1]), int(found[2])
 
 
@@ -156,7 +156,7 @@ def _policy(request: PlanRequest) -> Policy:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _UNITS:
-        raise ArgumentError(
-            expected_got("memory budget", "bytes, or a number with kB, MB, GB, MiB or GiB", text)
+        raise ArgumentError.got(
+            "memory budget", "bytes, or a number with kB, MB, GB, MiB or GiB", text
         )
     return int(float(found[1]) * _UNITS[found[2].lower()])

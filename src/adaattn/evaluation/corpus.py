@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from adaattn.errors import AssetError, expected_got
+from adaattn.errors import AssetError
 
 __all__ = ["SHIPPED_TEXTS", "load_text"]
 
@@ -31,16 +31,14 @@ def load_text(name: str) -> str:
         else:
             text = Path(name).expanduser().read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise AssetError(expected_got(f"text {name!r}", "a UTF-8 file", error)) from error
+        raise AssetError.got(f"text {name!r}", "a UTF-8 file", error) from error
     except OSError as error:
-        raise AssetError(
-            expected_got(
-                f"text {name!r}",
-                f"one of {', '.join(SHIPPED_TEXTS)}, or a readable file",
-                error.strerror or repr(error),
-                "check the path",
-            )
+        raise AssetError.got(
+            f"text {name!r}",
+            f"one of {', '.join(SHIPPED_TEXTS)}, or a readable file",
+            error.strerror or repr(error),
+            "check the path",
         ) from error
     if not text.strip():
-        raise AssetError(expected_got(f"text {name!r}", "some words", "an empty file"))
+        raise AssetError.got(f"text {name!r}", "some words", "an empty file")
     return text

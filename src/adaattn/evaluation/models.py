@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from adaattn._packages import import_package
-from adaattn.errors import AssetError, expected_got
+from adaattn.errors import AssetError
 from adaattn.evaluation.assets import Progress, demo_model
 from adaattn.hardware.probe import resolve
 
@@ -101,7 +101,7 @@ def load_model(
     transformers = import_package("transformers")
     source = str(demo_model(progress=progress)) if name == "demo" else name
     if source == name and _looks_like_folder(name) and not Path(name).expanduser().is_dir():
-        raise AssetError(expected_got(f"model {name!r}", "a folder", "none there", _MODEL_HINT))
+        raise AssetError.got(f"model {name!r}", "a folder", "none there", _MODEL_HINT)
     is_offline = not Path(source).expanduser().is_dir() and not _hub_answers()
     with _quiet_transformers(), _model_errors(name, is_offline):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
@@ -154,13 +154,13 @@ def _model_errors(name: str, is_offline: bool) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         if is_offline and isinstance(error, OSError):
             expected = "a model in the hub's cache, since the hub cannot be reached"
-            raise AssetError(
-                expected_got(f"model {name!r}", expected, "none there", _OFFLINE_HINT)
+            raise AssetError.got(
+                f"model {name!r}", expected, "none there", _OFFLINE_HINT
             ) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else type(error).__name__
-        raise AssetError(
-            expected_got(f"model {name!r}", "a model that can be loaded", reason, _MODEL_HINT)
+        raise AssetError.got(
+            f"model {name!r}", "a model that can be loaded", reason, _MODEL_HINT
         ) from error
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from adaattn._events import record_events
-from adaattn.errors import ArgumentError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, UnsupportedError
 from adaattn.evaluation.assets import Progress
 from adaattn.evaluation.attention_clock import AttentionClock, EntropyProbe, intercepted
 from adaattn.evaluation.case_list import CASES
@@ -77,10 +77,10 @@ class EvaluationRequest:
     def __post_init__(self) -> None:
         """Refuse what could only fail later."""
         if self.tokens < 2:
-            raise ArgumentError(expected_got("tokens", "at least 2", self.tokens))
+            raise ArgumentError.got("tokens", "at least 2", self.tokens)
         sliding_windows(self.tokens, self.window, self.stride)
         if self.dtype not in DTYPES:
-            raise ArgumentError(expected_got("dtype", f"one of {', '.join(DTYPES)}", self.dtype))
+            raise ArgumentError.got("dtype", f"one of {', '.join(DTYPES)}", self.dtype)
 
 
 def evaluate(
@@ -166,13 +166,13 @@ def _evaluate_model(request: EvaluationRequest, report: Progress) -> EvaluationR
 def _resolve(policies: Sequence[str | Policy]) -> list[Policy]:
     """Return each policy as a value, the names all different."""
     if not policies:
-        raise ArgumentError(expected_got("policies", "at least one", "none", "name quality, say"))
+        raise ArgumentError.got("policies", "at least one", "none", "name quality, say")
     found = [resolve_policy(policy) for policy in policies]
     names = [_BASELINE, _EXACT, *(policy.name for policy in found)]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ArgumentError(
-            expected_got("policies", "different names, none sdpa or exact", ", ".join(doubled))
+        raise ArgumentError.got(
+            "policies", "different names, none sdpa or exact", ", ".join(doubled)
         )
     return found
 
@@ -180,9 +180,7 @@ def _resolve(policies: Sequence[str | Policy]) -> list[Policy]:
 def _check_length(model: LanguageModel, length: int) -> None:
     longest = getattr(model.network.config, "max_position_embeddings", None)
     if longest is not None and length > longest:
-        raise ArgumentError(
-            expected_got("window", f"at most the model's {longest} positions", length)
-        )
+        raise ArgumentError.got("window", f"at most the model's {longest} positions", length)
 
 
 def _num_passes(num_windows: int, num_runs: int) -> int:

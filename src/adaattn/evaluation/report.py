@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.evaluation.results import Comparison, EvaluationResult, RunResult
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def _exact(result: EvaluationResult) -> RunResult:
         return result.run("exact")
     except KeyError:
         names = ", ".join(run.name for run in result.runs)
-        raise ArgumentError(expected_got("runs", "one named exact", names)) from None
+        raise ArgumentError.got("runs", "one named exact", names) from None
 
 
 def _difference(run: RunResult) -> str:

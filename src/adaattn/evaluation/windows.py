@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 
 __all__ = ["Window", "sliding_windows"]
 
@@ -45,11 +45,11 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> Iterator[Windo
         [(0, 6, 5), (3, 9, 3), (6, 10, 1)]
     """
     if num_tokens < 2:
-        raise ArgumentError(expected_got("tokens", "at least 2", num_tokens, "use a longer text"))
+        raise ArgumentError.got("tokens", "at least 2", num_tokens, "use a longer text")
     if window < 2:
-        raise ArgumentError(expected_got("window", "at least 2 tokens", window))
+        raise ArgumentError.got("window", "at least 2 tokens", window)
     if not 1 <= stride < window:
-        raise ArgumentError(expected_got("stride", f"1 to {window - 1} (window - 1)", stride))
+        raise ArgumentError.got("stride", f"1 to {window - 1} (window - 1)", stride)
     return _windows(num_tokens, window, stride)
 
 

@@ -112,10 +112,10 @@ def _existing_index(device: torch.device) -> int:
         raise DeviceError(_wrong_device(device))
     if not torch.cuda.is_available():
         hint = "this PyTorch sees no CUDA device: check the driver and the build of torch"
-        raise DeviceError(expected_got("device", "'cpu'", device, hint))
+        raise DeviceError.got("device", "'cpu'", device, hint)
     if device.index >= torch.cuda.device_count():
         expected = f"an index below {torch.cuda.device_count()}"
-        raise DeviceError(expected_got("device", expected, device))
+        raise DeviceError.got("device", expected, device)
     return device.index
 
 

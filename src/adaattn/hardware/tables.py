@@ -25,7 +25,7 @@ from adaattn import __version__
 from adaattn._files import replace_file
 from adaattn._packages import installed_version
 from adaattn._settings import cache_folder
-from adaattn.errors import TableError, expected_got
+from adaattn.errors import TableError
 from adaattn.hardware.datasheet import find_datasheet
 from adaattn.spec import Cell, HardwareFacts, Precision, TimingTable
 
@@ -98,14 +98,14 @@ def read_table(path: Path, facts: HardwareFacts) -> TimingTable:
             table = TimingTable.from_dict(data, source)
             other = _why_other(data["hardware"], table.device, facts)
     except OSError as error:
-        raise TableError(expected_got(subject, "a readable file", error.strerror, hint)) from error
+        raise TableError.got(subject, "a readable file", error.strerror, hint) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         wrote = "what adaattn.tune wrote"
-        raise TableError(expected_got(subject, wrote, repr(error), hint)) from error
+        raise TableError.got(subject, wrote, repr(error), hint) from error
     if version != _FORMAT:
-        raise TableError(expected_got(subject, f"format {_FORMAT}", f"format {version}", hint))
+        raise TableError.got(subject, f"format {_FORMAT}", f"format {version}", hint)
     if other:
-        raise TableError(expected_got(f"device of {subject}", *other, hint))
+        raise TableError.got(f"device of {subject}", *other, hint)
     return table
 
 

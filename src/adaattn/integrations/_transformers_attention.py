@@ -94,7 +94,7 @@ def attention_forward(
         _refuse_unknown(kwargs)
     shape = query.shape
     if len(shape) != 4:
-        raise ShapeError(expected_got("query", "[B, Hq, Sq, D]", tuple(shape)))
+        raise ShapeError.got("query", "[B, Hq, Sq, D]", tuple(shape))
     _, kv_heads, len_k, _ = key.shape
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
@@ -152,13 +152,11 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
                 ["continuous batching passes its own paged cache, which is not read here"],
                 'use attn_implementation="sdpa" for continuous batching',
             )
-        raise ArgumentTypeError(
-            expected_got(
-                "keyword of the attention layer",
-                "one that AdaAttn honours or knows to leave attention as it is",
-                repr(name),
-                'drop it, or use attn_implementation="eager" for this model',
-            )
+        raise ArgumentTypeError.got(
+            "keyword of the attention layer",
+            "one that AdaAttn honours or knows to leave attention as it is",
+            repr(name),
+            'drop it, or use attn_implementation="eager" for this model',
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaattn.errors import ArgumentTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentTypeError, ShapeError
 from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask, segments_of
 
 __all__ = ["Visibility", "masked", "packed", "unmasked", "with_bias"]
@@ -59,13 +59,11 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
             return mask.visibility
         mask = structure
     if mask.dim() != 4:
-        raise ShapeError(
-            expected_got(
-                "attention_mask",
-                "[B, 1 or Hq, Sq, Sk]",
-                tuple(mask.shape),
-                "pass padding [B, S] to the model, not to the layer",
-            )
+        raise ShapeError.got(
+            "attention_mask",
+            "[B, 1 or Hq, Sq, Sk]",
+            tuple(mask.shape),
+            "pass padding [B, S] to the model, not to the layer",
         )
     if mask.is_floating_point():  # under autocast it comes in another dtype than the queries
         mask = mask.to(dtype)
@@ -120,8 +118,8 @@ def packed(
     """Return packed sequences as FlashAttention's keywords describe them."""
     starts_q, starts_k = starts
     if starts_q is None or starts_k is None:
-        raise ArgumentTypeError(
-            expected_got("packed sequences", "both cu_seq_lens_q and cu_seq_lens_k", "one of them")
+        raise ArgumentTypeError.got(
+            "packed sequences", "both cu_seq_lens_q and cu_seq_lens_k", "one of them"
         )
     structure = None
     if isinstance(mask, StructuredMask) and not mask.is_dense:

@@ -15,7 +15,7 @@ import torch
 
 from adaattn.backends.sdpa_call import sdpa
 from adaattn.call.history import History
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.functional import scaled_dot_product_attention
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
@@ -155,13 +155,11 @@ def sdpa_like(
 def _refuse(keywords: Mapping[str, Any]) -> None:
     """Raise for keywords that PyTorch's function has and this one does not know."""
     names = ", ".join(repr(name) for name in sorted(keywords.keys() - _KEYWORDS))
-    raise ArgumentTypeError(
-        expected_got(
-            "keywords of a patched scaled_dot_product_attention",
-            f"some of {', '.join(sorted(_KEYWORDS))}",
-            names,
-            "undo the patch for this call, or call adaattn.scaled_dot_product_attention",
-        )
+    raise ArgumentTypeError.got(
+        "keywords of a patched scaled_dot_product_attention",
+        f"some of {', '.join(sorted(_KEYWORDS))}",
+        names,
+        "undo the patch for this call, or call adaattn.scaled_dot_product_attention",
     )
 
 

@@ -154,13 +154,11 @@ def register(name: str = "adaattn", *, policy: Policy | str | float | None = Non
         (1, 8, 32)
     """
     if _NAME.fullmatch(name) is None or "flash" in name.lower():
-        raise ArgumentError(
-            expected_got(
-                "name",
-                "letters, digits, '_', '.' and '-', without 'flash'",
-                repr(name),
-                "Transformers reads other names as FlashAttention or as a kernel on the hub",
-            )
+        raise ArgumentError.got(
+            "name",
+            "letters, digits, '_', '.' and '-', without 'flash'",
+            repr(name),
+            "Transformers reads other names as FlashAttention or as a kernel on the hub",
         )
     attention_registry, mask_registry = _registries()
     resolved = None if policy is None else resolve_policy(policy)
@@ -169,13 +167,8 @@ def register(name: str = "adaattn", *, policy: Policy | str | float | None = Non
         earlier.undo()
     for registry in (attention_registry, mask_registry):
         if name == "eager" or _entry(registry, name) is not None:
-            raise ArgumentError(
-                expected_got(
-                    "name",
-                    "one that Transformers does not know yet",
-                    repr(name),
-                    "choose another name",
-                )
+            raise ArgumentError.got(
+                "name", "one that Transformers does not know yet", repr(name), "choose another name"
             )
 
     history = History()

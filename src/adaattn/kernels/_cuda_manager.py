@@ -8,7 +8,7 @@ import torch
 from adaattn import hardware
 from adaattn._dtypes import precision_of
 from adaattn.attention.precision_mode import named_precision
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.hardware.probe import resolve
 from adaattn.spec import HardwareFacts, Precision
 
@@ -188,7 +188,7 @@ class CUDAManager:
             True
         """
         if head_dim < 1:
-            raise ArgumentError(expected_got("head_dim", "an integer of at least 1", head_dim))
+            raise ArgumentError.got("head_dim", "an integer of at least 1", head_dim)
         row_bytes = _TILES * head_dim * precision_of(dtype, subject="the tile").bits // 8
         if not self.block_memory_bytes:
             return 64
@@ -205,6 +205,6 @@ class CUDAManager:
             ArgumentError: the share is out of range.
         """
         if not 0.0 < share <= 1.0:
-            raise ArgumentError(expected_got("share", "a number in (0, 1]", share))
+            raise ArgumentError.got("share", "a number in (0, 1]", share)
         free = self.free_memory_bytes
         return int(share * (self.total_memory_bytes if free is None else free))

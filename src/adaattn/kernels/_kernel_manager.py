@@ -9,7 +9,7 @@ import torch
 from adaattn import hardware
 from adaattn.backends import capabilities
 from adaattn.call.describe import Arguments, build_call
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.functional import plan_attention
 from adaattn.hardware.probe import resolve
 from adaattn.kernels._fused import FUSED_NAMES
@@ -134,8 +134,8 @@ class AttentionKernelManager:
         policy = resolve_policy(self.policy)
         if isinstance(query, AttentionProblem):
             if key is not None or value is not None or semantics:
-                raise ArgumentTypeError(
-                    expected_got("arguments beside a problem", "none", "key, value or keywords")
+                raise ArgumentTypeError.got(
+                    "arguments beside a problem", "none", "key, value or keywords"
                 )
             return self._choice(query, hardware.probe(self.device), policy)
         key, value = cast(torch.Tensor, key), cast(torch.Tensor, value)

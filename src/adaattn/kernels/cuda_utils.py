@@ -17,7 +17,7 @@ from adaattn.attention.precision_mode import cast_call, named_precision
 from adaattn.backends import capabilities
 from adaattn.call.describe import Arguments, build_call
 from adaattn.call.keywords import refuse_unknown
-from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
 from adaattn.kernels._fused import FLASH, attend
@@ -274,8 +274,8 @@ def _lowered(group: HeadGroup, rank: int, value_dim: int) -> HeadGroup:
 def _checked_rank(rank: int, head_dim: int) -> int:
     """Return a rank from 1 to the head dimension."""
     if not isinstance(rank, int) or isinstance(rank, bool):
-        raise ArgumentTypeError(expected_got("rank", "None or an integer", repr(rank)))
+        raise ArgumentTypeError.got("rank", "None or an integer", repr(rank))
     if not 1 <= rank <= head_dim:
         expected = f"1 to the head dimension, {head_dim}"
-        raise ArgumentError(expected_got("rank", expected, rank, "None lets the policy decide"))
+        raise ArgumentError.got("rank", expected, rank, "None lets the policy decide")
     return rank

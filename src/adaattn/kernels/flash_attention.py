@@ -16,7 +16,7 @@ from adaattn.attention.config import AttentionOptions
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.runner import Runner
 from adaattn.call.outputs import AuxOutput, AuxRequest
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.kernels._fused import attend
 from adaattn.spec import Align, Policy
 
@@ -136,11 +136,9 @@ def flash_attention_forward(
     config = FlashAttentionConfig() if config is None else config
     if not isinstance(config, FlashAttentionConfig):
         got = type(config).__name__
-        raise ArgumentTypeError(expected_got("config", "None or a FlashAttentionConfig", got))
+        raise ArgumentTypeError.got("config", "None or a FlashAttentionConfig", got)
     if backend != "auto" and not config.enable_flash:
-        raise ArgumentError(
-            expected_got("backend with enable_flash=False", "'auto'", repr(backend))
-        )
+        raise ArgumentError.got("backend with enable_flash=False", "'auto'", repr(backend))
     semantics = config.semantics | {"attn_mask": attn_mask}
     backend = backend if config.enable_flash else "unfused"
     settings = {"policy": policy, "backend": backend, "return_aux": return_aux}

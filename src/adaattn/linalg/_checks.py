@@ -3,7 +3,7 @@
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.errors import NonFiniteError, ShapeError, expected_got
+from adaattn.errors import NonFiniteError, ShapeError
 
 __all__ = [
     "accumulation_dtype",
@@ -27,9 +27,7 @@ def require_matrix(tensor: torch.Tensor, subject: str) -> None:
     """
     precision_of(tensor.dtype, subject=subject)
     if tensor.ndim < 2:
-        raise ShapeError(
-            expected_got(subject, "a tensor of at least 2 dimensions", tuple(tensor.shape))
-        )
+        raise ShapeError.got(subject, "a tensor of at least 2 dimensions", tuple(tensor.shape))
 
 
 def require_finite(tensor: torch.Tensor, subject: str) -> None:
@@ -41,9 +39,7 @@ def require_finite(tensor: torch.Tensor, subject: str) -> None:
     finite = torch.isfinite(tensor)
     if not bool(finite.all()):
         count = tensor.numel() - int(finite.sum())
-        raise NonFiniteError(
-            expected_got(subject, "finite elements", f"{count} NaN or infinite ones")
-        )
+        raise NonFiniteError.got(subject, "finite elements", f"{count} NaN or infinite ones")
 
 
 def seeded_generator(generator: torch.Generator | None) -> torch.Generator:

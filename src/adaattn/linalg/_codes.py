@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from adaattn._dtypes import torch_dtype
-from adaattn.errors import ShapeError, expected_got
+from adaattn.errors import ShapeError
 from adaattn.spec import Precision
 
 __all__ = [
@@ -143,7 +143,7 @@ def unpack_int4(packed: torch.Tensor, size: int) -> torch.Tensor:
     if packed.shape[-1] != -(-size // 2):
         count = -(-size // 2)
         expected = f"{count} {'byte' if count == 1 else 'bytes'} for {size} codes"
-        raise ShapeError(expected_got("last dimension of packed", expected, packed.shape[-1]))
+        raise ShapeError.got("last dimension of packed", expected, packed.shape[-1])
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :size]
     # Moves the sign bit of four bits to that of eight.
     return (nibbles.to(torch.int8) ^ 8) - 8

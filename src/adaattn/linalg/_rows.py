@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from adaattn._dtypes import precision_of
-from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from adaattn.linalg._checks import accumulation_dtype, seeded_generator
 
 __all__ = [
@@ -27,16 +27,16 @@ def check_query_key(query: torch.Tensor, key: torch.Tensor) -> None:
     for name, tensor in (("query", query), ("key", key)):
         precision_of(tensor.dtype, subject=name)
         if tensor.ndim != 4:
-            raise ShapeError(expected_got(name, "[B, H, S, D]", tuple(tensor.shape)))
+            raise ShapeError.got(name, "[B, H, S, D]", tuple(tensor.shape))
     if query.dtype != key.dtype:
-        raise DTypeError(expected_got("dtype of key", query.dtype, key.dtype))
+        raise DTypeError.got("dtype of key", query.dtype, key.dtype)
     if query.device != key.device:
-        raise DeviceError(expected_got("device of key", query.device, key.device))
+        raise DeviceError.got("device of key", query.device, key.device)
     batch, heads, _, dim = query.shape
     kv_heads = key.shape[1]
     if key.shape[0] != batch or key.shape[-1] != dim or (heads % kv_heads if kv_heads else heads):
         expected = f"[{batch}, a divisor of {heads}, Sk, {dim}]"
-        raise ShapeError(expected_got("key", expected, tuple(key.shape)))
+        raise ShapeError.got("key", expected, tuple(key.shape))
 
 
 def broadcast_mask(
@@ -46,14 +46,12 @@ def broadcast_mask(
     if mask is None:
         return None
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeError(expected_got("dtype of mask", "bool or floating point", mask.dtype))
+        raise DTypeError.got("dtype of mask", "bool or floating point", mask.dtype)
     shape = (*query.shape[:3], key.shape[-2])
     try:
         return mask.expand(shape)
     except RuntimeError as error:
-        raise ShapeError(
-            expected_got("mask", f"broadcastable to {shape}", tuple(mask.shape))
-        ) from error
+        raise ShapeError.got("mask", f"broadcastable to {shape}", tuple(mask.shape)) from error
 
 
 def scale_or_default(scale: float | None, query: torch.Tensor) -> float:
@@ -61,7 +59,7 @@ def scale_or_default(scale: float | None, query: torch.Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(max(query.shape[-1], 1))
     if not math.isfinite(scale):
-        raise ArgumentError(expected_got("scale", "a finite number", scale))
+        raise ArgumentError.got("scale", "a finite number", scale)
     return scale
 
 
@@ -70,7 +68,7 @@ def pick_rows(
 ) -> torch.Tensor:
     """Return sorted row indices, drawn without replacement; all of them when few."""
     if wanted < 2:
-        raise ArgumentError(expected_got("rows", "at least 2", wanted))
+        raise ArgumentError.got("rows", "at least 2", wanted)
     if num_rows <= wanted:
         return torch.arange(num_rows, device=device)
     generator = seeded_generator(generator)

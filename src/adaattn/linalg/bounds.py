@@ -7,7 +7,7 @@ R of their centre. They are worst cases, typically 5 to 10 times what is measure
 
 import torch
 
-from adaattn.errors import ShapeError, expected_got
+from adaattn.errors import ShapeError
 from adaattn.linalg._checks import accumulation_dtype, require_matrix
 
 __all__ = [
@@ -46,7 +46,7 @@ def low_rank_score_bound(
         heads, kv_heads = query_residual.shape[-2], longest.shape[-2]
         if kv_heads == 0 or heads % kv_heads:
             expected = f"a number of heads that divides {heads}"
-            raise ShapeError(expected_got("key_residual", expected, kv_heads))
+            raise ShapeError.got("key_residual", expected, kv_heads)
         longest = longest.repeat_interleave(heads // kv_heads, dim=-2)
     return abs(scale) * query_residual * longest
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaattn._constants import LOG2_E
 from adaattn._dtypes import precision_of
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.linalg._checks import accumulation_dtype, seeded_generator
 from adaattn.linalg._rows import (
     broadcast_mask,
@@ -286,7 +286,7 @@ def multi_scale_entropy(
     """
     check_query_key(query, key)
     if not scales or min(scales) < 1:
-        raise ArgumentError(expected_got("scales", "at least one, each 1 or more", tuple(scales)))
+        raise ArgumentError.got("scales", "at least one, each 1 or more", tuple(scales))
     factor = scale_or_default(scale, query)
     len_q, len_k = query.shape[-2], key.shape[-2]
     offset = len_k - len_q if align is Align.BOTTOM_RIGHT else 0
@@ -331,7 +331,7 @@ def keys_for_mass(weights: torch.Tensor, mass: float) -> torch.Tensor:
         ArgumentError: ``mass`` is out of range.
     """
     if not 0.0 < mass <= 1.0:
-        raise ArgumentError(expected_got("mass", "a number in (0, 1]", mass))
+        raise ArgumentError.got("mass", "a number in (0, 1]", mass)
     precision_of(weights.dtype, subject="weights")
     ordered = weights.detach().double().sort(dim=-1, descending=True).values
     reached = ordered.cumsum(-1)

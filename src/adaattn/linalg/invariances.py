@@ -5,7 +5,7 @@ import math
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.errors import ShapeError, expected_got
+from adaattn.errors import ShapeError
 from adaattn.linalg._checks import accumulation_dtype, require_matrix
 
 __all__ = ["hadamard_rotate", "smooth_keys"]
@@ -46,7 +46,7 @@ def hadamard_rotate(tensor: torch.Tensor) -> torch.Tensor:
     dim = tensor.shape[-1] if tensor.ndim else 0
     if dim < 1 or dim & (dim - 1):
         hint = "pad the last dimension with zeros"
-        raise ShapeError(expected_got("last dimension", "a power of two", dim, hint))
+        raise ShapeError.got("last dimension", "a power of two", dim, hint)
     values = tensor.to(accumulation_dtype(tensor.dtype))
     half = 1
     while half < dim:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.linalg._checks import (
     accumulation_dtype,
     require_finite,
@@ -150,10 +150,10 @@ def randomized_svd(
     require_matrix(matrix, "matrix")
     rows, columns = matrix.shape[-2:]
     if not 1 <= rank <= min(rows, columns):
-        raise ArgumentError(expected_got("rank", f"1 to {min(rows, columns)}", rank))
+        raise ArgumentError.got("rank", f"1 to {min(rows, columns)}", rank)
     if oversample < 0 or power_iterations < 0:
         got = (oversample, power_iterations)
-        raise ArgumentError(expected_got("oversample and power_iterations", "at least 0", got))
+        raise ArgumentError.got("oversample and power_iterations", "at least 0", got)
     require_finite(matrix, "matrix")
     generator = seeded_generator(generator)
     matrix = matrix.to(accumulation_dtype(matrix.dtype))
@@ -203,7 +203,7 @@ def expected_sketch_error(
     """
     if rank < 1 or oversample < 2:
         got = (rank, oversample)
-        raise ArgumentError(expected_got("rank and oversample", "at least 1 and 2", got))
+        raise ArgumentError.got("rank and oversample", "at least 1 and 2", got)
     tail = singular_values[..., rank:]
     energy = torch.linalg.vector_norm(tail, dim=-1)
     largest = tail[..., 0] if tail.shape[-1] else torch.zeros_like(energy)
@@ -286,7 +286,7 @@ def principal_components(
     require_matrix(tokens, "tokens")
     length, dim = tokens.shape[-2:]
     if not 0 <= rank <= dim:
-        raise ArgumentError(expected_got("rank", f"0 to {dim}", rank))
+        raise ArgumentError.got("rank", f"0 to {dim}", rank)
     _require_compute_dtype(compute_dtype)
     require_finite(tokens, "tokens")
     tokens = tokens.to(accumulation_dtype(tokens.dtype))
@@ -353,4 +353,4 @@ def _gaussian(matrix: torch.Tensor, count: int, generator: torch.Generator) -> t
 def _require_compute_dtype(dtype: torch.dtype) -> None:
     """Refuse dtypes that no eigenvalue solver takes."""
     if dtype not in (torch.float32, torch.float64):
-        raise ArgumentError(expected_got("compute_dtype", "float32 or float64", dtype))
+        raise ArgumentError.got("compute_dtype", "float32 or float64", dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from adaattn._dtypes import torch_dtype
-from adaattn.errors import ArgumentError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ShapeError
 from adaattn.linalg._checks import accumulation_dtype, require_finite, require_matrix
 from adaattn.linalg._codes import (
     FP8,
@@ -200,10 +200,10 @@ def quantize(
     _require_one_of(precision, (*FP8, *INTEGERS))
     granularity, scheme = Granularity(granularity), Scheme(scheme)
     if group_size < 1:
-        raise ArgumentError(expected_got("group_size", "at least 1", group_size))
+        raise ArgumentError.got("group_size", "at least 1", group_size)
     if scheme is Scheme.ASYMMETRIC and precision not in INTEGERS:
-        raise ArgumentError(
-            expected_got("scheme", f"SYMMETRIC for {precision.label}", scheme.name, "use int8")
+        raise ArgumentError.got(
+            "scheme", f"SYMMETRIC for {precision.label}", scheme.name, "use int8"
         )
     if check_finite:
         require_finite(tensor, "tensor")
@@ -266,9 +266,7 @@ def quantization_error(tensor: torch.Tensor, quantized: Quantized) -> Quantizati
         ShapeError: the shapes differ.
     """
     if tensor.shape != quantized.shape:
-        raise ShapeError(
-            expected_got("tensor", f"shape {tuple(quantized.shape)}", tuple(tensor.shape))
-        )
+        raise ShapeError.got("tensor", f"shape {tuple(quantized.shape)}", tuple(tensor.shape))
     return _error(tensor, quantized.dequantize(quantized.scale.dtype))
 
 
@@ -329,7 +327,7 @@ def _require_one_of(precision: Precision, allowed: tuple[Precision, ...]) -> Non
     """Refuse formats that a function cannot handle."""
     if precision not in allowed:
         expected = "one of " + ", ".join(choice.label for choice in allowed)
-        raise ArgumentError(expected_got("precision", expected, precision.label))
+        raise ArgumentError.got("precision", expected, precision.label)
 
 
 def _error(tensor: torch.Tensor, rounded: torch.Tensor) -> QuantizationError:

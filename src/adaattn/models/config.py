@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adaattn.attention.rotary import RotaryConfig
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.models.kinds import (
     Activation,
     AttentionKind,
@@ -125,7 +125,7 @@ class TransformerConfig:
         self._fill_sizes()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ArgumentTypeError(expected_got(name, "True or False", getattr(self, name)))
+                raise ArgumentTypeError.got(name, "True or False", getattr(self, name))
         for name in _SHARES:
             _check_number(name, getattr(self, name), "a number in [0, 1)", 0.0, 1.0)
         for name in ("norm_eps", "init_std", "softcap", "scale"):
@@ -136,12 +136,12 @@ class TransformerConfig:
         self._check_windows()
         self._fill_rotary()
         if self.num_labels and not self.pooler:
-            raise ArgumentError(
-                expected_got("pooler with num_labels", True, False, "the head reads the pooler")
+            raise ArgumentError.got(
+                "pooler with num_labels", True, False, "the head reads the pooler"
             )
         if not isinstance(self.attention_settings, Mapping):
-            raise ArgumentTypeError(
-                expected_got("attention_settings", "a mapping", repr(self.attention_settings))
+            raise ArgumentTypeError.got(
+                "attention_settings", "a mapping", repr(self.attention_settings)
             )
         _set(self, "attention_settings", dict(self.attention_settings))
 
@@ -176,7 +176,7 @@ class TransformerConfig:
             ArgumentError: a value is out of range.
         """
         if not isinstance(data, Mapping):
-            raise ArgumentTypeError(expected_got("config", "a mapping", type(data).__name__))
+            raise ArgumentTypeError.got("config", "a mapping", type(data).__name__)
         _check_names("config keys", data, cls)
         values = dict(data)
         if isinstance(values.get("rotary"), Mapping):
@@ -188,7 +188,7 @@ class TransformerConfig:
                         tuple(item) if isinstance(item, list) else item for item in values[name]
                     )
         except TypeError as error:
-            raise ArgumentTypeError(expected_got(name, "a list", repr(values[name]))) from error
+            raise ArgumentTypeError.got(name, "a list", repr(values[name])) from error
         return cls(**values)
 
     def _fill_sizes(self) -> None:
@@ -196,13 +196,8 @@ class TransformerConfig:
         heads, width = self.num_heads, self.embed_dim
         if self.head_dim is None:
             if width % heads:
-                raise ArgumentError(
-                    expected_got(
-                        "embed_dim",
-                        f"a multiple of num_heads {heads}",
-                        width,
-                        "or give head_dim",
-                    )
+                raise ArgumentError.got(
+                    "embed_dim", f"a multiple of num_heads {heads}", width, "or give head_dim"
                 )
             _set(self, "head_dim", width // heads)
         if self.num_kv_heads is None:
@@ -217,15 +212,15 @@ class TransformerConfig:
         for name in ("head_dim", "num_kv_heads", "mlp_dim"):
             _check_integer(name, getattr(self, name), 1)
         if heads % (self.num_kv_heads or 1):
-            raise ArgumentError(
-                expected_got("num_kv_heads", f"a divisor of num_heads {heads}", self.num_kv_heads)
+            raise ArgumentError.got(
+                "num_kv_heads", f"a divisor of num_heads {heads}", self.num_kv_heads
             )
 
     def _check_tokens(self) -> None:
         """Refuse tokens that are not in the vocabulary."""
         if not isinstance(self.eos_token_ids, tuple):
-            raise ArgumentTypeError(
-                expected_got("eos_token_ids", "a tuple of integers", repr(self.eos_token_ids))
+            raise ArgumentTypeError.got(
+                "eos_token_ids", "a tuple of integers", repr(self.eos_token_ids)
             )
         tokens = [("eos_token_ids", token) for token in self.eos_token_ids]
         if self.pad_token_id is not None:
@@ -233,9 +228,7 @@ class TransformerConfig:
         for name, token in tokens:
             _check_integer(name, token, 0)
             if token >= self.vocab_size:
-                raise ArgumentError(
-                    expected_got(name, f"a token below vocab_size {self.vocab_size}", token)
-                )
+                raise ArgumentError.got(name, f"a token below vocab_size {self.vocab_size}", token)
 
     def _check_windows(self) -> None:
         """Refuse windows that are no pair for each layer."""
@@ -245,20 +238,18 @@ class TransformerConfig:
             isinstance(pair, tuple) and len(pair) == 2 and all(type(side) is int for side in pair)
             for pair in pairs
         ):
-            raise ArgumentTypeError(expected_got("windows", wanted, repr(pairs)))
+            raise ArgumentTypeError.got("windows", wanted, repr(pairs))
         if pairs and len(pairs) != self.num_layers:
-            raise ArgumentError(
-                expected_got("windows", f"{self.num_layers} pairs or none", len(pairs))
-            )
+            raise ArgumentError.got("windows", f"{self.num_layers} pairs or none", len(pairs))
         if any(side < -1 for pair in pairs for side in pair):
-            raise ArgumentError(expected_got("windows", "sides of at least -1", pairs))
+            raise ArgumentError.got("windows", "sides of at least -1", pairs)
 
     def _fill_rotary(self) -> None:
         """Make the default rotation, and refuse one that does not fit."""
         if self.positions is not PositionKind.ROTARY:
             if self.rotary is not None:
-                raise ArgumentError(
-                    expected_got("positions with a rotary config", "rotary", self.positions.value)
+                raise ArgumentError.got(
+                    "positions with a rotary config", "rotary", self.positions.value
                 )
             return
         assert self.head_dim is not None
@@ -266,10 +257,10 @@ class TransformerConfig:
             default = RotaryConfig(head_dim=self.head_dim, max_positions=self.max_positions)
             _set(self, "rotary", default)
         elif not isinstance(self.rotary, RotaryConfig):
-            raise ArgumentTypeError(expected_got("rotary", "a RotaryConfig", repr(self.rotary)))
+            raise ArgumentTypeError.got("rotary", "a RotaryConfig", repr(self.rotary))
         elif self.rotary.head_dim != self.head_dim:
-            raise ArgumentError(
-                expected_got("rotary.head_dim", f"head_dim {self.head_dim}", self.rotary.head_dim)
+            raise ArgumentError.got(
+                "rotary.head_dim", f"head_dim {self.head_dim}", self.rotary.head_dim
             )
 
 
@@ -305,30 +296,30 @@ def _member(name: str, value: object, kind: type[enum.StrEnum]) -> enum.StrEnum:
         return kind(str(value))
     except ValueError as error:
         names = ", ".join(repr(member.value) for member in kind)
-        raise ArgumentError(expected_got(name, f"one of {names}", repr(value))) from error
+        raise ArgumentError.got(name, f"one of {names}", repr(value)) from error
 
 
 def _check_integer(name: str, value: object, least: int) -> None:
     """Refuse what is no integer of at least ``least``."""
     if type(value) is not int:
-        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+        raise ArgumentTypeError.got(name, "an integer", repr(value))
     if value < least:
-        raise ArgumentError(expected_got(name, f"an integer of at least {least}", value))
+        raise ArgumentError.got(name, f"an integer of at least {least}", value)
 
 
 def _check_number(name: str, value: object, wanted: str, least: float, limit: float) -> None:
     """Refuse what is no number in [least, limit)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ArgumentTypeError(expected_got(name, wanted, repr(value)))
+        raise ArgumentTypeError.got(name, wanted, repr(value))
     if not least <= value < limit:
-        raise ArgumentError(expected_got(name, wanted, value))
+        raise ArgumentError.got(name, wanted, value)
 
 
 def _check_names(subject: str, data: Mapping[str, Any], kind: type[Any]) -> None:
     """Refuse names that the dataclass does not have, and say which of its own are missing."""
     known = {item.name: item for item in fields(kind)}
     if unknown := sorted(map(str, set(data) - set(known))):
-        raise ArgumentTypeError(expected_got(subject, f"some of {sorted(known)}", unknown))
+        raise ArgumentTypeError.got(subject, f"some of {sorted(known)}", unknown)
     missing = [
         name
         for name, item in known.items()
@@ -337,7 +328,7 @@ def _check_names(subject: str, data: Mapping[str, Any], kind: type[Any]) -> None
         and item.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ArgumentTypeError(expected_got(subject, f"{missing} among them", sorted(data)))
+        raise ArgumentTypeError.got(subject, f"{missing} among them", sorted(data))
 
 
 def _rotary_to_dict(rotary: RotaryConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adaattn.cache import KVCache
-from adaattn.errors import ArgumentError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ShapeError
 from adaattn.models.config import TransformerConfig
 from adaattn.models.generation import GenerationSettings, generate_tokens
 from adaattn.models.model import TransformerModel, initialise
@@ -69,9 +69,7 @@ class Decoder(TransformerModel):
         super().__init__(config)
         for name in ("type_vocab_size", "pooler", "num_labels"):
             if value := getattr(config, name):
-                raise ArgumentError(
-                    expected_got(f"{name} of a decoder", "none", value, "an Encoder has it")
-                )
+                raise ArgumentError.got(f"{name} of a decoder", "none", value, "an Encoder has it")
         tied = config.tie_embeddings
         self.head = None if tied else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         initialise(self)
@@ -212,25 +210,21 @@ class Decoder(TransformerModel):
     ) -> None:
         """Refuse arguments that do not go together."""
         if cache is not None and cache.num_layers != self.config.num_layers:
-            raise ArgumentError(
-                expected_got("num_layers of the cache", self.config.num_layers, cache.num_layers)
+            raise ArgumentError.got(
+                "num_layers of the cache", self.config.num_layers, cache.num_layers
             )
         if cache is not None and self.gradient_checkpointing and self.training:
-            raise ArgumentError(
-                expected_got(
-                    "cache with gradient checkpointing in training",
-                    "None",
-                    "a cache",
-                    "blocks that run twice would append twice; call eval() first",
-                )
+            raise ArgumentError.got(
+                "cache with gradient checkpointing in training",
+                "None",
+                "a cache",
+                "blocks that run twice would append twice; call eval() first",
             )
         if num_logits is not None and (labels is not None or num_logits < 1):
             got = "labels too" if labels is not None else num_logits
-            raise ArgumentError(
-                expected_got("num_logits", "an integer of at least 1, without labels", got)
-            )
+            raise ArgumentError.got("num_logits", "an integer of at least 1, without labels", got)
         if labels is not None and labels.shape != input_ids.shape:
-            raise ShapeError(expected_got("labels", list(input_ids.shape), tuple(labels.shape)))
+            raise ShapeError.got("labels", list(input_ids.shape), tuple(labels.shape))
 
 
 def _count_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, past: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from adaattn.errors import ArgumentError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ShapeError
 from adaattn.models.config import TransformerConfig
 from adaattn.models.model import TransformerModel, initialise
 
@@ -149,23 +149,21 @@ class Encoder(TransformerModel):
     ) -> None:
         """Refuse what the model has no use for, and shapes that do not fit."""
         if token_type_ids is not None and not self.config.type_vocab_size:
-            raise ArgumentError(
-                expected_got("token_type_ids", "None: the config has no token types", "a tensor")
+            raise ArgumentError.got(
+                "token_type_ids", "None: the config has no token types", "a tensor"
             )
         if token_type_ids is not None and token_type_ids.shape != input_ids.shape:
             shape = tuple(token_type_ids.shape)
-            raise ShapeError(expected_got("token_type_ids", list(input_ids.shape), shape))
+            raise ShapeError.got("token_type_ids", list(input_ids.shape), shape)
         if labels is not None and self.classifier is None:
-            raise ArgumentError(
-                expected_got(
-                    "labels",
-                    "None: the model has no classification head",
-                    "a tensor",
-                    "set num_labels and pooler in the config",
-                )
+            raise ArgumentError.got(
+                "labels",
+                "None: the model has no classification head",
+                "a tensor",
+                "set num_labels and pooler in the config",
             )
         if labels is not None and tuple(labels.shape) != (input_ids.shape[0],):
-            raise ShapeError(expected_got("labels", [input_ids.shape[0]], tuple(labels.shape)))
+            raise ShapeError.got("labels", [input_ids.shape[0]], tuple(labels.shape))
 
 
 def _given(logits: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from adaattn.cache import KVCache
-from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
 
 if TYPE_CHECKING:
     from adaattn.models.decoder import Decoder
@@ -55,33 +55,27 @@ class GenerationSettings:
             _check_count("top_k", self.top_k)
         for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
             if value is not None and (not isinstance(value, (int, float)) or value != value):
-                raise ArgumentTypeError(expected_got(name, "a number", repr(value)))
+                raise ArgumentTypeError.got(name, "a number", repr(value))
         if not 0.0 < self.temperature < float("inf"):
-            raise ArgumentError(
-                expected_got(
-                    "temperature",
-                    "a finite number above 0",
-                    self.temperature,
-                    "do_sample=False takes the likeliest token",
-                )
+            raise ArgumentError.got(
+                "temperature",
+                "a finite number above 0",
+                self.temperature,
+                "do_sample=False takes the likeliest token",
             )
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ArgumentError(expected_got("top_p", "a number in (0, 1]", self.top_p))
+            raise ArgumentError.got("top_p", "a number in (0, 1]", self.top_p)
         ends = self.eos_token_ids
         if not isinstance(ends, Sequence) or any(type(token) is not int for token in ends):
-            raise ArgumentTypeError(
-                expected_got("eos_token_id", "an integer or several", repr(ends))
-            )
+            raise ArgumentTypeError.got("eos_token_id", "an integer or several", repr(ends))
         if self.pad_token_id is not None:
             _check_count("pad_token_id", self.pad_token_id, least=0)
         if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ArgumentError(
-                expected_got(
-                    "temperature, top_k and top_p without do_sample",
-                    "their defaults",
-                    (self.temperature, self.top_k, self.top_p),
-                    "pass do_sample=True",
-                )
+            raise ArgumentError.got(
+                "temperature, top_k and top_p without do_sample",
+                "their defaults",
+                (self.temperature, self.top_k, self.top_p),
+                "pass do_sample=True",
             )
 
 
@@ -139,9 +133,9 @@ def limit_logits(logits: torch.Tensor, settings: GenerationSettings) -> torch.Te
 def _check_count(name: str, value: object, least: int = 1) -> None:
     """Refuse what is no integer of at least ``least``."""
     if type(value) is not int:
-        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+        raise ArgumentTypeError.got(name, "an integer", repr(value))
     if value < least:
-        raise ArgumentError(expected_got(name, f"an integer of at least {least}", value))
+        raise ArgumentError.got(name, f"an integer of at least {least}", value)
 
 
 def _check_prompt(
@@ -149,26 +143,20 @@ def _check_prompt(
 ) -> torch.Tensor | None:
     """Return the mask, or None when it hides nothing."""
     if input_ids.ndim != 2 or not input_ids.numel():
-        raise ShapeError(
-            expected_got("input_ids", "[B, L] with at least one token", tuple(input_ids.shape))
-        )
+        raise ShapeError.got("input_ids", "[B, L] with at least one token", tuple(input_ids.shape))
     if attention_mask is None:
         return None
     if attention_mask.shape != input_ids.shape:
-        raise ShapeError(
-            expected_got("attention_mask", list(input_ids.shape), tuple(attention_mask.shape))
-        )
+        raise ShapeError.got("attention_mask", list(input_ids.shape), tuple(attention_mask.shape))
     seen = attention_mask != 0
     if bool(seen.all()):
         return None
     if not bool(seen[:, -1].all()):
-        raise ArgumentError(
-            expected_got(
-                "attention_mask",
-                "a token at the end of each row",
-                "padding there",
-                "pad on the left (padding_side='left' of a tokenizer)",
-            )
+        raise ArgumentError.got(
+            "attention_mask",
+            "a token at the end of each row",
+            "padding there",
+            "pad on the left (padding_side='left' of a tokenizer)",
         )
     return seen.long()
 

@@ -70,10 +70,8 @@ def from_hugging_face(
     elif isinstance(model_or_path, torch.nn.Module) and hasattr(model_or_path, "config"):
         source, subject = model_or_path, type(model_or_path).__name__
     else:
-        raise ArgumentTypeError(
-            expected_got(
-                "model_or_path", "a Transformers model or a folder", type(model_or_path).__name__
-            )
+        raise ArgumentTypeError.got(
+            "model_or_path", "a Transformers model or a folder", type(model_or_path).__name__
         )
     family = _family_of(str(getattr(source.config, "model_type", "")))
     architecture = type(source).__name__
@@ -173,13 +171,11 @@ def _translate(
             f"{word} {few(names)}" for word, names in (("no", missing), ("unused", left)) if names
         ]
         hint = "a class without its head has no lm_head" if "lm_head.weight" in missing else ""
-        raise AssetError(
-            expected_got(
-                f"weights of {subject}",
-                f"those of {' or '.join(family.model_types)}, each with a use",
-                "; ".join(problems),
-                hint,
-            )
+        raise AssetError.got(
+            f"weights of {subject}",
+            f"those of {' or '.join(family.model_types)}, each with a use",
+            "; ".join(problems),
+            hint,
         )
     return result
 
@@ -226,8 +222,8 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> Any:
             )
         except (OSError, ValueError, KeyError, RuntimeError, wrong_file) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise AssetError(
-                expected_got(f"model in {folder}", "one that Transformers loads", reason)
+            raise AssetError.got(
+                f"model in {folder}", "one that Transformers loads", reason
             ) from error
     _refuse_gaps(folder, family, info)
     return model
@@ -240,18 +236,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise AssetError(expected_got(f"{path}", "a readable file", repr(error), hint)) from error
+        raise AssetError.got(f"{path}", "a readable file", repr(error), hint) from error
     except ValueError as error:
-        raise AssetError(expected_got(f"{path}", "JSON", error, hint)) from error
+        raise AssetError.got(f"{path}", "JSON", error, hint) from error
     if not isinstance(data, dict) or "model_type" not in data:
         ours = isinstance(data, dict) and "format" in data
-        raise AssetError(
-            expected_got(
-                f"{path}",
-                "a config of Transformers",
-                "one of adaattn.models" if ours else "another file",
-                "use Decoder.load or Encoder.load" if ours else hint,
-            )
+        raise AssetError.got(
+            f"{path}",
+            "a config of Transformers",
+            "one of adaattn.models" if ours else "another file",
+            "use Decoder.load or Encoder.load" if ours else hint,
         )
     return data
 
@@ -271,9 +265,7 @@ def _refuse_gaps(folder: Path, family: Family, info: Mapping[str, Any]) -> None:
         if names
     ]
     if problems:
-        raise AssetError(
-            expected_got(f"weights in {folder}", "those of its config", "; ".join(problems))
-        )
+        raise AssetError.got(f"weights in {folder}", "those of its config", "; ".join(problems))
 
 
 @contextlib.contextmanager

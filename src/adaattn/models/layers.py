@@ -17,7 +17,7 @@ from adaattn.attention.adaptive_rank import AdaptiveRankAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.cache import LayerCache
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.models.config import TransformerConfig
 from adaattn.models.kinds import (
     Activation,
@@ -216,7 +216,7 @@ def _look_up(name: str, table: nn.Embedding, indices: torch.Tensor) -> torch.Ten
     except IndexError as error:
         low, high = indices.min().item(), indices.max().item()
         wanted = f"numbers from 0 to {table.num_embeddings - 1}"
-        raise ArgumentError(expected_got(name, wanted, f"{low} to {high}")) from error
+        raise ArgumentError.got(name, wanted, f"{low} to {high}") from error
 
 
 def _gelu_tanh(hidden: torch.Tensor) -> torch.Tensor:
@@ -243,11 +243,9 @@ def _check_settings(kind: type[BaseAttention], settings: Mapping[str, Any]) -> N
     parameters = inspect.signature(kind.__init__).parameters.values()
     known = sorted(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
     if unknown := sorted(map(str, set(settings) - set(known))):
-        raise ArgumentTypeError(
-            expected_got(
-                "attention_settings",
-                f"some of {known}, which {kind.__name__} takes",
-                unknown,
-                "sizes and kinds are fields of TransformerConfig",
-            )
+        raise ArgumentTypeError.got(
+            "attention_settings",
+            f"some of {known}, which {kind.__name__} takes",
+            unknown,
+            "sizes and kinds are fields of TransformerConfig",
         )

@@ -21,7 +21,6 @@ from adaattn.errors import (
     ArgumentTypeError,
     DTypeError,
     ShapeError,
-    expected_got,
 )
 from adaattn.models.config import TransformerConfig
 from adaattn.models.kinds import NormPlacement, PositionKind
@@ -47,9 +46,7 @@ class TransformerModel(nn.Module, ABC):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         if not isinstance(config, TransformerConfig):
-            raise ArgumentTypeError(
-                expected_got("config", "a TransformerConfig", type(config).__name__)
-            )
+            raise ArgumentTypeError.got("config", "a TransformerConfig", type(config).__name__)
         self.config = config
         self.gradient_checkpointing = False
         self.embeddings = Embeddings(config)
@@ -173,13 +170,11 @@ class TransformerModel(nn.Module, ABC):
     def _check_tokens(self, input_ids: torch.Tensor) -> None:
         """Refuse what is no [B, L] of integers."""
         if not isinstance(input_ids, torch.Tensor):
-            raise ArgumentTypeError(
-                expected_got("input_ids", "a tensor [B, L]", type(input_ids).__name__)
-            )
+            raise ArgumentTypeError.got("input_ids", "a tensor [B, L]", type(input_ids).__name__)
         if input_ids.ndim != 2:
-            raise ShapeError(expected_got("input_ids", "[B, L]", tuple(input_ids.shape)))
+            raise ShapeError.got("input_ids", "[B, L]", tuple(input_ids.shape))
         if input_ids.dtype not in (torch.int64, torch.int32):
-            raise DTypeError(expected_got("input_ids", "int64 or int32", input_ids.dtype))
+            raise DTypeError.got("input_ids", "int64 or int32", input_ids.dtype)
 
     def _hidden_keys(self, mask: torch.Tensor | None, rows: int, keys: int) -> torch.Tensor | None:
         """Return [B, S], True for tokens that nobody sees."""
@@ -187,16 +182,10 @@ class TransformerModel(nn.Module, ABC):
             return None
         if mask.is_floating_point() or mask.is_complex():
             hint = "1 or True marks tokens, 0 or False padding"
-            raise DTypeError(
-                expected_got("attention_mask", "integers or booleans", mask.dtype, hint)
-            )
+            raise DTypeError.got("attention_mask", "integers or booleans", mask.dtype, hint)
         if tuple(mask.shape) != (rows, keys):
-            raise ShapeError(
-                expected_got(
-                    "attention_mask",
-                    f"[{rows}, {keys}], cached tokens among them",
-                    tuple(mask.shape),
-                )
+            raise ShapeError.got(
+                "attention_mask", f"[{rows}, {keys}], cached tokens among them", tuple(mask.shape)
             )
         return mask == 0
 
@@ -205,24 +194,20 @@ class TransformerModel(nn.Module, ABC):
         if positions is None:
             return
         if positions.ndim != 2 or tuple(positions.shape) not in ((rows, length), (1, length)):
-            raise ShapeError(
-                expected_got(
-                    "positions", f"[{rows}, {length}] or [1, {length}]", tuple(positions.shape)
-                )
+            raise ShapeError.got(
+                "positions", f"[{rows}, {length}] or [1, {length}]", tuple(positions.shape)
             )
         if positions.dtype not in (torch.int64, torch.int32):
-            raise DTypeError(expected_got("positions", "int64 or int32", positions.dtype))
+            raise DTypeError.got("positions", "int64 or int32", positions.dtype)
 
     def _check_length(self, length: int) -> None:
         """Refuse more tokens than the table of learned positions has."""
         if self.config.positions is PositionKind.LEARNED and length > self.config.max_positions:
-            raise ArgumentError(
-                expected_got(
-                    "tokens in a row",
-                    f"at most max_positions {self.config.max_positions}",
-                    length,
-                    "cut the input",
-                )
+            raise ArgumentError.got(
+                "tokens in a row",
+                f"at most max_positions {self.config.max_positions}",
+                length,
+                "cut the input",
             )
 
 

@@ -20,7 +20,6 @@ from adaattn.errors import (
     ArgumentTypeError,
     AssetError,
     ShapeError,
-    expected_got,
 )
 from adaattn.models.config import TransformerConfig
 
@@ -63,13 +62,11 @@ def write_folder(
     try:
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise ArgumentTypeError(
-            expected_got(
-                "attention_settings",
-                "strings, finite numbers, booleans, lists and mappings",
-                error,
-                "a policy can be given by its name or its file",
-            )
+        raise ArgumentTypeError.got(
+            "attention_settings",
+            "strings, finite numbers, booleans, lists and mappings",
+            error,
+            "a policy can be given by its name or its file",
         ) from error
     target = Path(folder)
     metadata = {_CHECKSUM: _sha256(text)}  # one entry: of several, the order would be random
@@ -79,8 +76,8 @@ def write_folder(
         replace_file(target / WEIGHTS_FILE, lambda path: save_file(stored, path, metadata))
         replace_file(target / CONFIG_FILE, lambda path: path.write_bytes(text.encode()))
     except OSError as error:
-        raise AssetError(
-            expected_got(f"folder {target}", "a place that can be written", repr(error))
+        raise AssetError.got(
+            f"folder {target}", "a place that can be written", repr(error)
         ) from error
 
 
@@ -103,13 +100,11 @@ def read_folder(
     config = _parse_config(source / CONFIG_FILE, text, architecture)
     tensors, metadata = _read_weights(source / WEIGHTS_FILE, device)
     if metadata.get(_CHECKSUM) != _sha256(text):
-        raise AssetError(
-            expected_got(
-                f"{source / WEIGHTS_FILE}",
-                f"the weights that were saved with {CONFIG_FILE}",
-                "others, or a config edited since",
-                f"{_AGAIN}; a save that was broken off leaves this too",
-            )
+        raise AssetError.got(
+            f"{source / WEIGHTS_FILE}",
+            f"the weights that were saved with {CONFIG_FILE}",
+            "others, or a config edited since",
+            f"{_AGAIN}; a save that was broken off leaves this too",
         )
     return config, tensors
 
@@ -140,9 +135,7 @@ def check_tensors(
         if names
     ]
     if problems:
-        raise AssetError(
-            expected_got(subject, "the tensors of this config", "; ".join(problems), _AGAIN)
-        )
+        raise AssetError.got(subject, "the tensors of this config", "; ".join(problems), _AGAIN)
 
 
 def few(names: list[str]) -> str:
@@ -165,13 +158,11 @@ def _read_config_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise AssetError(
-            expected_got(
-                f"{path}", "a file written by save()", "no file", "check the folder's name"
-            )
+        raise AssetError.got(
+            f"{path}", "a file written by save()", "no file", "check the folder's name"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise AssetError(expected_got(f"{path}", "a readable text", repr(error), _AGAIN)) from error
+        raise AssetError.got(f"{path}", "a readable text", repr(error), _AGAIN) from error
 
 
 def _parse_config(path: Path, text: str, architecture: str) -> TransformerConfig:
@@ -179,26 +170,24 @@ def _parse_config(path: Path, text: str, architecture: str) -> TransformerConfig
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise AssetError(expected_got(f"{path}", "JSON", error, _AGAIN)) from error
+        raise AssetError.got(f"{path}", "JSON", error, _AGAIN) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         foreign = isinstance(data, dict) and "model_type" in data
-        raise AssetError(
-            expected_got(
-                f"{path}",
-                f'an object with "format": "{_FORMAT}"',
-                "a config of Transformers" if foreign else "another file",
-                "convert it with adaattn.models.from_hugging_face" if foreign else "",
-            )
+        raise AssetError.got(
+            f"{path}",
+            f'an object with "format": "{_FORMAT}"',
+            "a config of Transformers" if foreign else "another file",
+            "convert it with adaattn.models.from_hugging_face" if foreign else "",
         )
     for name, wanted in (("version", _VERSION), ("architecture", architecture)):
         if data.get(name) != wanted:
             hint = "use the AdaAttn that wrote it" if name == "version" else "use the other class"
-            raise AssetError(expected_got(f"{name} in {path}", wanted, data.get(name), hint))
+            raise AssetError.got(f"{name} in {path}", wanted, data.get(name), hint)
     try:
         return TransformerConfig.from_dict(data.get("config", {}))
     except (ArgumentError, ArgumentTypeError, ShapeError) as error:
-        raise AssetError(
-            expected_got(f"config in {path}", "one that AdaAttn wrote", error, _AGAIN)
+        raise AssetError.got(
+            f"config in {path}", "one that AdaAttn wrote", error, _AGAIN
         ) from error
 
 
@@ -211,12 +200,10 @@ def _read_weights(
 
     if not path.is_file():
         hint = f"copy it beside {CONFIG_FILE}, or {_AGAIN}"
-        raise AssetError(expected_got(f"{path}", "the weights", "no file", hint))
+        raise AssetError.got(f"{path}", "the weights", "no file", hint)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         return library.load_file(path, device=str(torch.device(device))), metadata
     except (SafetensorError, OSError, ValueError) as error:
-        raise AssetError(
-            expected_got(f"{path}", "a whole safetensors file", error, _AGAIN)
-        ) from error
+        raise AssetError.got(f"{path}", "a whole safetensors file", error, _AGAIN) from error

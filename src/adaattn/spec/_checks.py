@@ -1,6 +1,6 @@
 """Checks that several values make of their numbers."""
 
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["check_at_least_0"]
 
@@ -8,6 +8,6 @@ __all__ = ["check_at_least_0"]
 def check_at_least_0(name: str, value: object) -> None:
     """Refuse what is no integer of at least 0."""
     if not isinstance(value, int):
-        raise ArgumentTypeError(expected_got(name, "an integer", repr(value)))
+        raise ArgumentTypeError.got(name, "an integer", repr(value))
     if value < 0:
-        raise ArgumentError(expected_got(name, "at least 0", value))
+        raise ArgumentError.got(name, "at least 0", value)

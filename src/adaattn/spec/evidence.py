@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from adaattn.errors import TableError, expected_got
+from adaattn.errors import TableError
 from adaattn.spec.enums import Align, Aux, MaskKind, Precision
 from adaattn.spec.facts import AttentionProblem
 
@@ -142,9 +142,7 @@ class TimingTable:
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TableError(
-                expected_got("timing table", "what adaattn.tune wrote", repr(error))
-            ) from error
+            raise TableError.got("timing table", "what adaattn.tune wrote", repr(error)) from error
 
     def merged(self, newer: "TimingTable") -> "TimingTable":
         """Return this table with the cells of a newer one, which replace its own."""

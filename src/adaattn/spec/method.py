@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method
 
@@ -87,9 +87,9 @@ class BlockSparse(_Whole):
         """Refuse what is no size of a block, and what is no share."""
         check_at_least_0("block_size", self.block_size)
         if not isinstance(self.kept_mass, (int, float)):
-            raise ArgumentTypeError(expected_got("kept_mass", "a number", repr(self.kept_mass)))
+            raise ArgumentTypeError.got("kept_mass", "a number", repr(self.kept_mass))
         if not 0.0 <= self.kept_mass <= 1.0:
-            raise ArgumentError(expected_got("kept_mass", "a number in [0, 1]", self.kept_mass))
+            raise ArgumentError.got("kept_mass", "a number in [0, 1]", self.kept_mass)
 
     @property
     def label(self) -> str:

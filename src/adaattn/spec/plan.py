@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method, Precision, Variant
 from adaattn.spec.method import METHODS, Exact, HeadMethod
@@ -83,18 +83,16 @@ class Plan:
     def __post_init__(self) -> None:
         """Check that the groups cover each head once."""
         if not self.groups:
-            raise ArgumentError(expected_got("plan groups", "at least one", "none"))
+            raise ArgumentError.got("plan groups", "at least one", "none")
         if len(self.groups) == 1 and not self.groups[0].heads:
             return
         if not all(group.heads for group in self.groups):
-            raise ArgumentError(
-                expected_got("plan groups", "heads in each of several", "a group without heads")
+            raise ArgumentError.got(
+                "plan groups", "heads in each of several", "a group without heads"
             )
         heads = sorted(head for group in self.groups for head in group.heads)
         if heads != list(range(self.num_heads)):
-            raise ArgumentError(
-                expected_got("plan heads", f"each of 0..{self.num_heads - 1} once", heads)
-            )
+            raise ArgumentError.got("plan heads", f"each of 0..{self.num_heads - 1} once", heads)
 
     @property
     def is_exact(self) -> bool:
@@ -130,8 +128,8 @@ class Plan:
         except ArgumentError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ArgumentError(
-                expected_got("plan", "the values that Plan.to_dict wrote", repr(error))
+            raise ArgumentError.got(
+                "plan", "the values that Plan.to_dict wrote", repr(error)
             ) from error
 
 

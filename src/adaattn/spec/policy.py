@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
 from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method, Precision
 
@@ -60,24 +60,20 @@ class Policy:
             check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
         check_at_least_0("audit_rows", self.audit_rows)
         if self.check not in ("sampled", "always"):
-            raise ArgumentError(expected_got("check", "'sampled' or 'always'", repr(self.check)))
+            raise ArgumentError.got("check", "'sampled' or 'always'", repr(self.check))
         object.__setattr__(self, "methods", _members("methods", self.methods, Method))
         object.__setattr__(self, "precisions", _members("precisions", self.precisions, Precision))
         _check_ranks(self.ranks)
         _check_head_budgets(self.head_budgets)
         if Method.EXACT not in self.methods:
-            raise ArgumentError(
-                expected_got("methods", "a tuple with Method.EXACT in it", self.methods)
-            )
+            raise ArgumentError.got("methods", "a tuple with Method.EXACT in it", self.methods)
         if not isinstance(self.batch_invariant, bool):
-            raise ArgumentTypeError(
-                expected_got("batch_invariant", "True or False", repr(self.batch_invariant))
+            raise ArgumentTypeError.got(
+                "batch_invariant", "True or False", repr(self.batch_invariant)
             )
         if self.batch_invariant and self.allows_loss:
             hint = "approximations are chosen by numbers that are measured on the whole batch"
-            raise ArgumentError(
-                expected_got("error budgets with batch_invariant=True", "0", "others", hint)
-            )
+            raise ArgumentError.got("error budgets with batch_invariant=True", "0", "others", hint)
 
     @property
     def allows_loss(self) -> bool:
@@ -102,7 +98,7 @@ class Policy:
         """
         known = {item.name for item in fields(cls)}
         if unknown := sorted(set(data) - known):
-            raise PolicyError(expected_got("policy keys", sorted(known), unknown))
+            raise PolicyError.got("policy keys", sorted(known), unknown)
         values = dict(data)
         try:
             if "methods" in values:
@@ -118,17 +114,17 @@ class Policy:
                 )
             return cls(**values)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PolicyError(
-                expected_got("policy values", "those of adaattn.Policy", repr(error))
+            raise PolicyError.got(
+                "policy values", "those of adaattn.Policy", repr(error)
             ) from error
 
 
 def _check_budget(name: str, value: object) -> None:
     """Refuse what is no relative error below 1."""
     if not isinstance(value, (int, float)):
-        raise ArgumentTypeError(expected_got(name, "a number in [0, 1)", repr(value)))
+        raise ArgumentTypeError.got(name, "a number in [0, 1)", repr(value))
     if not (math.isfinite(value) and 0.0 <= value < 1.0):
-        raise ArgumentError(expected_got(name, "a number in [0, 1)", value))
+        raise ArgumentError.got(name, "a number in [0, 1)", value)
 
 
 def _members(name: str, values: object, kind: type[Method] | type[Precision]) -> tuple[Any, ...]:
@@ -143,27 +139,27 @@ def _members(name: str, values: object, kind: type[Method] | type[Precision]) ->
         if all(isinstance(item, kind) for item in found):
             return tuple(found)
     names = ", ".join(repr(item.name.lower()) for item in kind)
-    raise ArgumentTypeError(
-        expected_got(name, f"a tuple of adaattn.{kind.__name__}, or of {names}", repr(values))
+    raise ArgumentTypeError.got(
+        name, f"a tuple of adaattn.{kind.__name__}, or of {names}", repr(values)
     )
 
 
 def _check_ranks(values: object) -> None:
     """Refuse what is no tuple of positive integers."""
     if not isinstance(values, tuple) or not all(type(item) is int for item in values):
-        raise ArgumentTypeError(expected_got("ranks", "a tuple of integers", repr(values)))
+        raise ArgumentTypeError.got("ranks", "a tuple of integers", repr(values))
     if any(rank < 1 for rank in values):
-        raise ArgumentError(expected_got("ranks", "integers of at least 1", values))
+        raise ArgumentError.got("ranks", "integers of at least 1", values)
 
 
 def _check_head_budgets(entries: object) -> None:
     """Refuse what is no tuple of (layer, head, error_budget)."""
     if not isinstance(entries, tuple):
-        raise ArgumentTypeError(expected_got("head_budgets", "a tuple", repr(entries)))
+        raise ArgumentTypeError.got("head_budgets", "a tuple", repr(entries))
     for entry in entries:
         if not (isinstance(entry, tuple) and len(entry) == 3):
-            raise ArgumentTypeError(
-                expected_got("head_budgets", "tuples (layer, head, error_budget)", repr(entry))
+            raise ArgumentTypeError.got(
+                "head_budgets", "tuples (layer, head, error_budget)", repr(entry)
             )
         layer, head, budget = entry
         check_at_least_0("layer of head_budgets", layer)

@@ -6,7 +6,7 @@ bandwidth is the published one; a CPU's are clock times width, per the vendor's 
 
 from typing import Final
 
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.spec import HardwareFacts, Precision, Rates
 
 __all__ = ["fake_facts"]
@@ -155,4 +155,4 @@ def fake_facts(machine: str) -> HardwareFacts:
     try:
         return _MACHINES[machine]
     except KeyError:
-        raise ArgumentError(expected_got("machine", sorted(_MACHINES), repr(machine))) from None
+        raise ArgumentError.got("machine", sorted(_MACHINES), repr(machine)) from None

@@ -18,7 +18,7 @@ from adaattn.backends.block_list import ALL_BLOCKS, BlockList
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Tensors
 from adaattn.backends.sampling import BLOCK_SIZE
-from adaattn.errors import ArgumentError, expected_got
+from adaattn.errors import ArgumentError
 from adaattn.spec import (
     AttentionProblem,
     BlockSparse,
@@ -279,9 +279,7 @@ def _bounds(
     got = (len(bounds_q) - 1, bounds_q[-1], len(bounds_k) - 1, bounds_k[-1])
     wanted = (problem.num_sequences, problem.len_q, problem.num_sequences, problem.len_k)
     if got != wanted:
-        raise ArgumentError(
-            expected_got("packed lengths (N, Sq, N, Sk)", wanted, got, "use make_problem")
-        )
+        raise ArgumentError.got("packed lengths (N, Sq, N, Sk)", wanted, got, "use make_problem")
     return bounds_q, bounds_k
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from adaattn._events import no_events
 from adaattn.attention._hooks import HOOK_DICTIONARIES
-from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
 from adaattn.functional import scaled_dot_product_attention
 from adaattn.integrations.conversion.change import Attend
 
@@ -119,16 +119,16 @@ class FirstCalls:
         name = self._name()
         (found, shape), (expected, wanted_shape) = tree_flatten(result), tree_flatten(wanted)
         if shape != wanted_shape:
-            raise ArgumentTypeError(expected_got(name, wanted_shape, shape, _HINT))
+            raise ArgumentTypeError.got(name, wanted_shape, shape, _HINT)
         for mine, theirs in zip(found, expected, strict=True):
             if type(mine) is not type(theirs):
                 kinds = type(theirs).__name__, type(mine).__name__
-                raise ArgumentTypeError(expected_got(name, *kinds, _HINT))
+                raise ArgumentTypeError.got(name, *kinds, _HINT)
             if not isinstance(theirs, torch.Tensor):
                 continue
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
                 kinds = _form(theirs), _form(mine)
-                raise ShapeError(expected_got(name, *kinds, _HINT))
+                raise ShapeError.got(name, *kinds, _HINT)
 
     @torch.no_grad()
     def _compare_numbers(
@@ -153,7 +153,7 @@ class FirstCalls:
             if isinstance(theirs, torch.Tensor):
                 same = torch.equal(mine, theirs)
             if not same:
-                raise ArgumentError(expected_got(self._name(), theirs, mine, _HINT))
+                raise ArgumentError.got(self._name(), theirs, mine, _HINT)
 
     def _compare_floats(self, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         """Raise if numbers differ by more than rounding, where the module's own are finite."""
@@ -164,7 +164,7 @@ class FirstCalls:
         if not error <= allowed * size:
             wanted = f"the module's own output within {allowed:.1e} of its norm"
             relative = error / size if size else error
-            raise ArgumentError(expected_got(self._name(), wanted, f"{relative:.1e} of it", _HINT))
+            raise ArgumentError.got(self._name(), wanted, f"{relative:.1e} of it", _HINT)
 
     def _name(self) -> str:
         return f"what the adapter of {self._base.__name__} returns"

@@ -15,7 +15,7 @@ from torch import nn
 from adaattn.attention._hooks import bound_hooks, move_hooks
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
-from adaattn.errors import ArgumentError, ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Multihead", "built", "check_settings", "module_class", "reasons_to_leave"]
 
@@ -107,13 +107,13 @@ def module_class(kind: object) -> type[BaseAttention]:
     """
     if isinstance(kind, str):
         if kind not in _KINDS:
-            raise ArgumentError(expected_got("kind", f"one of {sorted(_KINDS)}", repr(kind)))
+            raise ArgumentError.got("kind", f"one of {sorted(_KINDS)}", repr(kind))
         home, name = _KINDS[kind]
         kind = getattr(importlib.import_module(home), name)
     if isinstance(kind, type) and issubclass(kind, BaseAttention) and not inspect.isabstract(kind):
         return kind
     wanted = "a name, or a subclass of BaseAttention that can be made"
-    raise ArgumentTypeError(expected_got("kind", wanted, repr(kind)))
+    raise ArgumentTypeError.got("kind", wanted, repr(kind))
 
 
 def check_settings(make: type[BaseAttention], settings: dict[str, Any]) -> None:
@@ -128,20 +128,18 @@ def check_settings(make: type[BaseAttention], settings: dict[str, Any]) -> None:
         ArgumentTypeError: an unknown one.
     """
     if decided := sorted(_SHAPE & set(settings)):
-        raise ArgumentError(
-            expected_got(
-                "settings",
-                "none that says what is computed, which the module replaced decides",
-                decided,
-                "build the module itself for another shape",
-            )
+        raise ArgumentError.got(
+            "settings",
+            "none that says what is computed, which the module replaced decides",
+            decided,
+            "build the module itself for another shape",
         )
     parameters = inspect.signature(make).parameters.values()
     named = {item.name for item in parameters if item.kind is not item.VAR_KEYWORD}
     allowed = named - _SHAPE
     if unknown := sorted(set(settings) - allowed):
-        raise ArgumentTypeError(
-            expected_got(f"settings of {make.__name__}", f"some of {sorted(allowed)}", unknown)
+        raise ArgumentTypeError.got(
+            f"settings of {make.__name__}", f"some of {sorted(allowed)}", unknown
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from adaattn.attention.base import BaseAttention
-from adaattn.errors import ArgumentTypeError, expected_got
+from adaattn.errors import ArgumentTypeError
 from adaattn.integrations.conversion.adapters import (
     AdaptedModule,
     AdaptedProcessor,
@@ -156,7 +156,7 @@ def convert(
           + self_attn  DenseAttention(64, 4, dropout=0.1, layer=0)
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(expected_got("model", "a torch.nn.Module", type(model).__name__))
+        raise ArgumentTypeError.got("model", "a torch.nn.Module", type(model).__name__)
     make = module_class(kind)
     check_settings(make, settings)
     work = _Work(model, make, settings, _policy(kind, settings), _checked(adapter))
@@ -182,11 +182,11 @@ def _checked(adapter: object) -> Mapping[type[nn.Module], Adapter]:
     if adapter is None:
         return {}
     if not isinstance(adapter, Mapping):
-        raise ArgumentTypeError(expected_got("adapter", wanted, repr(adapter)))
+        raise ArgumentTypeError.got("adapter", wanted, repr(adapter))
     for cls, function in adapter.items():
         fits = isinstance(cls, type) and issubclass(cls, nn.Module) and callable(function)
         if not fits:
-            raise ArgumentTypeError(expected_got("adapter", wanted, f"{cls!r}: {function!r}"))
+            raise ArgumentTypeError.got("adapter", wanted, f"{cls!r}: {function!r}")
     return adapter
 
 
