@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    UnsupportedError,
-)
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 __all__ = ["RotaryConfig", "RotaryScaling", "grown_frequencies"]
 

@@ -5,13 +5,7 @@ from typing import Final
 
 import torch
 
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-)
+from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["ALL_BLOCKS", "BlockList", "list_strides", "listed_first"]
 

@@ -3,13 +3,7 @@
 import torch
 
 from adaattn.backends.keys_values import KeysValues
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-)
+from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["StoredLayer", "require_count"]
 

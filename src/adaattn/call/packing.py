@@ -10,12 +10,7 @@ import torch
 
 from adaattn._settings import is_debugging
 from adaattn.call.canonical import described
-from adaattn.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-)
+from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["longest", "packed_bounds", "sequence_lengths"]
 

@@ -13,12 +13,7 @@ from adaattn.backends import capabilities, capability_named, execute, forget_til
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import Watch
-from adaattn.errors import (
-    ArgumentError,
-    ExecutorError,
-    PlanError,
-    UnsupportedError,
-)
+from adaattn.errors import ArgumentError, ExecutorError, PlanError, UnsupportedError
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy, Scheme
 

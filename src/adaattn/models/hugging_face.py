@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from adaattn._packages import import_package
-from adaattn.errors import (
-    ArgumentTypeError,
-    AssetError,
-    UnsupportedError,
-    expected_got,
-)
+from adaattn.errors import ArgumentTypeError, AssetError, UnsupportedError, expected_got
 from adaattn.models._families import FAMILIES, REFUSED, Family, Rule, find_family
 from adaattn.models.config import TransformerConfig
 from adaattn.models.decoder import Decoder

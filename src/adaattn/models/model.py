@@ -16,12 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.cache import KVCache
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    DTypeError,
-    ShapeError,
-)
+from adaattn.errors import ArgumentError, ArgumentTypeError, DTypeError, ShapeError
 from adaattn.models.config import TransformerConfig
 from adaattn.models.kinds import NormPlacement, PositionKind
 from adaattn.models.layers import Block, Embeddings, make_norm

@@ -15,12 +15,7 @@ import torch
 
 from adaattn._files import replace_file
 from adaattn._packages import import_package
-from adaattn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    AssetError,
-    ShapeError,
-)
+from adaattn.errors import ArgumentError, ArgumentTypeError, AssetError, ShapeError
 from adaattn.models.config import TransformerConfig
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "check_tensors", "few", "read_folder", "write_folder"]

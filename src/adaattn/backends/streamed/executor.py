@@ -3,7 +3,6 @@
 On Hopper the first two are one kernel where it serves (`fused_launch`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -90,6 +89,61 @@ class _Piece:
     softmax: Launch
 
 
+class _WrittenChunks:
+    """The chunks of calls of one layout, as `FusedChunks`, whose scores are written.
+
+    Args:
+        problem: of the call.
+        chunks: all of them.
+        tensors: q, k, v and the output of a call, which those of others lie like.
+        entries: as from `num_entries`.
+        beside: how what stands beside them lies.
+    """
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        chunks: tuple[Chunk, ...],
+        tensors: tuple[torch.Tensor, ...],
+        entries: int,
+        beside: Beside,
+    ) -> None:
+        query, key, value, output = tensors
+        arguments = Arguments(problem)
+        self._space = Space(chunks, problem.group_size)
+        self._pieces = []
+        for chunk in chunks:
+            take = partial(Taken, chunk, problem.num_kv_heads, entries)
+            piece = _Piece(
+                scores=self._space.place(chunk),
+                queries=take(Planes.rows, query),
+                keys=take(Planes.keys_to_pitch, key),
+                values=take(Planes.keys_to_pitch, value),
+                written=take(Planes.rows, output),
+                softmax=arguments.softmax(chunk, beside),
+            )
+            self._pieces.append(piece)
+
+    def run(self, tensors: tuple[torch.Tensor, ...], rest: tuple[torch.Tensor | None, ...]) -> None:
+        """Compute all chunks.
+
+        Args:
+            tensors: q, k, v and the output.
+            rest: what the softmax writes and reads beside scores and weights.
+        """
+        query, key, value, output = tensors
+        of_scores = of_weights = self._space.memory(query, torch.float32)
+        if query.dtype != torch.float32:
+            of_weights = self._space.memory(query, query.dtype)
+        for it in self._pieces:
+            scores, weights = of_scores.as_strided(*it.scores), of_weights.as_strided(*it.scores)
+            pitch = scores.shape[2]
+            keys = padded_keys(it.keys.of(key), pitch)
+            multiply(lines_of(it.queries.of(query)), keys.mT, scores)
+            it.softmax(scores, weights, *rest)
+            write_products(weights, padded_keys(it.values.of(value), pitch), it.written.of(output))
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What is computed for calls of one layout.
@@ -97,16 +151,12 @@ class _Prepared:
     Args:
         layout: what it follows from.
         output: shape and strides of the output.
-        pieces: one after the other.
-        space: for their scores.
-        fused: computes them without.
+        chunks: one after the other.
     """
 
     layout: tuple[Any, ...]
     output: tuple[torch.Size, tuple[int, ...]]
-    pieces: tuple[_Piece, ...]
-    space: Space
-    fused: FusedChunks | None
+    chunks: FusedChunks | _WrittenChunks
 
 
 class _Launcher:
@@ -166,11 +216,8 @@ class _Launcher:
             if prepared is None or prepared.layout != layout:
                 prepared = self._prepared = self._prepare(layout, (query, key, value), beside)
             output = unfilled(query, *prepared.output)
-            tensors = query, key, value, output
-            if prepared.fused is not None:
-                prepared.fused.run(tensors, statistics[0])
-            else:
-                _run(prepared, tensors, (*statistics, lse_rest, mask, sinks, slopes, seed))
+            rest = (*statistics, lse_rest, mask, sinks, slopes, seed)
+            prepared.chunks.run((query, key, value, output), rest)
         # What a backward pass takes is compiled there.
         if query.is_cuda and not self._is_noted and not self._problem.wants_gradients:
             self._is_noted = True
@@ -188,64 +235,13 @@ class _Launcher:
         tensors = (*given, output)
         entries = num_entries(*tensors)
         chunks = tuple(chunks_of(own, self._chunk_rows, entries))
-        space = Space(chunks, own.group_size)
-        pieces: tuple[_Piece, ...] = ()
-        fused = None
         lines = query.shape[:3].numel()
+        computed: FusedChunks | _WrittenChunks
         if self._may_fuse and fits(lines, own.len_k, own.value_dim, query.device):
-            fused = FusedChunks(own, chunks, tensors, entries)
+            computed = FusedChunks(own, chunks, tensors, entries)
         else:
-            pieces = tuple(_pieces(own, chunks, tensors, entries, beside, space))
-        lying = output.shape, output.stride()
-        return _Prepared(layout, lying, pieces, space, fused)
+            computed = _WrittenChunks(own, chunks, tensors, entries, beside)
+        return _Prepared(layout, (output.shape, output.stride()), computed)
 
 
 _launcher = kept_by_problem(_Launcher)
-
-
-def _pieces(
-    problem: AttentionProblem,
-    chunks: tuple[Chunk, ...],
-    tensors: tuple[torch.Tensor, ...],
-    entries: int,
-    beside: Beside,
-    space: Space,
-) -> Iterator[_Piece]:
-    """Yield what is computed for the chunks of tensors q, k, v and the output."""
-    query, key, value, output = tensors
-    arguments = Arguments(problem)
-    for chunk in chunks:
-        take = partial(Taken, chunk, problem.num_kv_heads, entries)
-        yield _Piece(
-            scores=space.place(chunk),
-            queries=take(Planes.rows, query),
-            keys=take(Planes.keys_to_pitch, key),
-            values=take(Planes.keys_to_pitch, value),
-            written=take(Planes.rows, output),
-            softmax=arguments.softmax(chunk, beside),
-        )
-
-
-def _run(
-    prepared: _Prepared,
-    tensors: tuple[torch.Tensor, ...],
-    rest: tuple[torch.Tensor | None, ...],
-) -> None:
-    """Compute the chunks.
-
-    Args:
-        prepared: what they are.
-        tensors: q, k, v and the output.
-        rest: what the softmax writes and reads beside scores and weights.
-    """
-    query, key, value, output = tensors
-    of_scores = of_weights = prepared.space.memory(query, torch.float32)
-    if query.dtype != torch.float32:
-        of_weights = prepared.space.memory(query, query.dtype)
-    for it in prepared.pieces:
-        scores, weights = of_scores.as_strided(*it.scores), of_weights.as_strided(*it.scores)
-        pitch = scores.shape[2]
-        keys = padded_keys(it.keys.of(key), pitch)
-        multiply(lines_of(it.queries.of(query)), keys.mT, scores)
-        it.softmax(scores, weights, *rest)
-        write_products(weights, padded_keys(it.values.of(value), pitch), it.written.of(output))

@@ -192,7 +192,7 @@ class _Piece:
         keys: those that they can see.
         values: of these, up to the chunk's pitch.
         weights: shape and strides in their memory.
-        products: shape of weights times values, [P, L, Dv].
+        products: likewise of weights times values, [P, L, Dv].
         divide: writes them to the output, divided by the sums of weights.
     """
 
@@ -201,7 +201,7 @@ class _Piece:
     keys: Taken
     values: Taken
     weights: tuple[tuple[int, ...], tuple[int, ...]]
-    products: tuple[int, int, int]
+    products: tuple[tuple[int, ...], tuple[int, ...]]
     divide: Launch
 
 
@@ -235,23 +235,24 @@ class FusedChunks:
         problem = self._problem
         query, key, value, output = tensors
         take = partial(Taken, chunk, problem.num_kv_heads, entries)
-        lines = problem.group_size * len(chunk.rows)
+        weights = self._space.place(chunk)
+        products = (*weights[0][:2], problem.value_dim)
         return _Piece(
             chunk=chunk,
             queries=take(Planes.rows, query),
             keys=take(Planes.keys, key),
             values=take(Planes.keys_to_pitch, value),
-            weights=self._space.place(chunk),
-            products=(len(chunk.planes), lines, problem.value_dim),
+            weights=weights,
+            products=(products, adjacent(products)),
             divide=self._division(chunk, output),
         )
 
-    def run(self, tensors: tuple[torch.Tensor, ...], lse: torch.Tensor | None) -> None:
+    def run(self, tensors: tuple[torch.Tensor, ...], rest: tuple[torch.Tensor | None, ...]) -> None:
         """Compute all chunks.
 
         Args:
             tensors: q, k, v and the output.
-            lse: fp32 [B, Hq, Sq], written where given.
+            rest: the log-sum-exp, fp32 [B, Hq, Sq], written where given; nothing else is there.
         """
         query, key, value, output = tensors
         of_weights = self._space.memory(query, query.dtype)
@@ -262,7 +263,7 @@ class FusedChunks:
         )
         noted = unfilled(query, (self._most_blocks,), (1,), torch.int32)
         for it in self._pieces:
-            products = of_products.as_strided(it.products, adjacent(it.products))
+            products = of_products.as_strided(*it.products)
             if it.chunk.keys:
                 weights = of_weights.as_strided(*it.weights)
                 copied = lines_of(it.queries.of(query)), it.keys.of(key), weights
@@ -271,7 +272,7 @@ class FusedChunks:
             else:
                 totals.zero_()
                 products.zero_()
-            it.divide(products, totals, references, output, lse)
+            it.divide(products, totals, references, output, rest[0])
 
     def _division(self, chunk: Chunk, output: torch.Tensor) -> Launch:
         """Return the launch of what divides by the sums of weights."""
