@@ -221,6 +221,11 @@ def scaled_dot_product_attention(
         torch.set_autocast_enabled(device_type, True)
 
 
+bind_attention: Final[Callable[..., Any]] = scaled_dot_product_attention.__wrapped__  # type: ignore[attr-defined]
+"""The same call, which leaves what its key found to be run: a `Found`; or the result, in a graph
+and under autocast."""
+
+
 def _bound(
     query: torch.Tensor,
     key: torch.Tensor,

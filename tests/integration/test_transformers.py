@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import adaattn
+from adaattn import functional
 from adaattn.integrations.transformers import register
 from adaattn.testing import assert_matches, compare
 
@@ -265,16 +266,14 @@ def test_the_comparison_notices_a_small_change_of_attention(
         "softcap": {"softcap": 2.1},
         "sinks": {"sinks": None},
     }[change]
-    call = adaattn.scaled_dot_product_attention
+    call = functional.bind_attention
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **{**kwargs, **replaced})
 
     with torch.no_grad():
         exact, yardstick = oracle(model, lambda m: m(tokens).logits), model(tokens).logits
-        monkeypatch.setattr(
-            "adaattn.integrations._transformers_attention.scaled_dot_product_attention", wrong
-        )
+        monkeypatch.setattr("adaattn.integrations._transformers_attention.bind_attention", wrong)
         model.set_attn_implementation("adaattn")
         actual = model(tokens).logits
     assert compare(actual, exact, yardstick, summands=SUMMANDS).problems

@@ -39,8 +39,8 @@ _SAME: Final = (bool, type(None), Policy, Plan, History)
 """Types of those that are the same ones where they are one object."""
 TENSORS: Final = ("sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
 """Options that are tensors, in the order of a bound call."""
-_TENSOR, _ABSENT = object(), object()
-"""Stand for any tensor, and for an option that was not given."""
+_TENSOR, _ANY, _ABSENT = object(), object(), object()
+"""Stand for any tensor, for any value, and for an option that was not given."""
 _flash = torch._C._get_flash_sdp_enabled
 _efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
@@ -49,6 +49,9 @@ _ambient = AMBIENT.get
 
 Options = dict[str, Any]
 """The keywords that the caller wrote."""
+
+Place = tuple[object, ...]
+"""What has one last call: a shape, and who calls."""
 
 
 class Miss(Enum):
@@ -102,6 +105,7 @@ def again(
     dropout_p: float,
     is_causal: bool,
     options: Options,
+    place: Place | None = None,
 ) -> Bound | Miss:
     """Return the bound call if it is the last one of its layer and shape.
 
@@ -115,9 +119,10 @@ def again(
         dropout_p: likewise.
         is_causal: likewise.
         options: the other keywords that were given.
+        place: what has one last call, where it is not that of the public call.
     """
     try:
-        found = _RECENT.get(_place(query.shape, mask, is_causal, options))
+        found = _RECENT.get(place or _place(query.shape, mask, is_causal, options))
         if found is None:
             return Miss.NOTE
         guard = found.guard
@@ -153,9 +158,24 @@ def note(
     dropout_p: float,
     is_causal: bool,
     options: Options,
+    place: Place | None = None,
+    ignored: frozenset[str] = frozenset(),
 ) -> None:
-    """Have `again` return a bound call that a key found, once it was found twice in a row."""
-    kept = _kept(options)
+    """Have `again` return a bound call that a key found, once it was found twice in a row.
+
+    Args:
+        bound: what the key found.
+        query: this and what follows as in `again`.
+        key: likewise.
+        value: likewise.
+        mask: likewise.
+        dropout_p: likewise.
+        is_causal: likewise.
+        options: likewise.
+        place: likewise.
+        ignored: options that may have any value.
+    """
+    kept = _kept(options, ignored)
     if kept is None or not _equal(dropout_p, dropout_p) or type(is_causal) is not bool:
         return
     names = _compared(options)
@@ -166,7 +186,7 @@ def note(
         *([] if mask is None else [mask]),
         *(options[name] for name in names),
     ]
-    place = _place(query.shape, mask, is_causal, options)
+    place = place or _place(query.shape, mask, is_causal, options)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
     shapes = [tensor.shape for tensor in given]
@@ -192,8 +212,8 @@ def note(
 
 def _place(
     shape: torch.Size, mask: torch.Tensor | None, is_causal: bool, options: Options
-) -> tuple[object, ...]:
-    """Return what has one last call."""
+) -> Place:
+    """Return what has one last call of the public function."""
     if not options:
         return shape, mask is None, is_causal
     layer = id(options.get("history")), options.get("layer")
@@ -213,11 +233,13 @@ def _shares_starts(options: Options) -> bool:
     return options.get("cu_seqlens_k") is options.get("cu_seqlens_q")
 
 
-def _kept(options: Options) -> Options | None:
+def _kept(options: Options, ignored: frozenset[str]) -> Options | None:
     """Return the options that a call is compared with; None where one is to be read each time."""
     found: Options = {}
     for name, value in options.items():
-        if name in TENSORS and isinstance(value, torch.Tensor):
+        if name in ignored:
+            found[name] = _ANY
+        elif name in TENSORS and isinstance(value, torch.Tensor):
             found[name] = _TENSOR
         elif isinstance(value, _SAME) or _equal(value, value):
             found[name] = value
@@ -232,7 +254,7 @@ def _has(options: Options, kept: Options) -> bool:
         return False
     for name, value in kept.items():
         given = options.get(name, _ABSENT)
-        if given is value:
+        if given is value or (value is _ANY and given is not _ABSENT):
             continue
         if not (isinstance(given, torch.Tensor) if value is _TENSOR else _equal(given, value)):
             return False

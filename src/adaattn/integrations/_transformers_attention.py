@@ -4,14 +4,17 @@ Shape legend in `adaattn.spec`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from adaattn.call.bound import Bound
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
+from adaattn.call.recent import Found, Miss, Place, again, note
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
-from adaattn.functional import scaled_dot_product_attention
+from adaattn.functional import bind_attention, is_traced, scaled_dot_product_attention
+from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask
 from adaattn.integrations._transformers_visibility import masked, packed, unmasked, with_bias
 from adaattn.spec import Policy
 
@@ -45,6 +48,104 @@ def attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
+    *positional: Any,
+    policy: Policy | None = None,
+    history: History | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what a layer of Transformers expects: ([B, Sq, Hq, Dv], weights or None).
+
+    The last call of a layer and shape is found again by the layer's own words.
+
+    Args:
+        module: the attention layer; its ``is_causal``, ``layer_idx`` and ``training`` are read.
+        query: [B, Hq, Sq, D].
+        key: [B, Hkv, Sk, D], unrepeated.
+        value: [B, Hkv, Sk, Dv], unrepeated.
+        attention_mask: boolean or additive [B, 1 or Hq, Sq, Sk]; it then says all that there is
+            to say, as in eager attention, and causality and window are not applied again.
+        *positional: the first of the other arguments, as `_described` names them.
+        policy: policy of the call; None follows ``adaattn.use_policy``.
+        history: what earlier calls taught, layer by layer; `register` keeps one.
+        **keywords: the other arguments, and anything in `IGNORED_KEYWORDS`.
+
+    Raises:
+        ArgumentTypeError: a keyword is unknown and may change attention.
+        ShapeError: q is not 4-D, or a mask is not.
+        UnsupportedError: sinks that differ by token.
+    """
+    layer = _layer(module)
+    tag = f"layer{layer}" if layer >= 0 else ""
+    mask: torch.Tensor | None = attention_mask
+    structure: object = None
+    place: Place | None = None
+    known: Bound | Miss = Miss.SKIP
+    if not (positional or is_traced()):
+        if keywords.get("s_aux") is not None and keywords.get("sinks") is None:
+            keywords["sinks"] = keywords.pop("s_aux")
+        if isinstance(mask, StructuredMask) and mask._dense is None:
+            structure, mask = mask.structure, None
+        is_causal = getattr(module, "is_causal", True)
+        place = query.shape, mask is None, structure, module.training, is_causal, layer, history
+        keywords["policy"] = policy
+        known = again(query, key, value, mask, 0.0, True, keywords, place)
+        if not isinstance(known, Miss):
+            sinks = keywords.get("sinks")
+            output = known(query, key, value, mask, sinks, None, None, None, None, None, tag)
+            return output.transpose(1, 2).contiguous(), None
+        del keywords["policy"]
+    call = _described(module, query, key, value, attention_mask, *positional, **keywords)
+    options = {"policy": policy, "history": history, "tag": tag, **call.options}
+    if layer >= 0:
+        options["layer"] = layer
+    given = query, key, value, mask
+    if place is None or not _is_as_given(call, given, structure, keywords.get("sinks")):
+        result = scaled_dot_product_attention(*call.tensors, **options)
+    else:
+        result = bind_attention(*call.tensors, **options)
+        if isinstance(result, Found):
+            if known is Miss.NOTE:
+                keywords["policy"] = policy
+                note(result.bound, *given, 0.0, True, keywords, place, IGNORED_KEYWORDS)
+            result = result.bound(*result.given)
+    if "return_aux" not in options:
+        return result.transpose(1, 2).contiguous(), None
+    output, aux = result
+    weights = torch.nn.functional.pad(aux.weights, (0, key.shape[2] - call.tensors[1].shape[2]))
+    return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+class _Call(NamedTuple):
+    """A layer's call in terms of the public one."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: dict[str, Any]
+
+
+def _is_as_given(
+    call: _Call,
+    given: tuple[torch.Tensor | None, ...],
+    structure: object,
+    sinks: torch.Tensor | None,
+) -> bool:
+    """Return whether a call takes the layer's own tensors, and what else it takes are words.
+
+    Sequences are packed by other tensors in each forward pass.
+    """
+    taken = (*call.tensors, call.options["attn_mask"], call.options.get("sinks"))
+    return (
+        all(one is other for one, other in zip(taken, (*given, sinks), strict=True))
+        and (structure is None or isinstance(structure, MaskStructure))
+        and call.options.keys().isdisjoint(("cu_seqlens_q", "return_aux"))
+    )
+
+
+def _described(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -56,20 +157,16 @@ def attention_forward(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     output_attentions: bool | None = None,
-    *,
-    policy: Policy | None = None,
-    history: History | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what a layer of Transformers expects: ([B, Sq, Hq, Dv], weights or None).
+) -> _Call:
+    """Return a layer's call in terms of the public one.
 
     Args:
-        module: the attention layer; its ``is_causal``, ``layer_idx`` and ``training`` are read.
-        query: [B, Hq, Sq, D].
-        key: [B, Hkv, Sk, D], unrepeated.
-        value: [B, Hkv, Sk, Dv], unrepeated.
-        attention_mask: boolean or additive [B, 1 or Hq, Sq, Sk]; it then says all that there is
-            to say, as in eager attention, and causality and window are not applied again.
+        module: as in `attention_forward`, and so the tensors.
+        query: likewise.
+        key: likewise.
+        value: likewise.
+        attention_mask: likewise.
         dropout: probability of dropping a weight, in training.
         scaling: factor of the scores; None is 1/sqrt(D).
         is_causal: overrules the layer's own.
@@ -81,14 +178,7 @@ def attention_forward(
         cu_seq_lens_q: starts of packed sequences and their end, [N + 1], with B = 1.
         cu_seq_lens_k: the same for keys.
         output_attentions: return the weights [B, Hq, Sq, Sk] too, before dropout.
-        policy: policy of the call; None follows ``adaattn.use_policy``.
-        history: what earlier calls taught, layer by layer; `register` keeps one.
         **kwargs: anything in `IGNORED_KEYWORDS`; other names must be None.
-
-    Raises:
-        ArgumentTypeError: a keyword is unknown and may change attention.
-        ShapeError: q is not 4-D, or a mask is not.
-        UnsupportedError: sinks that differ by token.
     """
     if not kwargs.keys() <= IGNORED_KEYWORDS:
         _refuse_unknown(kwargs)
@@ -108,37 +198,25 @@ def attention_forward(
         seen = with_bias(seen, position_bias, query.dtype)
     if seen.num_keys < len_k:
         key, value = key[:, :, : seen.num_keys], value[:, :, : seen.num_keys]
-    if sinks is None:
-        sinks = s_aux
     # Keywords are compared with those of the last call: what says nothing is left out.
-    options: dict[str, Any] = {"history": history, "policy": policy, **seen.options()}
-    layer = _layer(module)
-    if layer >= 0:
-        options["layer"], options["tag"] = layer, f"layer{layer}"
+    options: dict[str, Any] = {
+        "attn_mask": seen.mask,
+        "dropout_p": dropout if module.training else 0.0,
+        "is_causal": seen.is_causal,
+        **seen.options(),
+    }
     if scaling is not None:
         options["scale"] = scaling
     if shape[1] != kv_heads:
         options["enable_gqa"] = True
     if softcap is not None:
         options["softcap"] = softcap
+    sinks = s_aux if sinks is None else sinks
     if sinks is not None:
         options["sinks"] = _head_sinks(sinks, shape[1])
     if output_attentions:
         options["return_aux"] = AuxRequest(weights=True)
-    result = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=seen.mask,
-        dropout_p=dropout if module.training else 0.0,
-        is_causal=seen.is_causal,
-        **options,
-    )
-    if not output_attentions:
-        return result.transpose(1, 2).contiguous(), None
-    output, aux = result
-    weights = torch.nn.functional.pad(aux.weights, (0, len_k - seen.num_keys))
-    return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+    return _Call((query, key, value), options)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
@@ -162,6 +240,8 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 
 def _head_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Return sinks as [Hq]."""
+    if sinks.shape == (num_heads,):
+        return sinks
     if sinks.numel() != num_heads:
         raise UnsupportedError(
             "adaattn",

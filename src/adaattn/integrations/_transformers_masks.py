@@ -25,7 +25,8 @@ from adaattn.integrations._transformers_support import expects_additive_masks
 __all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
 
 _UNLIMITED = -1
-_NUMBERS = ("q_length", "kv_length", "q_offset", "kv_offset")
+_NUMBERS = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
+_OTHER_WORDS = ("device", "dtype", "allow_is_causal_skip", "allow_is_bidirectional_skip")
 _PLAIN = frozenset((int, type(None)))
 
 
@@ -161,8 +162,14 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     Raises:
         UnsupportedError: the architecture would misread the mask.
     """
+    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    words = None if traced else _words(request)
+    if words is not None:
+        known = _UNTOUCHED.pop(words, None)  # another thread makes its own meanwhile
+        if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
+            _UNTOUCHED[words] = known
+            return known
     config = request.get("config")
-    traced = _is_traced()
     expects = expects_additive_masks if traced else _expects_additive_masks
     name = str(getattr(config, "_attn_implementation", None))
     is_additive = config is not None and expects(type(config), name)  # type: ignore[arg-type]
@@ -180,39 +187,45 @@ def make_mask(**request: Any) -> torch.Tensor | None:
                 # A compiled graph may take it, and a row of booleans is cheap.
                 return _boolean_mask(request)
         shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
-        return _mask_of(structure, shape, request.get("device", "cpu"), dtype)
+        mask = StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
+        if words is not None:
+            if len(_UNTOUCHED) >= _KEPT:
+                _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
+            _UNTOUCHED[words] = mask
+        return mask
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     seen = _boolean_mask({**request, **skips})
     assert seen is not None
     return StructuredMask(seen, tuple(seen.shape), seen.device, dtype) if is_additive else seen
 
 
-def _mask_of(
-    structure: MaskStructure,
-    shape: tuple[int, ...],
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> StructuredMask:
-    """Return the mask of a structure: the last one like it, if nobody holds or has changed it."""
-    if structure.starts is not None:
-        return StructuredMask(structure, shape, device, dtype)
-    like = (structure, shape, device, dtype, torch.is_inference_mode_enabled())
-    mask = _UNTOUCHED.pop(like, None)  # another thread makes its own meanwhile
-    if mask is None or mask.is_dense or sys.getrefcount(mask) > _OWN_REFERENCES:
-        if len(_UNTOUCHED) >= _KEPT:
-            _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
-        mask = StructuredMask(structure, shape, device, dtype)
-    _UNTOUCHED[like] = mask
-    return mask
+def _words(request: Mapping[str, Any]) -> tuple[object, ...] | None:
+    """Return all that the mask of a request depends on; None where that is more than a few words.
+
+    A number may be a tensor, or one of a trace, and a function may have captured some.
+    """
+    function = request.get("mask_function")
+    numbers = tuple(map(request.get, _NUMBERS))
+    if (
+        request.get("attention_mask") is not None
+        or request.get("use_vmap")
+        or getattr(function, "__closure__", ()) is not None
+        or not _PLAIN.issuperset(map(type, numbers))
+    ):
+        return None
+    other = map(request.get, _OTHER_WORDS)
+    config = type(request.get("config"))
+    return function, config, torch.is_inference_mode_enabled(), *numbers, *other
 
 
 _OWN_REFERENCES: Final = 2
 """A variable's, and that of the call which counts them."""
 
-
 _KEPT = 64
-_UNTOUCHED: dict[tuple[object, ...], StructuredMask] = {}
-"""Masks by what they are made of: making a tensor takes longer than the rest of the request."""
+_UNTOUCHED: dict[object, StructuredMask] = {}
+"""Masks by the words of their requests, given again while nobody holds or has changed them.
+
+Making a tensor takes longer than the rest of a request."""
 
 _expects_additive_masks = cache(expects_additive_masks)
 """The same, asked once; a trace cannot look through a cache."""
@@ -232,37 +245,8 @@ def _additive_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
     return eager_mask(**request)  # type: ignore[no-any-return]
 
 
-def _is_traced() -> bool:
-    """Return whether a graph is being made, which cannot hold a structure."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-
-
 def _described(request: Mapping[str, Any]) -> MaskStructure | None:
-    """Return the structure that a request asks for, or None where it is more than that.
-
-    What captures nothing and counts in numbers is described once.
-    """
-    function = request.get("mask_function")
-    captured = getattr(function, "__closure__", ())
-    numbers = tuple(map(request.get, _NUMBERS))
-    # A number may be a tensor, or one of a trace, and is then none of a key.
-    if captured is None and not request.get("use_vmap") and _PLAIN.issuperset(map(type, numbers)):
-        return _described_once(function, numbers)
-    return _read(request)
-
-
-@lru_cache(maxsize=_KEPT)
-def _described_once(
-    function: Callable[..., Any], numbers: tuple[int | None, ...]
-) -> MaskStructure | None:
-    """Return `_described` for a function without captured values, and `_NUMBERS`."""
-    given = {name: number for name, number in zip(_NUMBERS, numbers, strict=True)}
-    given = {name: number for name, number in given.items() if number is not None}
-    return _read({"mask_function": function, **given})
-
-
-def _read(request: Mapping[str, Any]) -> MaskStructure | None:
-    """Return the structure behind a mask function, or None where it is more than that."""
+    """Return the structure that a request asks for, or None where it is more than that."""
     pattern = _recognise(request)
     return None if pattern is None else _structure(pattern, request)
 
@@ -351,9 +335,17 @@ def _structure(pattern: _Pattern, request: Mapping[str, Any]) -> MaskStructure |
         starts = _starts_of(pattern.segments[0])
     left = pattern.left if pattern.left < num_keys - 1 else _UNLIMITED
     right = pattern.right if pattern.right < num_keys - 1 else _UNLIMITED
-    return MaskStructure(
-        is_causal=pattern.is_causal, window=(left, right), num_keys=num_keys, starts=starts
-    )
+    if starts is not None:
+        return MaskStructure(
+            is_causal=pattern.is_causal, window=(left, right), num_keys=num_keys, starts=starts
+        )
+    return _unpacked(pattern.is_causal, (left, right), num_keys)
+
+
+@lru_cache(maxsize=1024)
+def _unpacked(is_causal: bool, window: tuple[int, int], num_keys: int) -> MaskStructure:
+    """Return the one structure of these facts, by which a layer knows a call again."""
+    return MaskStructure(is_causal=is_causal, window=window, num_keys=num_keys)
 
 
 def _starts_of(segments: torch.Tensor) -> torch.Tensor:
