@@ -24,7 +24,7 @@ import adaattn
 from benchmarks.failures import FailedError, blamed, is_lost
 from benchmarks.gpu.clock import free_unused, once
 from benchmarks.regret_calls import OURS, PEER, Calls, function_calls
-from benchmarks.regret_layers import module_calls, transformers_calls
+from benchmarks.regret_layers import generation_calls, module_calls, transformers_calls
 from benchmarks.regret_problems import Problem, draw
 from benchmarks.timing import arguments, behind_spin, save
 
@@ -33,6 +33,7 @@ SIDES = {
     "written": function_calls,
     "module": module_calls,
     "transformers": transformers_calls,
+    "generation": generation_calls,
 }
 """What makes the calls of a problem, by the way that a user takes."""
 

@@ -16,7 +16,7 @@ from benchmarks.failures import blamed
 from benchmarks.regret_calls import OURS, PEER, Calls, kept, positional
 from benchmarks.regret_problems import Kind, Problem
 
-__all__ = ["module_calls", "transformers_calls"]
+__all__ = ["generation_calls", "module_calls", "transformers_calls"]
 
 
 @contextlib.contextmanager
@@ -86,9 +86,90 @@ def module_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
 @contextlib.contextmanager
 def transformers_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
     """Yield the forward passes of a small Llama through this library and through ``"sdpa"``."""
-    from transformers import LlamaConfig, LlamaModel
+    from adaattn.integrations.transformers import register
+
+    peer = _llama(problem, device)
+    tokens = torch.randint(256, (problem.batch, problem.len_q), device=device)
+    # Padding on the left, as in generation: the last token of every entry is real.
+    real = kept(problem, device).flip(1) if problem.kind is Kind.PADDING else None
+
+    def forward(model: Any, name: str) -> Callable[[], torch.Tensor]:
+        model.set_attn_implementation(name)
+        return lambda: model(tokens, attention_mask=real, use_cache=False).last_hidden_state
+
+    with register(policy=policy), torch.no_grad():
+        ours, theirs = (forward(copy.deepcopy(peer), name) for name in ("adaattn", "sdpa"))
+        rows = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+
+        def check(budget: float) -> None:
+            # "eager" adds the mask in fp32, where float64's smallest number is infinite: NaN.
+            exact = forward(copy.deepcopy(peer).double(), "sdpa")()[rows]
+            eager = forward(copy.deepcopy(peer), "eager")()[rows]
+            _check(problem, budget, exact, eager, {OURS: ours, PEER: theirs}, rows)
+
+        yield Calls(ours=ours, peer=theirs, check=check)
+
+
+@contextlib.contextmanager
+def generation_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
+    """Yield single tokens of a small Llama over a growing cache, by this library and ``"sdpa"``.
+
+    The cache is cut back to the prompt every `_STEPS` tokens.
+    """
+    from transformers import DynamicCache
 
     from adaattn.integrations.transformers import register
+
+    peer = _llama(problem, device)
+    tokens = torch.randint(256, (problem.batch, problem.len_k), device=device)
+    prompt, last = tokens[:, :-1], tokens[:, -1:]
+    real = torch.ones(problem.batch, problem.len_k + _STEPS, dtype=torch.bool, device=device)
+    if problem.kind is Kind.PADDING:
+        real[:, : problem.len_k] = kept(problem, device).flip(1)
+    masks = real if problem.kind is Kind.PADDING else None
+
+    def step(model: Any, name: str) -> Callable[[], torch.Tensor]:
+        model.set_attn_implementation(name)
+        cache = DynamicCache()
+        seen = None if masks is None else masks[:, : problem.len_k - 1]
+        if problem.len_k > 1:
+            model(prompt, attention_mask=seen, past_key_values=cache)
+        taken = 0
+
+        def call() -> torch.Tensor:
+            nonlocal taken
+            if taken == _STEPS:
+                cache.crop(-_STEPS)
+                taken = 0
+            seen = None if masks is None else masks[:, : problem.len_k + taken]
+            taken += 1
+            output: torch.Tensor = model(last, attention_mask=seen, past_key_values=cache)[0]
+            return output
+
+        return call
+
+    with register(policy=policy), torch.no_grad():
+        ours, theirs = (step(copy.deepcopy(peer), name) for name in ("adaattn", "sdpa"))
+
+        def check(budget: float) -> None:
+            exact = step(copy.deepcopy(peer).double(), "sdpa")()
+            eager = step(copy.deepcopy(peer), "eager")()
+            fresh = {
+                OURS: step(copy.deepcopy(peer), "adaattn"),
+                PEER: step(copy.deepcopy(peer), "sdpa"),
+            }
+            _check(problem, budget, exact, eager, fresh, ...)
+
+        yield Calls(ours=ours, peer=theirs, check=check)
+
+
+_STEPS = 64
+"""Tokens after the prompt."""
+
+
+def _llama(problem: Problem, device: str) -> Any:
+    """Return a Llama of two layers whose attention is the problem."""
+    from transformers import LlamaConfig, LlamaModel
 
     torch.manual_seed(problem.index)
     width = problem.heads * problem.dim
@@ -100,36 +181,28 @@ def transformers_calls(problem: Problem, device: str, policy: str) -> Iterator[C
         num_attention_heads=problem.heads,
         num_key_value_heads=problem.kv_heads,
         head_dim=problem.dim,
-        max_position_embeddings=problem.len_q,
-        use_cache=False,
+        max_position_embeddings=problem.len_k + _STEPS,
     )
-    peer = LlamaModel(config).to(device, getattr(torch, problem.dtype)).eval()
-    tokens = torch.randint(256, (problem.batch, problem.len_q), device=device)
-    # Padding on the left, as in generation: the last token of every entry is real.
-    real = kept(problem, device).flip(1) if problem.kind is Kind.PADDING else None
+    return LlamaModel(config).to(device, getattr(torch, problem.dtype)).eval()
 
-    def forward(model: Any, name: str) -> Callable[[], torch.Tensor]:
-        model.set_attn_implementation(name)
-        return lambda: model(tokens, attention_mask=real).last_hidden_state
 
-    with register(policy=policy), torch.no_grad():
-        ours, theirs = (forward(copy.deepcopy(peer), name) for name in ("adaattn", "sdpa"))
-
-        def check(budget: float) -> None:
-            rows = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
-            # "eager" adds the mask in fp32, where float64's smallest number is infinite: NaN.
-            exact = forward(copy.deepcopy(peer).double(), "sdpa")()[rows]
-            eager = forward(copy.deepcopy(peer), "eager")()[rows]
-            for side, call in ((OURS, ours), (PEER, theirs)):
-                with blamed(side):
-                    found = call()[rows]
-                    if side == OURS and budget:
-                        if not bool(found.isfinite().all()):
-                            raise AssertionError("output: expected finite numbers, got others")
-                        continue
-                    _hold(found, exact, eager, 0.0, problem)
-
-        yield Calls(ours=ours, peer=theirs, check=check)
+def _check(
+    problem: Problem,
+    budget: float,
+    exact: torch.Tensor,
+    eager: torch.Tensor,
+    calls: dict[str, Callable[[], torch.Tensor]],
+    rows: Any,
+) -> None:
+    """Raise unless what the calls of a model return is right, or finite under a budget."""
+    for side, call in calls.items():
+        with blamed(side):
+            found = call()[rows]
+            if side == OURS and budget:
+                if not bool(found.isfinite().all()):
+                    raise AssertionError("output: expected finite numbers, got others")
+                continue
+            _hold(found, exact, eager, 0.0, problem)
 
 
 class _SdpaLayer(nn.Module):

@@ -40,8 +40,10 @@ _KINDS = {
     "written": (Kind.SINKS, Kind.SOFTCAP, Kind.DILATED, Kind.MIX),
     "module": (Kind.PLAIN, Kind.CAUSAL, Kind.PADDING, Kind.CAUSAL_WINDOW, Kind.WINDOW),
     "transformers": (Kind.CAUSAL, Kind.PADDING),
+    "generation": (Kind.CAUSAL, Kind.PADDING),
 }
 _FUNCTIONS = ("function", "written")
+_MODELS = ("transformers", "generation")
 _SOFTCAPS = (10.0, 30.0, 50.0)
 _DILATIONS = (2, 3, 4, 8)
 _PADDED = {Kind.PADDING, Kind.PADDING_BIAS}
@@ -188,7 +190,8 @@ def draw(
         count: how many.
         seed: of Python's generator.
         device: ``"cpu"`` or ``"cuda"``, for dtypes and sizes.
-        through: ``"function"``, ``"written"``, ``"module"`` or ``"transformers"``.
+        through: ``"function"``, ``"written"``, ``"module"``, ``"transformers"``, or
+            ``"generation"``: one query over all keys but the last, which is its own.
         longest: the greatest length; None is that of the device.
     """
     source = random.Random(seed)
@@ -226,10 +229,12 @@ def _problem(
         len_q=len_q,
         len_k=len_k,
         dim=_weighted(source, _DIMS),
-        training=through != "transformers" and len_q > 1 and source.random() < 1 / 3,
+        training=through not in _MODELS and len_q > 1 and source.random() < 1 / 3,
         transposed=is_function and source.random() < 1 / 3,
     )
     made = _shrunk(drawn, device, limits)
+    if through == "generation":
+        made = replace(made, len_q=1)
     if kind in (Kind.WINDOW, Kind.CAUSAL_WINDOW):
         return replace(made, window=_between(source, 1, max(made.len_k // 2, 1)))
     if kind is Kind.PACKED:

@@ -70,7 +70,8 @@ def _repeated(function: _F) -> _F:
             if not isinstance(found, Found):
                 return found
             if known is Miss.NOTE:
-                note(found.bound, query, key, value, attn_mask, dropout_p, is_causal, options)
+                given = query, key, value, attn_mask, dropout_p, is_causal, options
+                note(found.bound, *given, reaches=options.get("window", ()))
             return found.bound(*found.given)
         if not options:
             return known(query, key, value, attn_mask, None, None, None, None, None, None, tag)

@@ -103,9 +103,12 @@ def test_a_layer_is_checked_and_timed_too(regret: ModuleType, tmp_path: Path, po
     assert all(row.keys() >= TIMES for row in rows), rows
 
 
-def test_a_transformers_model_is_checked_and_timed_too(regret: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("through", ["transformers", "generation"])
+def test_a_transformers_model_is_checked_and_timed_too(
+    regret: ModuleType, tmp_path: Path, through: str
+) -> None:
     pytest.importorskip("transformers")
-    rows = _run(regret, tmp_path, "--through", "transformers", "--problems", "2")["rows"]
+    rows = _run(regret, tmp_path, "--through", through, "--problems", "2")["rows"]
     assert {row["problem"]["kind"] for row in rows} == {"causal", "padding"}
     assert all(row.keys() >= TIMES for row in rows), rows
 

@@ -16,7 +16,16 @@ from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT, PRESETS
 from adaattn.spec import Plan, Policy
 
-__all__ = ["DECODE_ROWS", "NO_WINDOW", "Choices", "Tensor", "key_of", "may_keep"]
+__all__ = [
+    "DECODE_ROWS",
+    "NO_WINDOW",
+    "Choices",
+    "Tensor",
+    "alignment",
+    "key_of",
+    "may_grow",
+    "may_keep",
+]
 
 Tensor = torch.Tensor | None
 
@@ -78,7 +87,7 @@ def key_of(
     edges = window if window is NO_WINDOW else tuple(map(operator.index, window))
     seen: object = None
     keys: tuple[Any, ...]
-    if shape[-2] <= DECODE_ROWS < key_shape[-2] and starts_q is None:
+    if may_grow(query, key, starts_q):
         keys = _growing(key, value, edges)
         if mask is not None:
             seen = _growing_mask(mask, key_shape[-2])
@@ -130,6 +139,16 @@ def key_of(
     )
 
 
+def may_grow(query: torch.Tensor, key: torch.Tensor, starts_q: Tensor) -> bool:
+    """Return whether a call decodes over keys that may grow from call to call."""
+    return query.shape[-2] <= DECODE_ROWS < key.shape[-2] and starts_q is None
+
+
+def alignment(key: torch.Tensor, value: torch.Tensor) -> int:
+    """Return what all strides but the last are multiples of: 16 or a part of it."""
+    return gcd(16, *key.stride()[:-1], *value.stride()[:-1])
+
+
 def may_keep(arguments: Arguments, policy: object) -> bool:
     """Return whether calls with equal keys are alike: a tensor's value and a file may change."""
     numbers = (arguments.scale, arguments.softcap, arguments.dropout_p)
@@ -152,7 +171,7 @@ def _growing(key: torch.Tensor, value: torch.Tensor, window: tuple[int, ...]) ->
         dim,
         strides[-2],
         strides[-1],
-        gcd(16, *strides[:-1], *value_strides[:-1]),  # how aligned the others are
+        alignment(key, value),
         len(leading),
         value_length - length,
         value_dim,

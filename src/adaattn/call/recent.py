@@ -7,7 +7,8 @@ that the caller wrote, which are few: neither defaults nor groups of arguments a
 call takes 1 us less so, and 6 us where the caches are cold (docs/kernel-notes.md).
 
 Only what a key found is kept here, and only when the same was found twice in a row for tensors of
-the same shapes: over a growing cache, whose shapes never come again, each comparison would fail.
+the same shapes. Of a growing cache that is decoded over, the length may be another within what its
+key says; where other lengths never come again, each comparison would fail, and none is made.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from adaattn import hardware
 from adaattn.call.bound import Bound
 from adaattn.call.history import History
+from adaattn.call.key import alignment, may_grow
 from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT
 from adaattn.spec import Align, Plan, Policy
@@ -70,31 +72,58 @@ class Found(NamedTuple):
     given: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Guard:
-    """What a call is compared with."""
+class _Growing(NamedTuple):
+    """Which lengths of a growing cache are alike: above the first, up to the second."""
 
+    above: int
+    most: int
+    alignment: int
+
+    def has(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        """Return whether keys and values, and a mask over them, are of such a length."""
+        length = key.shape[-2]
+        return (
+            self.above < length <= self.most
+            and value.shape[-2] == length
+            and alignment(key, value) == self.alignment
+            and (mask is None or mask.shape[-1] == length)
+        )
+
+
+class _Known(NamedTuple):
+    """A bound call, and what a call is compared with: one piece of memory, read from its start."""
+
+    bound: Bound
     dropout_p: float
     options: Options
-    names: tuple[str, ...]
     ambient: Policy
-    kernels: tuple[bool, ...]
     state: Callable[[], bool]
+    kernels: tuple[bool, ...]
     tensors: Callable[..., bool]
+    names: tuple[str, ...]
+    growing: _Growing | None
 
 
 @dataclass(slots=True, eq=False)
 class _Recent:
-    """A bound call, for tensors of which shapes, and how often another was found in a row."""
+    """A bound call, for tensors of which sizes, and how often another was found in a row."""
 
     bound: Bound
-    shapes: list[torch.Size]
+    sizes: list[list[int | None]]
     missed: int
-    guard: _Guard | None = None
 
 
-_RECENT: Final[dict[object, _Recent]] = {}
-hardware.on_clear(_RECENT.clear)
+_KNOWN: Final[dict[Place, _Known]] = {}
+_RECENT: Final[dict[Place, _Recent]] = {}
+
+
+def _forget() -> None:
+    """Drop every call."""
+    _KNOWN.clear()
+    _RECENT.clear()
+
+
+hardware.on_clear(_forget)
 
 
 def again(
@@ -122,31 +151,40 @@ def again(
         place: what has one last call, where it is not that of the public call.
     """
     try:
-        found = _RECENT.get(place or _place(query.shape, mask, is_causal, options))
+        if not place:
+            caller = _caller(options) if options else None
+            place = query.shape, mask is None, is_causal, caller
+        found = _KNOWN.get(place)
         if found is None:
-            return Miss.NOTE
-        guard = found.guard
-        if guard is None:
-            if found.missed < _MOST_MISSED:
-                return Miss.NOTE
-            found.missed = (found.missed + 1) % _LOOKED_AGAIN
-            return Miss.SKIP
+            return _missed(place)
+        bound, dropout, kept, ambient, state, kernels, tensors, names, growing = found
         if (
-            ((options or guard.options) and not _has(options, guard.options))
-            or (dropout_p is not guard.dropout_p and not _equal(dropout_p, guard.dropout_p))
-            or _ambient() is not guard.ambient
-            or not guard.state()
-            or (_flash(), _efficient(), _math(), _cudnn()) != guard.kernels
+            ((options or kept) and not _has(options, kept))
+            or (dropout_p is not dropout and not _equal(dropout_p, dropout))
+            or _ambient() is not ambient
+            or not state()
+            or (_flash(), _efficient(), _math(), _cudnn()) != kernels
         ):
             return Miss.NOTE
-        others = map(options.__getitem__, guard.names) if guard.names else ()
+        others = map(options.__getitem__, names) if names else ()
         if mask is None:
-            known = guard.tensors(query, key, value, *others)
+            known = tensors(query, key, value, *others)
         else:
-            known = guard.tensors(query, key, value, mask, *others)
-        return found.bound if known else Miss.NOTE
+            known = tensors(query, key, value, mask, *others)
+        if not known or (growing and not growing.has(key, value, mask)):
+            return Miss.NOTE
+        return bound
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
+
+
+def _missed(place: Place) -> Miss:
+    """Return whether a call of a place where none is known is to be noted."""
+    last = _RECENT.get(place)
+    if last is None or last.missed < _MOST_MISSED:
+        return Miss.NOTE
+    last.missed = (last.missed + 1) % _LOOKED_AGAIN
+    return Miss.SKIP
 
 
 def note(
@@ -160,6 +198,7 @@ def note(
     options: Options,
     place: Place | None = None,
     ignored: frozenset[str] = frozenset(),
+    reaches: tuple[int, ...] = (),
 ) -> None:
     """Have `again` return a bound call that a key found, once it was found twice in a row.
 
@@ -174,6 +213,7 @@ def note(
         options: likewise.
         place: likewise.
         ignored: options that may have any value.
+        reaches: numbers of keys up to which, or from which on, the options mean something else.
     """
     kept = _kept(options, ignored)
     if kept is None or not _equal(dropout_p, dropout_p) or type(is_causal) is not bool:
@@ -186,40 +226,69 @@ def note(
         *([] if mask is None else [mask]),
         *(options[name] for name in names),
     ]
-    place = place or _place(query.shape, mask, is_causal, options)
+    caller = _caller(options) if options else None
+    place = place or (query.shape, mask is None, is_causal, caller)
     last = _RECENT.get(place)
     missed = 0 if last is None else last.missed + 1
-    shapes = [tensor.shape for tensor in given]
+    growing = None
+    sizes: list[list[int | None]] = [list(tensor.shape) for tensor in given]
+    strides: list[list[int | None]] = [list(tensor.stride()) for tensor in given]
+    if may_grow(query, key, options.get("cu_seqlens_q")) and (mask is None or _is_row(mask)):
+        growing = _growing(key, value, reaches)
+        for size, steps in zip(sizes[1:3], strides[1:3], strict=True):
+            size[-2] = None
+            steps[:-2] = [None] * (len(steps) - 2)
+        if mask is not None:
+            sizes[3][-1] = None
+            strides[3][:-1] = [None] * (len(strides[3]) - 1)
     if len(_RECENT) >= _KEPT:
-        _RECENT.clear()
-    made = _RECENT[place] = _Recent(bound, shapes, missed)
-    if last is None or last.bound is not bound or last.shapes != shapes or missed >= _MOST_MISSED:
+        _forget()
+    made = _RECENT[place] = _Recent(bound, sizes, missed)
+    known = _KNOWN.pop(place, None)
+    if last is None or last.bound is not bound or last.sizes != sizes or missed >= _MOST_MISSED:
         return
-    if last.guard is None:  # else one tensor is two of them, or modes differ that no key knows
+    if known is None:  # else one tensor is two of them, or modes differ that no key knows
         made.missed = 0
-    guards = TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    kernels = _flash(), _efficient(), _math(), _cudnn()
-    made.guard = _Guard(
+    guards = TensorGuards(
+        *given,
+        dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # a list for each tensor
+        dynamic_dims_strides=strides,  # type: ignore[arg-type]
+    )
+    _KNOWN[place] = _Known(
+        bound=bound,
         dropout_p=dropout_p,
         options=kept,
-        names=names,
         ambient=_ambient(),
-        kernels=kernels,
         state=GlobalStateGuard().check,
+        kernels=(_flash(), _efficient(), _math(), _cudnn()),
         tensors=guards.check,
+        names=names,
+        growing=growing,
     )
 
 
-def _place(
-    shape: torch.Size, mask: torch.Tensor | None, is_causal: bool, options: Options
-) -> Place:
-    """Return what has one last call of the public function."""
-    if not options:
-        return shape, mask is None, is_causal
+def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -> _Growing:
+    """Return which lengths of a cache are alike: as its key says, and on one side of each reach."""
+    length = key.shape[-2]
+    most = 1 << (length - 1).bit_length()
+    above = most // 2
+    for reach in reaches:
+        if reach >= length:
+            most = min(most, reach)
+        else:
+            above = max(above, reach)
+    return _Growing(above, most, alignment(key, value))
+
+
+def _is_row(mask: torch.Tensor) -> bool:
+    """Return whether a mask has a column for each key, and one row for all queries."""
+    return mask.dim() > 1 and mask.shape[-2] == 1 < mask.shape[-1]
+
+
+def _caller(options: Options) -> Place:
+    """Return what of the options has a last call of its own."""
     layer = id(options.get("history")), options.get("layer")
-    if "cu_seqlens_k" in options:
-        return shape, mask is None, is_causal, *layer, _shares_starts(options)
-    return shape, mask is None, is_causal, *layer
+    return (*layer, _shares_starts(options)) if "cu_seqlens_k" in options else layer
 
 
 def _compared(options: Options) -> tuple[str, ...]:

@@ -106,7 +106,9 @@ def attention_forward(
         if isinstance(result, Found):
             if known is Miss.NOTE:
                 keywords["policy"] = policy
-                note(result.bound, *given, 0.0, True, keywords, place, IGNORED_KEYWORDS)
+                window = keywords.get("sliding_window")
+                reaches = () if window is None else (window,)
+                note(result.bound, *given, 0.0, True, keywords, place, IGNORED_KEYWORDS, reaches)
             result = result.bound(*result.given)
     if "return_aux" not in options:
         return result.transpose(1, 2).contiguous(), None

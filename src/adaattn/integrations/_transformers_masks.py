@@ -14,7 +14,7 @@ Architectures that never call the attention function are refused.
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -162,41 +162,68 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     Raises:
         UnsupportedError: the architecture would misread the mask.
     """
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    words = None if traced else _words(request)
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return _traced_mask(request)
+    words = None if request.get("q_length") == 1 else _words(request)
     if words is not None:
         known = _UNTOUCHED.pop(words, None)  # another thread makes its own meanwhile
         if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
             _UNTOUCHED[words] = known
             return known
-    config = request.get("config")
-    expects = expects_additive_masks if traced else _expects_additive_masks
-    name = str(getattr(config, "_attn_implementation", None))
-    is_additive = config is not None and expects(type(config), name)  # type: ignore[arg-type]
-    if traced:
+    is_additive = _is_additive(request.get("config"))
+    pattern = _recognise(request)
+    num_keys = None if pattern is None else _num_keys(pattern, request)
+    if pattern is None or num_keys is None or _is_padded(num_keys, request):
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        seen = _boolean_mask({**request, **skips})
+        assert seen is not None
         if not is_additive:
+            return seen
+        return StructuredMask(seen, tuple(seen.shape), seen.device, _dtype(request))
+    if request["q_length"] == 1 and not is_additive:
+        if _may_skip(pattern, num_keys, request):
+            return None
+        if not request.get("allow_is_causal_skip", True):
+            # A compiled graph may take it, and a row of booleans is cheap.
             return _boolean_mask(request)
-        return _additive_mask({**request, "allow_is_bidirectional_skip": False})
-    dtype = request.get("dtype", torch.float32) if is_additive else torch.bool
-    structure = _described(request)
-    if structure is not None and not _is_padded(structure, request):
-        if not is_additive and request["q_length"] == 1:
-            if _may_skip(structure, request):
-                return None
-            if not request.get("allow_is_causal_skip", True):
-                # A compiled graph may take it, and a row of booleans is cheap.
-                return _boolean_mask(request)
-        shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
-        mask = StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
-        if words is not None:
-            if len(_UNTOUCHED) >= _KEPT:
-                _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
-            _UNTOUCHED[words] = mask
-        return mask
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    seen = _boolean_mask({**request, **skips})
-    assert seen is not None
-    return StructuredMask(seen, tuple(seen.shape), seen.device, dtype) if is_additive else seen
+    shape = (request["batch_size"], 1, request["q_length"], request["kv_length"])
+    dtype = _dtype(request) if is_additive else torch.bool
+    structure = _structure(pattern, num_keys)
+    mask = StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
+    if words is not None:
+        if len(_UNTOUCHED) >= _KEPT:
+            _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
+        _UNTOUCHED[words] = mask
+    return mask
+
+
+def _traced_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return Transformers' own mask: a graph cannot hold a structure."""
+    config = request.get("config")
+    name = str(getattr(config, "_attn_implementation", None))
+    if config is None or not expects_additive_masks(type(config), name):
+        return _boolean_mask(request)
+    return _additive_mask({**request, "allow_is_bidirectional_skip": False})
+
+
+def _is_additive(config: object) -> bool:
+    """Return whether the models of a configuration may add masks to scores."""
+    kind = type(config)
+    known = config is not None and _ADDITIVE.get(kind)
+    if known is None:
+        name = str(getattr(config, "_attn_implementation", None))
+        known = _ADDITIVE[kind] = expects_additive_masks(kind, name)
+    return known
+
+
+_ADDITIVE: dict[type, bool] = {}
+"""The same by class: it reads modelling code, and a configuration takes long to answer."""
+
+
+def _dtype(request: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a mask that is added to scores."""
+    dtype: torch.dtype = request.get("dtype", torch.float32)
+    return dtype
 
 
 def _words(request: Mapping[str, Any]) -> tuple[object, ...] | None:
@@ -227,9 +254,6 @@ _UNTOUCHED: dict[object, StructuredMask] = {}
 
 Making a tensor takes longer than the rest of a request."""
 
-_expects_additive_masks = cache(expects_additive_masks)
-"""The same, asked once; a trace cannot look through a cache."""
-
 
 def _boolean_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the mask that Transformers makes for SDPA."""
@@ -245,12 +269,6 @@ def _additive_mask(request: Mapping[str, Any]) -> torch.Tensor | None:
     return eager_mask(**request)  # type: ignore[no-any-return]
 
 
-def _described(request: Mapping[str, Any]) -> MaskStructure | None:
-    """Return the structure that a request asks for, or None where it is more than that."""
-    pattern = _recognise(request)
-    return None if pattern is None else _structure(pattern, request)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pattern:
     """The intersection of the mask functions that were recognised."""
@@ -264,9 +282,16 @@ class _Pattern:
 def _recognise(request: Mapping[str, Any]) -> _Pattern | None:
     """Return the pattern behind a mask function, or None where it is more than a pattern."""
     # Releases of Transformers that pass positions as a tensor are left to their own mask.
-    if request.get("use_vmap") or not {"q_length", "kv_length", "mask_function"} <= set(request):
+    if request.get("use_vmap") or not {"q_length", "kv_length", "mask_function"} <= request.keys():
         return None
-    leaves = _leaves(request["mask_function"])
+    function = request["mask_function"]
+    captures = getattr(function, "__closure__", None) is not None
+    return _pattern_of(function) if captures else _plain_pattern_of(function)
+
+
+def _pattern_of(function: Callable[..., Any]) -> _Pattern | None:
+    """Return the pattern of a mask function, or None where it is unknown."""
+    leaves = _leaves(function)
     if leaves is None:
         return None
     is_causal, left, right, segments = False, _UNLIMITED, _UNLIMITED, None
@@ -283,6 +308,10 @@ def _recognise(request: Mapping[str, Any]) -> _Pattern | None:
         elif name != "bidirectional_mask_function":
             return None
     return _Pattern(is_causal=is_causal, left=left, right=right, segments=segments)
+
+
+_plain_pattern_of = lru_cache(maxsize=_KEPT)(_pattern_of)
+"""The same of functions without captured values."""
 
 
 def _leaves(function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]] | None:
@@ -311,8 +340,8 @@ def _narrower(one: int, other: int) -> int:
     return other if one == _UNLIMITED else min(one, other)
 
 
-def _structure(pattern: _Pattern, request: Mapping[str, Any]) -> MaskStructure | None:
-    """Return the pattern in terms of rows and columns, or None where it does not fit them."""
+def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
+    """Return how many keys a pattern in rows and columns shows, or None where it is none there."""
     len_q, len_k = request["q_length"], request["kv_length"]
     offset = request.get("q_offset", 0)
     if isinstance(offset, torch.Tensor):
@@ -321,25 +350,28 @@ def _structure(pattern: _Pattern, request: Mapping[str, Any]) -> MaskStructure |
         offset = int(offset)
     # Key position of the first query, counted from the first key that there is.
     first = offset - request.get("kv_offset", 0)
-    num_keys = first + len_q if pattern.is_causal else len_k
+    num_keys: int = first + len_q if pattern.is_causal else len_k
     if first < 0 or num_keys > len_k:
         return None
     if not pattern.is_causal and first + len_q != len_k:
         is_limited = pattern.left != _UNLIMITED or pattern.right != _UNLIMITED
         if is_limited or pattern.segments is not None:
             return None
-    starts = None
-    if pattern.segments is not None:
-        if pattern.segments.shape != (1, len_q) or num_keys != len_q:
-            return None
-        starts = _starts_of(pattern.segments[0])
+    if pattern.segments is not None and (pattern.segments.shape != (1, len_q) or num_keys != len_q):
+        return None
+    return num_keys
+
+
+def _structure(pattern: _Pattern, num_keys: int) -> MaskStructure:
+    """Return the pattern in terms of rows and columns."""
     left = pattern.left if pattern.left < num_keys - 1 else _UNLIMITED
     right = pattern.right if pattern.right < num_keys - 1 else _UNLIMITED
-    if starts is not None:
-        return MaskStructure(
-            is_causal=pattern.is_causal, window=(left, right), num_keys=num_keys, starts=starts
-        )
-    return _unpacked(pattern.is_causal, (left, right), num_keys)
+    if pattern.segments is None:
+        return _unpacked(pattern.is_causal, (left, right), num_keys)
+    starts = _starts_of(pattern.segments[0])
+    return MaskStructure(
+        is_causal=pattern.is_causal, window=(left, right), num_keys=num_keys, starts=starts
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -355,23 +387,25 @@ def _starts_of(segments: torch.Tensor) -> torch.Tensor:
     return torch.cat(ends).to(torch.int32)
 
 
-def _is_padded(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
-    """Return whether a key that the structure shows is padding. Reads the device once."""
+def _is_padded(num_keys: int, request: Mapping[str, Any]) -> bool:
+    """Return whether a key that is shown is padding. Reads the device once."""
     padding = request.get("attention_mask")
     if padding is None:
         return False
     start = request.get("kv_offset", 0)
-    visible = padding[:, start : start + structure.num_keys]
-    return visible.shape[-1] < structure.num_keys or not bool(visible.all())
+    visible = padding[:, start : start + num_keys]
+    return visible.shape[-1] < num_keys or not bool(visible.all())
 
 
-def _may_skip(structure: MaskStructure, request: Mapping[str, Any]) -> bool:
+def _may_skip(pattern: _Pattern, num_keys: int, request: Mapping[str, Any]) -> bool:
     """Return whether one query sees every key, and no layer knows a window that hides some."""
-    if structure.window != (_UNLIMITED, _UNLIMITED) or structure.starts is not None:
+    if num_keys != request["kv_length"] or pattern.segments is not None:
         return False
+    if -1 < pattern.left < num_keys - 1 or -1 < pattern.right < num_keys - 1:
+        return False
+    allowed = "allow_is_causal_skip" if pattern.is_causal else "allow_is_bidirectional_skip"
+    if not request.get(allowed, True):
+        return False
+    # Some layers pass the window on although their mask shows all keys; None would let it act.
     window = getattr(request.get("config"), "sliding_window", None)
-    if isinstance(window, int) and window < request["kv_length"]:
-        # Some layers pass the window on although their mask shows all keys; None would let it act.
-        return False
-    allowed = "allow_is_causal_skip" if structure.is_causal else "allow_is_bidirectional_skip"
-    return structure.num_keys == request["kv_length"] and bool(request.get(allowed, True))
+    return not (isinstance(window, int) and window < num_keys)

@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from adaattn import AuxRequest, History, Policy, functional, hardware, plan_attention, use_policy
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import recent
+from adaattn.call.key import DECODE_ROWS
+from adaattn.errors import ShapeError
 
 _HISTORY = History()
 _POLICY = Policy(error_budget=0.0)
@@ -253,12 +255,68 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_nobody_looks_for_calls_that_never_repeat(
     found: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A growing cache: each call would pay for a comparison that fails."""
+    """A prompt that is read in parts: each call would pay for a comparison that fails."""
     compared = looks(monkeypatch)
-    query = torch.randn(1, 2, 1, 16)
+    query = torch.randn(1, 2, DECODE_ROWS + 1, 16)
     for length in range(33, 64):
         attend(query, *(torch.randn(1, 2, length, 16) for _ in range(2)))
     assert found.count(None) == len(found) and not compared
+
+
+def decoded(
+    length: int, *, rows: int = 1, apart: int = 0, mask: Any = None, **settings: Any
+) -> None:
+    """Attend over a cache of some length, whose heads are so many numbers apart."""
+    held = (torch.randn(1, 2, length * 16 + apart)[..., : length * 16] for _ in range(2))
+    key, value = (heads.unflatten(-1, (length, 16)) for heads in held)
+    settings |= {} if mask is None else {"attn_mask": mask(length)}
+    attend(torch.randn(1, 2, rows, 16), key, value, **settings)
+
+
+@pytest.mark.parametrize("rows", [1, DECODE_ROWS])
+@pytest.mark.parametrize("mask", [None, lambda length: torch.rand(1, 1, 1, length) > 0.3])
+def test_decoding_over_a_growing_cache_is_found_for_each_power_of_two(
+    rows: int, mask: Any, found: list[object]
+) -> None:
+    for length in range(32, 80, 2):
+        decoded(length, rows=rows, apart=length % 4 * 8, mask=mask)
+        decoded(length, rows=rows, apart=length % 4 * 8, mask=mask)
+    lengths = [length for length in range(32, 80, 2) for _ in range(2)]
+    none = [length for length, bound in zip(lengths, found, strict=True) if bound is None]
+    assert none == [32, 32, 34, 34, 66, 66], "twice seen by its key, at each power of two"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    {
+        "at another power of two": ({"length": 40}, {"length": 65}),
+        "of fewer keys than a window": ({"length": 60, "window": (50, 0)}, {"length": 48}),
+        "of more keys than a window": ({"length": 40, "window": (50, 0)}, {"length": 60}),
+        "as few keys as rows": ({"length": 9, "rows": 8}, {"length": 8}),
+        "so aligned no more": ({"length": 40, "apart": 16}, {"length": 42, "apart": 24}),
+    }.values(),
+    ids=str,
+)
+def test_a_cache_of_another_kind_is_not_taken_for_it(
+    first: dict[str, Any], then: dict[str, Any], found: list[object]
+) -> None:
+    for _ in range(3):
+        decoded(**first)
+    assert found[-1]
+    decoded(**{**first, **then})
+    assert not found[-1]
+
+
+def test_a_cache_whose_parts_differ_in_length_is_refused_after_it() -> None:
+    query, mask = torch.randn(1, 2, 1, 16), torch.ones(1, 1, 1, 41, dtype=torch.bool)
+    cache = torch.randn(1, 2, 40, 16)
+    for _ in range(3):
+        attend(query, cache, cache.clone())
+        attend(query, cache, cache.clone(), mask[..., :40])
+    with pytest.raises(ShapeError, match="value"):
+        attend(query, cache, cache[:, :, :39])
+    with pytest.raises(ShapeError, match="mask"):
+        attend(query, cache, cache.clone(), mask)
 
 
 def test_nobody_looks_for_one_tensor_that_is_all_three_but_now_and_then(
