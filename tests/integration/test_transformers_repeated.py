@@ -1,6 +1,7 @@
 """A layer's call that is found again by the layer's own words is the one that was bound for it."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ class Layer(torch.nn.Module):
         self.eval()
 
 
+@cache
+def layer_of(*, training: bool, **settings: Any) -> Layer:
+    """Return the one layer of some settings."""
+    return Layer(**settings).train(training)
+
+
 def call(
     mask: torch.Tensor | None = None,
     *,
@@ -37,7 +44,7 @@ def call(
     **keywords: Any,
 ) -> Given:
     """Return what a layer passes; q has four heads over two."""
-    module = Layer(**(layer or {})).train(training)
+    module = layer_of(training=training, **(layer or {}))
     heads = ((4, lengths[0]), (2, lengths[1]), (2, lengths[1]))
     tensors: list[torch.Tensor | None] = [torch.randn(1, *shape, 8) for shape in heads]
     usual = {"dropout": 0.0, "scaling": 0.3, "position_ids": torch.arange(7)[None]}
@@ -74,6 +81,7 @@ CALLS: dict[str, Callable[[], Given]] = {
     "all keys": lambda: call(is_causal=False),
     "a layer that sees all keys": lambda: call(layer={"is_causal": False}),
     "another layer": lambda: call(layer={"layer_idx": 3}),
+    "a layer of the same number": lambda: call(layer={"layer_idx": 2}),
     "a layer without a number": lambda: call(layer={"layer_idx": None}),
     "dropout of no effect": lambda: call(dropout=0.5),
     "training": lambda: call(training=True),
@@ -94,6 +102,12 @@ CALLS: dict[str, Callable[[], Given]] = {
     "a mask of each head": lambda: call(SEEN.expand(1, 4, 7, 7)),
     "a narrower mask": lambda: call(SEEN[..., :5]),
     "a bias": lambda: call(position_bias=torch.ones(1, 4, 7, 7)),
+    "a bias for one query": lambda: call(lengths=(1, 9), position_bias=torch.ones(1, 4, 1, 9)),
+    "a bias of causal order": lambda: call(
+        structured(_causal), position_bias=torch.ones(1, 4, 7, 7)
+    ),
+    "a bias beside a mask": lambda: call(SEEN, position_bias=torch.ones(1, 4, 7, 7)),
+    "an additive mask as large": lambda: call(torch.ones(1, 4, 7, 7)),
     "packed": lambda: call(cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS),
     "weights": lambda: call(output_attentions=True),
     "a policy": lambda: call(policy=_POLICY),
@@ -106,7 +120,7 @@ NEVER = {
     "a mask that was computed with",  # its ordinary tensor is another one
     "a mask that cuts off keys",
     "a narrower mask",
-    "a bias",
+    "a bias beside a mask",
     "packed",
     "weights",
     "another history",
@@ -187,3 +201,15 @@ def test_a_found_call_is_counted_and_told_like_any_other() -> None:
             run("a layer without a number")
             run("another layer")
     assert [event.tag for event in events] == ["", "layer3"] * 4
+
+
+def test_a_layer_that_changes_is_not_taken_for_itself(found: list[object]) -> None:
+    module = Layer()
+    tensors = [torch.randn(1, heads, 7, 8) for heads in (4, 2, 2)]
+    for name, value in (("is_causal", False), ("layer_idx", 5), ("training", True)):
+        for _ in range(3):
+            layers.attention_forward(module, *tensors, None, scaling=0.3)
+        assert found[-1] is not None
+        setattr(module, name, value)
+        layers.attention_forward(module, *tensors, None, scaling=0.3)
+        assert found[-1] is None

@@ -22,7 +22,7 @@ from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from adaattn import hardware
 from adaattn.call.bound import Bound
 from adaattn.call.history import History
-from adaattn.call.key import alignment, may_grow
+from adaattn.call.key import DECODE_ROWS, alignment, may_grow
 from adaattn.call.outputs import AuxRequest
 from adaattn.policies import AMBIENT
 from adaattn.spec import Align, Plan, Policy
@@ -53,7 +53,7 @@ Options = dict[str, Any]
 """The keywords that the caller wrote."""
 
 Place = tuple[object, ...]
-"""What has one last call: a shape, and who calls."""
+"""What has one last call, or the part of it that says who calls."""
 
 
 class Miss(Enum):
@@ -148,12 +148,13 @@ def again(
         dropout_p: likewise.
         is_causal: likewise.
         options: the other keywords that were given.
-        place: what has one last call, where it is not that of the public call.
+        place: who calls, where that is not the public call.
     """
     try:
-        if not place:
-            caller = _caller(options) if options else None
-            place = query.shape, mask is None, is_causal, caller
+        # As `_place`, without the call.
+        caller = place or (mask is None, is_causal, _caller(options) if options else None)
+        length = key.shape[-2]
+        place = query.shape, -length if length <= DECODE_ROWS else (length - 1).bit_length(), caller
         found = _KNOWN.get(place)
         if found is None:
             return _missed(place)
@@ -226,10 +227,8 @@ def note(
         *([] if mask is None else [mask]),
         *(options[name] for name in names),
     ]
-    caller = _caller(options) if options else None
-    place = place or (query.shape, mask is None, is_causal, caller)
+    place = _place(query, key, place or (mask is None, is_causal, _caller(options)))
     last = _RECENT.get(place)
-    missed = 0 if last is None else last.missed + 1
     growing = None
     sizes: list[list[int | None]] = [list(tensor.shape) for tensor in given]
     strides: list[list[int | None]] = [list(tensor.stride()) for tensor in given]
@@ -241,6 +240,7 @@ def note(
         if mask is not None:
             sizes[3][-1] = None
             strides[3][:-1] = [None] * (len(strides[3]) - 1)
+    missed = 0 if last is None else last.missed + 1
     if len(_RECENT) >= _KEPT:
         _forget()
     made = _RECENT[place] = _Recent(bound, sizes, missed)
@@ -285,8 +285,20 @@ def _is_row(mask: torch.Tensor) -> bool:
     return mask.dim() > 1 and mask.shape[-2] == 1 < mask.shape[-1]
 
 
-def _caller(options: Options) -> Place:
+def _place(query: torch.Tensor, key: torch.Tensor, caller: Place) -> Place:
+    """Return what has one last call: a shape, how many keys, and who calls.
+
+    Of a growing cache each power of two has one, and each length below, so that the next sequence
+    finds them all.
+    """
+    length = key.shape[-2]
+    return query.shape, -length if length <= DECODE_ROWS else (length - 1).bit_length(), caller
+
+
+def _caller(options: Options) -> Place | None:
     """Return what of the options has a last call of its own."""
+    if not options:
+        return None
     layer = id(options.get("history")), options.get("layer")
     return (*layer, _shares_starts(options)) if "cu_seqlens_k" in options else layer
 

@@ -41,6 +41,9 @@ IGNORED_KEYWORDS = frozenset(
 )
 """Keywords that Transformers passes to layers and that do not change attention."""
 
+_UNCOMPARED = IGNORED_KEYWORDS | {"position_bias"}
+"""Keywords whose values are not compared with those of the last call: a bias stands as a mask."""
+
 
 def attention_forward(
     module: torch.nn.Module,
@@ -74,8 +77,8 @@ def attention_forward(
         ShapeError: q is not 4-D, or a mask is not.
         UnsupportedError: sinks that differ by token.
     """
-    layer = _layer(module)
-    tag = f"layer{layer}" if layer >= 0 else ""
+    layer = getattr(module, "layer_idx", None)
+    tag = "" if layer is None else f"layer{layer}"
     mask: torch.Tensor | None = attention_mask
     structure: object = None
     place: Place | None = None
@@ -85,8 +88,12 @@ def attention_forward(
             keywords["sinks"] = keywords.pop("s_aux")
         if isinstance(mask, StructuredMask) and mask._dense is None:
             structure, mask = mask.structure, None
-        is_causal = getattr(module, "is_causal", True)
-        place = query.shape, mask is None, structure, module.training, is_causal, layer, history
+        bias = keywords.get("position_bias")
+        if mask is None:
+            mask = bias
+        # Two layers may have one number, as an encoder's and a decoder's, and alternate.
+        own = id(module), layer, getattr(module, "is_causal", True), module.training
+        place = *own, structure, mask is None, bias is None, history
         keywords["policy"] = policy
         known = again(query, key, value, mask, 0.0, True, keywords, place)
         if not isinstance(known, Miss):
@@ -96,8 +103,8 @@ def attention_forward(
         del keywords["policy"]
     call = _described(module, query, key, value, attention_mask, *positional, **keywords)
     options = {"policy": policy, "history": history, "tag": tag, **call.options}
-    if layer >= 0:
-        options["layer"] = layer
+    if layer is not None:
+        options["layer"] = int(layer)
     given = query, key, value, mask
     if place is None or not _is_as_given(call, given, structure, keywords.get("sinks")):
         result = scaled_dot_product_attention(*call.tensors, **options)
@@ -108,7 +115,7 @@ def attention_forward(
                 keywords["policy"] = policy
                 window = keywords.get("sliding_window")
                 reaches = () if window is None else (window,)
-                note(result.bound, *given, 0.0, True, keywords, place, IGNORED_KEYWORDS, reaches)
+                note(result.bound, *given, 0.0, True, keywords, place, _UNCOMPARED, reaches)
             result = result.bound(*result.given)
     if "return_aux" not in options:
         return result.transpose(1, 2).contiguous(), None
@@ -251,9 +258,3 @@ def _head_sinks(sinks: torch.Tensor, num_heads: int) -> torch.Tensor:
             'use attn_implementation="eager" for this model',
         )
     return sinks.reshape(num_heads)
-
-
-def _layer(module: torch.nn.Module) -> int:
-    """Return the number of the layer, -1 if it has none."""
-    index = getattr(module, "layer_idx", None)
-    return -1 if index is None else int(index)

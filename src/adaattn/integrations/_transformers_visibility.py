@@ -149,7 +149,7 @@ def packed(
 
 def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visibility:
     """Return the same visibility with a bias added to the scores."""
-    bias = bias[..., : seen.num_keys].to(dtype)
+    bias = (bias if bias.shape[-1] <= seen.num_keys else bias[..., : seen.num_keys]).to(dtype)
     window = seen.window
     if seen.mask is None:
         # A mask excludes is_causal; a window with nothing to the right says the same.

@@ -286,6 +286,16 @@ def test_decoding_over_a_growing_cache_is_found_for_each_power_of_two(
     assert none == [32, 32, 34, 34, 66, 66], "twice seen by its key, at each power of two"
 
 
+def test_decoding_from_the_first_token_on_is_found_too(found: list[object]) -> None:
+    lengths = range(1, 4 * DECODE_ROWS + 1)
+    for length in 2 * [*lengths]:
+        decoded(length)
+    found.clear()
+    for length in lengths:
+        decoded(length)
+    assert all(found), "each length and power of two has its last call"
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     {
