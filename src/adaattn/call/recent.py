@@ -154,6 +154,8 @@ def again(
         # As `_place`, without the call.
         caller = place or (mask is None, is_causal, _caller(options) if options else None)
         length = key.shape[-2]
+        if type(length) is not int:
+            return Miss.SKIP  # a symbol of a graph
         place = query.shape, -length if length <= DECODE_ROWS else (length - 1).bit_length(), caller
         found = _KNOWN.get(place)
         if found is None:
