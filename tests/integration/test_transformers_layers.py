@@ -11,6 +11,7 @@ from transformers import masking_utils
 
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
 from adaattn.integrations._transformers_masks import StructuredMask, make_mask
+from adaattn.integrations._transformers_visibility import joined
 from adaattn.integrations.transformers import IGNORED_KEYWORDS, attention_forward
 from adaattn.testing import assert_matches
 
@@ -412,3 +413,19 @@ def test_an_additive_mask_in_another_dtype_is_cast() -> None:
     output, _ = attention_forward(Layer(), query, key, value, mask, scaling=SCALE)
     truth, yardstick = exact(query, key, value, seen)
     assert_matches(output, truth, yardstick, summands=7)
+
+
+def test_a_bias_under_a_mask_is_made_once_for_all_layers() -> None:
+    bias, mask = torch.randn(1, 4, 128, 128), torch.rand(2, 1, 128, 128) > 0.3
+    made = joined(bias, mask)
+    assert joined(bias, mask) is made
+    assert torch.equal(made, torch.where(mask, bias, float("-inf")))
+    assert joined(bias, mask.clone()) is not made
+    mask[..., 0] = True
+    assert joined(bias, mask)[..., 0].isfinite().all()
+    bias[..., 0] = 7.0
+    assert (joined(bias, mask)[..., 0] == 7.0).all()
+    followed = bias.requires_grad_()
+    for _ in range(2):
+        joined(followed, mask).where(mask, 0.0).sum().backward()
+    assert followed.grad is not None

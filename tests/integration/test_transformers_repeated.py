@@ -107,6 +107,9 @@ CALLS: dict[str, Callable[[], Given]] = {
         structured(_causal), position_bias=torch.ones(1, 4, 7, 7)
     ),
     "a bias beside a mask": lambda: call(SEEN, position_bias=torch.ones(1, 4, 7, 7)),
+    "a wider bias beside a mask": lambda: call(
+        SEEN, lengths=(7, 7), position_bias=torch.ones(1, 4, 7, 9)
+    ),
     "an additive mask as large": lambda: call(torch.ones(1, 4, 7, 7)),
     "packed": lambda: call(cu_seq_lens_q=STARTS, cu_seq_lens_k=STARTS),
     "weights": lambda: call(output_attentions=True),
@@ -115,12 +118,12 @@ CALLS: dict[str, Callable[[], Given]] = {
     "no history": lambda: call(history=None),
 }
 NEVER = {
+    "a wider bias beside a mask",
     "more keys",  # a static cache: its keys are cut off
     "sinks of another shape",
     "a mask that was computed with",  # its ordinary tensor is another one
     "a mask that cuts off keys",
     "a narrower mask",
-    "a bias beside a mask",
     "packed",
     "weights",
     "another history",

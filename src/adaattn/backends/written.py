@@ -4,6 +4,7 @@ Fewer passes over the scores than `explicit` makes, and no statistics of rows. W
 multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from adaattn.backends.common import accumulation_dtype, grouped_product, hides_nothing
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import grown_chunk, only_chunk, tile_masks
-from adaattn.backends.masks import may_keep, stream_of
+from adaattn.backends.masks import may_keep, stream_of, with_rank
 from adaattn.backends.tiles import kept, made_tile, tile_key
 from adaattn.hardware.probe import describe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
@@ -52,14 +53,18 @@ def written_tile(
 
 
 def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return the function of a problem that is one chunk without masks; None where it is not."""
-    chunk = only_chunk(problem, group)
+    """Return the function of a problem that is one chunk; None where it is not."""
+    is_masked = problem.mask is MaskKind.BOOLEAN
+    unmasked = replace(problem, mask=MaskKind.NONE, mask_shape=()) if is_masked else problem
+    chunk = only_chunk(unmasked, group)
     if chunk is None or not is_written(problem):
         return None
     rows, cols = chunk
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hides = not hides_nothing(problem, rows, cols)
-    blind = not _sees_itself(problem)
+    blind = is_masked or not _sees_itself(problem)
+    # Over a growing cache, too: position hides nothing, however many keys there are.
+    is_free = not problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
     place: object = None
 
     def make(device: torch.device) -> torch.Tensor:
@@ -69,20 +74,23 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: None = None,
+        mask: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         *rest: None,
     ) -> torch.Tensor:
-        if key.shape[2] != problem.len_k or not may_keep(query):
-            tensors = Tensors.of(query, key, value, sinks=sinks)
+        if not is_free and (key.shape[2] != problem.len_k or not may_keep(query)):
+            seen = None if mask is None else with_rank(mask, 4)
+            tensors = Tensors.of(query, key, value, mask=seen, sinks=sinks)
             return written_tile(*grown_chunk(tensors, problem))[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
-        hidden = None
+            mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., part]
+        hidden = None if mask is None else ~mask
         if hides:
             nonlocal place
             place = place or ("hidden", tile_key(problem, rows, cols, query, torch.bool))
-            hidden = kept((place, stream_of(query)), partial(make, query.device))
+            ahead = kept((place, stream_of(query)), partial(make, query.device))
+            hidden = ahead if hidden is None else hidden | ahead
         return _attend(query, key, value, sinks, hidden, problem, blind=blind)
 
     return run
@@ -157,20 +165,24 @@ def _attend(
     if cap > 0:
         scores = scores.tanh_().mul_(cap) if in_place else cap * torch.tanh(scores)
     if hidden is not None:
-        fill = scores.masked_fill_ if in_place else scores.masked_fill
-        scores = fill(hidden, _HIDDEN)
+        scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, _HIDDEN)
     unseen = None
-    if blind:
-        unseen = (scores != _HIDDEN).any(-1, keepdim=True).logical_not_()
-        scores = scores.masked_fill(unseen, 0.0)
+    if blind and hidden is not None and sinks is None:
+        # Weights that are NaN would be so in gradients, and products of bf16 by the tiles of a CPU
+        # (oneDNN) multiply what lies behind a row by 0: NaN in the row before them.
+        unseen = hidden.all(-1, keepdim=True)
+        scores = (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, 0.0)
     if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        # A number, so that a row which sees nothing leaves all its weight to it.
+        column = sinks.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).min)
+        column = column[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
-    if unseen is not None:
-        weights = weights.masked_fill(unseen, 0.0)
     if problem.dropout_p > 0:
         weights = F.dropout(weights, problem.dropout_p)
-    return grouped_product(weights, value).to(own)
+    output = grouped_product(weights, value)
+    if unseen is not None:
+        output = output.masked_fill(unseen, 0.0)
+    return output.to(own)

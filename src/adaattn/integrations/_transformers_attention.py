@@ -15,7 +15,13 @@ from adaattn.call.recent import Found, Miss, Place, again, note
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
 from adaattn.functional import bind_attention, is_traced, scaled_dot_product_attention
 from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask
-from adaattn.integrations._transformers_visibility import masked, packed, unmasked, with_bias
+from adaattn.integrations._transformers_visibility import (
+    joined,
+    masked,
+    packed,
+    unmasked,
+    with_bias,
+)
 from adaattn.spec import Policy
 
 __all__ = ["IGNORED_KEYWORDS", "attention_forward"]
@@ -89,8 +95,11 @@ def attention_forward(
         if isinstance(mask, StructuredMask) and mask._dense is None:
             structure, mask = mask.structure, None
         bias = keywords.get("position_bias")
-        if mask is None:
+        if bias is not None and mask is None:
             mask = bias
+        elif bias is not None and mask is not None and bias.shape[-1] == mask.shape[-1]:
+            attention_mask = mask = joined(keywords.pop("position_bias"), mask)
+            bias = None
         # Two layers may have one number, as an encoder's and a decoder's, and alternate.
         own = id(module), layer, getattr(module, "is_causal", True), module.training
         place = *own, structure, mask is None, bias is None, history

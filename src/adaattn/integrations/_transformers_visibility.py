@@ -4,16 +4,22 @@ Transformers says it in four ways: a mask, no mask (causality and a window are t
 FlashAttention's packed sequences, and a bias by position. Shape legend in `adaattn.spec`.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakIdRef
 
+from adaattn.backends.masks import kept_beside
 from adaattn.errors import ArgumentTypeError, ShapeError
 from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask, segments_of
 
-__all__ = ["Visibility", "masked", "packed", "unmasked", "with_bias"]
+__all__ = ["Visibility", "joined", "masked", "packed", "unmasked", "with_bias"]
 
 _UNLIMITED = (-1, -1)
+
+_KEPT_FROM = 1 << 15
+"""Numbers of a bias from which one is kept: fewer are made in less time than it takes to look."""
 
 
 class Visibility(NamedTuple):
@@ -155,8 +161,22 @@ def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visib
         # A mask excludes is_causal; a window with nothing to the right says the same.
         window = (window[0], 0) if seen.is_causal else window
         mask = bias
-    elif seen.mask.dtype == torch.bool:
-        mask = bias.masked_fill(~seen.mask, float("-inf"))
     else:
-        mask = bias + seen.mask
+        mask = joined(bias, seen.mask)
     return seen._replace(mask=mask, is_causal=False, window=window)
+
+
+def joined(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a bias under a mask, made once for all layers that are given the same two."""
+    is_followed = torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)
+    if is_followed or bias.numel() < _KEPT_FROM:
+        return _under(mask, bias)
+    facts = (WeakIdRef(mask), mask._version, bias.dtype)
+    return kept_beside(bias, facts, partial(_under, mask, bias))
+
+
+def _under(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias where a boolean mask shows keys, or beside one that is added."""
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, float("-inf"))
+    return bias + mask

@@ -97,25 +97,45 @@ def test_its_gradients_are_those_of_the_definition(name: str, chunk_rows: int) -
     assert_gradients_match(found, exact, eager, sizes=term_sizes(tensors, problem), problem=problem)
 
 
-def test_a_call_that_is_bound_takes_longer_keys_than_those_it_was_bound_with() -> None:
+@pytest.mark.parametrize("mask", [MaskKind.NONE, MaskKind.BOOLEAN])
+@pytest.mark.parametrize("window", [(4, -1), (-1, -1)])
+def test_a_call_that_is_bound_takes_longer_keys_than_those_it_was_bound_with(
+    mask: MaskKind, window: tuple[int, int]
+) -> None:
     """As decoding does, with a window that moves along."""
+    columns = {"mask": mask, "mask_shape": (1, 1, 1, 20)} if mask is not MaskKind.NONE else {}
     bound = make_problem(
         **(USUAL | {"len_q": 1, "len_k": 20}),
+        **columns,
         has_sinks=True,
-        is_causal=True,
-        window=(4, -1),
+        is_causal=window[0] >= 0,
+        window=window,
         align=Align.BOTTOM_RIGHT,
     )
     call = whole_written(bound, group_of(bound, 0))
     assert call is not None
-    longer = replace(bound, len_k=33)
+    longer = replace(bound, len_k=33, mask_shape=(1, 1, 1, 33) if columns else ())
     tensors = make_tensors(longer)
 
     def grown(tensors: Tensors, problem: AttentionProblem) -> Result:
-        given = (tensors.query, tensors.key, tensors.value, None, tensors.sinks)
+        given = (tensors.query, tensors.key, tensors.value, tensors.mask, tensors.sinks)
         return Result(output=call(*given))
 
     assert_executor_matches(grown, tensors, longer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.label)
+def test_rows_that_see_nothing_are_zeros_beside_a_sink_of_no_weight(precision: Precision) -> None:
+    problem = make_problem(
+        **USUAL, precision=precision, has_sinks=True, mask=MaskKind.BOOLEAN, mask_shape=(37, 37)
+    )
+    tensors = make_tensors(problem)
+    assert tensors.sinks is not None and tensors.mask is not None
+    tensors.sinks[::2] = float("-inf")
+    tensors.mask[..., 3, :] = False
+    found = run(tensors, problem, chunk_rows=0).output
+    assert not found[:, :, 3].any()
+    assert_executor_matches(partial(run, chunk_rows=0), tensors, problem)
 
 
 @pytest.mark.parametrize(
