@@ -94,6 +94,10 @@ def attention_forward(
             keywords["sinks"] = keywords.pop("s_aux")
         if isinstance(mask, StructuredMask) and mask._dense is None:
             structure, mask = mask.structure, None
+            # Of another object for each length of a growing cache.
+            if isinstance(structure, MaskStructure) and structure.is_order_alone:
+                cut = key.shape[2] - structure.num_keys
+                structure = structure if cut else structure.is_causal
         bias = keywords.get("position_bias")
         if bias is not None and mask is None:
             mask = bias
@@ -153,7 +157,7 @@ def _is_as_given(
     taken = (*call.tensors, call.options["attn_mask"], call.options.get("sinks"))
     return (
         all(one is other for one, other in zip(taken, (*given, sinks), strict=True))
-        and (structure is None or isinstance(structure, MaskStructure))
+        and isinstance(structure, MaskStructure | bool | None)
         and call.options.keys().isdisjoint(("cu_seqlens_q", "return_aux"))
     )
 

@@ -47,6 +47,11 @@ class MaskStructure:
     num_keys: int
     starts: torch.Tensor | None = None
 
+    @property
+    def is_order_alone(self) -> bool:
+        """Whether nothing but causal order, if that, hides a key that is not cut off."""
+        return self.window == (_UNLIMITED, _UNLIMITED) and self.starts is None
+
     def dense(self, len_q: int, len_k: int, device: torch.device) -> torch.Tensor:
         """Return the same mask as booleans [Sq, Sk], True where a key is seen."""
         key = torch.arange(len_k, device=device)
