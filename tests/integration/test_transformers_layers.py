@@ -10,7 +10,8 @@ import transformers
 from transformers import masking_utils
 
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
-from adaattn.integrations._transformers_masks import StructuredMask, make_mask
+from adaattn.integrations._transformers_masks import make_mask
+from adaattn.integrations._transformers_structure import StructuredMask
 from adaattn.integrations._transformers_visibility import joined
 from adaattn.integrations.transformers import IGNORED_KEYWORDS, attention_forward
 from adaattn.testing import assert_matches

@@ -14,7 +14,7 @@ from adaattn.call.outputs import AuxRequest
 from adaattn.call.recent import Found, Miss, Place, again, note
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
 from adaattn.functional import bind_attention, is_traced, scaled_dot_product_attention
-from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask
+from adaattn.integrations._transformers_structure import MaskStructure, StructuredMask
 from adaattn.integrations._transformers_visibility import (
     joined,
     masked,

@@ -18,139 +18,19 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
 
+from adaattn.integrations._transformers_structure import (
+    UNLIMITED,
+    MaskStructure,
+    StructuredMask,
+)
 from adaattn.integrations._transformers_support import expects_additive_masks
 
-__all__ = ["MaskStructure", "StructuredMask", "make_mask", "segments_of"]
+__all__ = ["make_mask"]
 
-_UNLIMITED = -1
 _NUMBERS = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
 _OTHER_WORDS = ("device", "dtype", "allow_is_causal_skip", "allow_is_bidirectional_skip")
 _PLAIN = frozenset((int, type(None)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MaskStructure:
-    """Which keys are seen, without a mask.
-
-    Args:
-        is_causal: key j is seen from position p only if j <= p.
-        window: ``(left, right)``: only p - left <= j <= p + right; -1 is unlimited.
-        num_keys: keys from here on are seen by nobody and can be cut off. The last query
-            stands at the last of the remaining keys.
-        starts: int32 [N + 1], starts of packed sequences and their end; None if not packed.
-    """
-
-    is_causal: bool
-    window: tuple[int, int]
-    num_keys: int
-    starts: torch.Tensor | None = None
-
-    @property
-    def is_order_alone(self) -> bool:
-        """Whether nothing but causal order, if that, hides a key that is not cut off."""
-        return self.window == (_UNLIMITED, _UNLIMITED) and self.starts is None
-
-    def dense(self, len_q: int, len_k: int, device: torch.device) -> torch.Tensor:
-        """Return the same mask as booleans [Sq, Sk], True where a key is seen."""
-        key = torch.arange(len_k, device=device)
-        position = torch.arange(len_q, device=device)[:, None] + (self.num_keys - len_q)
-        seen = (key < self.num_keys).expand(len_q, len_k)
-        left, right = self.window
-        if self.is_causal:
-            seen = seen & (key <= position)
-        if left != _UNLIMITED:
-            seen = seen & (key >= position - left)
-        if right != _UNLIMITED:
-            seen = seen & (key <= position + right)
-        if self.starts is not None:
-            segments = segments_of(self.starts, len_q)
-            seen = seen & (segments[:, None] == segments[None, :])
-        return seen
-
-
-def segments_of(starts: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the number of the packed sequence that each token belongs to, [length].
-
-    Args:
-        starts: [N + 1], starts of the sequences and their end.
-        length: tokens of all sequences together.
-    """
-    tokens = torch.arange(length, device=starts.device, dtype=starts.dtype)
-    return torch.bucketize(tokens, starts[1:-1].contiguous(), right=True)
-
-
-class StructuredMask(torch.Tensor):
-    """A mask [B, 1, Sq, Sk], stored as structure or booleans until somebody computes with it.
-
-    Any operation on it works on the ordinary tensor, which is made once: booleans (True where a
-    key is seen) or, in a floating dtype, zeros and the lowest number, which are added to scores.
-    From then on that tensor is the truth, since views of it may have been written to.
-    """
-
-    structure: MaskStructure | torch.Tensor
-    visibility: object
-    """What the structure is as arguments of the public call, once a layer has asked for it."""
-    _dense: torch.Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls,
-        structure: MaskStructure | torch.Tensor,
-        shape: tuple[int, ...],
-        device: torch.device | str,
-        dtype: torch.dtype = torch.bool,
-    ) -> "StructuredMask":
-        """Return the mask of a structure; nothing of its size is allocated."""
-        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=torch.device(device)
-        )
-        mask.structure = structure
-        mask.visibility = None
-        mask._dense = None
-        return mask
-
-    def __init__(self, *args: object) -> None:
-        """Do nothing: ``__new__`` has set everything."""
-
-    @property
-    def is_dense(self) -> bool:
-        """True once the ordinary tensor exists."""
-        return self._dense is not None
-
-    def materialise(self) -> torch.Tensor:
-        """Return the ordinary tensor [B, 1, Sq, Sk]."""
-        if self._dense is None:
-            seen = self.structure
-            if isinstance(seen, MaskStructure):
-                seen = seen.dense(self.shape[-2], self.shape[-1], self.device)
-            if self.dtype != torch.bool:
-                zero = torch.zeros((), dtype=self.dtype, device=self.device)
-                seen = torch.where(seen, zero, torch.finfo(self.dtype).min)
-            self._dense = seen.expand(self.shape).clone()
-        return self._dense
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the structure as text."""
-        return f"StructuredMask({self.structure}, shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run any operation on the ordinary tensor."""
-
-        def plain(value: object) -> object:
-            return value.materialise() if isinstance(value, cls) else value
-
-        return func(*tree_map(plain, args), **tree_map(plain, dict(kwargs or {})))
 
 
 def make_mask(**request: Any) -> torch.Tensor | None:
@@ -279,8 +159,8 @@ class _Pattern:
     """The intersection of the mask functions that were recognised."""
 
     is_causal: bool = False
-    left: int = _UNLIMITED
-    right: int = _UNLIMITED
+    left: int = UNLIMITED
+    right: int = UNLIMITED
     segments: torch.Tensor | None = None
 
 
@@ -299,7 +179,7 @@ def _pattern_of(function: Callable[..., Any]) -> _Pattern | None:
     leaves = _leaves(function)
     if leaves is None:
         return None
-    is_causal, left, right, segments = False, _UNLIMITED, _UNLIMITED, None
+    is_causal, left, right, segments = False, UNLIMITED, UNLIMITED, None
     for name, cells in leaves:
         if name == "causal_mask_function":
             is_causal = True
@@ -342,7 +222,7 @@ def _leaves(function: Callable[..., Any]) -> list[tuple[str, dict[str, Any]]] | 
 
 def _narrower(one: int, other: int) -> int:
     """Return the smaller of two reaches, -1 being unlimited."""
-    return other if one == _UNLIMITED else min(one, other)
+    return other if one == UNLIMITED else min(one, other)
 
 
 def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
@@ -359,7 +239,7 @@ def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
     if first < 0 or num_keys > len_k:
         return None
     if not pattern.is_causal and first + len_q != len_k:
-        is_limited = pattern.left != _UNLIMITED or pattern.right != _UNLIMITED
+        is_limited = pattern.left != UNLIMITED or pattern.right != UNLIMITED
         if is_limited or pattern.segments is not None:
             return None
     if pattern.segments is not None and (pattern.segments.shape != (1, len_q) or num_keys != len_q):
@@ -369,8 +249,8 @@ def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
 
 def _structure(pattern: _Pattern, num_keys: int) -> MaskStructure:
     """Return the pattern in terms of rows and columns."""
-    left = pattern.left if pattern.left < num_keys - 1 else _UNLIMITED
-    right = pattern.right if pattern.right < num_keys - 1 else _UNLIMITED
+    left = pattern.left if pattern.left < num_keys - 1 else UNLIMITED
+    right = pattern.right if pattern.right < num_keys - 1 else UNLIMITED
     if pattern.segments is None:
         return _unpacked(pattern.is_causal, (left, right), num_keys)
     starts = _starts_of(pattern.segments[0])

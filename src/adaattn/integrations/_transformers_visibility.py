@@ -12,7 +12,11 @@ from torch.utils.weak import WeakIdRef
 
 from adaattn.backends.masks import kept_beside
 from adaattn.errors import ArgumentTypeError, ShapeError
-from adaattn.integrations._transformers_masks import MaskStructure, StructuredMask, segments_of
+from adaattn.integrations._transformers_structure import (
+    MaskStructure,
+    StructuredMask,
+    segments_of,
+)
 
 __all__ = ["Visibility", "joined", "masked", "packed", "unmasked", "with_bias"]
 
