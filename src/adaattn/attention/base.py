@@ -267,7 +267,7 @@ class BaseAttention(nn.Module, ABC):
         if self.sinks is not None:
             masks["sinks"] = self.sinks
         output, weights = self.runner.run(
-            q, k, v, need_weights=wanted, training=self.training, **self.config.numbers, **masks
+            q, k, v, need_weights=wanted, training=self.training, **self.config.numbers(), **masks
         )
         output = self.out_proj(layout.merge_heads(output))
         if weights is None:

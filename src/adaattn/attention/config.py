@@ -152,9 +152,8 @@ class AttentionConfig:
                 "head_dim of rotary", f"{self.size_of_head} as here", self.rotary.head_dim
             )
 
-    @cached_property
     def numbers(self) -> dict[str, Any]:
-        """Keywords of the public call that say more than its defaults, in each call."""
+        """Return the keywords of the public call that say more than its defaults, in each call."""
         found = {"scale": self.scale, "softcap": self.softcap}
         given = {name: value for name, value in found.items() if value is not None}
         return given if self.kv_heads == self.num_heads else given | {"enable_gqa": True}

@@ -124,10 +124,17 @@ def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         return None
     if not problem.num_sequences:
         whole = whole_tile(problem, group) or whole_flash_sinks(problem, group)
-        return whole or whole_written(problem, group)
+        if whole or (problem.mask is not MaskKind.NONE and _is_by_kernel(problem)):
+            return whole
+        return whole_written(problem, group)
     if not _is_one_call(problem) or not is_plain(problem) or needs_care(problem):
         return None
     return whole_packed(problem)
+
+
+def _is_by_kernel(problem: AttentionProblem) -> bool:
+    """Return whether PyTorch's kernels compute a chunk; else its scores are written out."""
+    return is_plain(problem) or has_flash_sinks(problem)
 
 
 def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:

@@ -73,21 +73,15 @@ class Found(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """Which lengths of a growing cache are alike: above the first, up to the second."""
+    """Which lengths of a growing cache are alike: above the first, up to the second.
+
+    All tensors without gaps have one alignment, that of a row.
+    """
 
     above: int
     most: int
+    has_no_gaps: bool
     alignment: int
-
-    def has(self, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        """Return whether keys and values, and a mask over them, are of such a length."""
-        length = key.shape[-2]
-        return (
-            self.above < length <= self.most
-            and value.shape[-2] == length
-            and alignment(key, value) == self.alignment
-            and (mask is None or mask.shape[-1] == length)
-        )
 
 
 class _Known(NamedTuple):
@@ -174,9 +168,15 @@ def again(
             known = tensors(query, key, value, *others)
         else:
             known = tensors(query, key, value, mask, *others)
-        if not known or (growing and not growing.has(key, value, mask)):
-            return Miss.NOTE
-        return bound
+        if known and growing is not None:
+            above, most, has_no_gaps, aligned = growing
+            if has_no_gaps:
+                known = key.is_contiguous() and value.is_contiguous()
+            else:
+                known = alignment(key, value) == aligned
+            known = known and above < length <= most and value.shape[-2] == length
+            known = known and (mask is None or mask.shape[-1] == length)
+        return bound if known else Miss.NOTE
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
 
@@ -279,7 +279,8 @@ def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -
             most = min(most, reach)
         else:
             above = max(above, reach)
-    return _Growing(above, most, alignment(key, value))
+    has_no_gaps = key.is_contiguous() and value.is_contiguous()
+    return _Growing(above, most, has_no_gaps, alignment(key, value))
 
 
 def _is_row(mask: torch.Tensor) -> bool:

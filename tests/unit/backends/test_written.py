@@ -97,6 +97,19 @@ def test_its_gradients_are_those_of_the_definition(name: str, chunk_rows: int) -
     assert_gradients_match(found, exact, eager, sizes=term_sizes(tensors, problem), problem=problem)
 
 
+def test_what_a_kernel_of_pytorch_computes_under_a_mask_is_not_written_out() -> None:
+    masked = {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 1, 600), "len_q": 600, "len_k": 600}
+    for changed, is_written_out in (
+        ({}, False),
+        ({"has_sinks": True}, False),
+        ({"softcap": 2.0}, True),
+        ({"has_sinks": True, "len_q": 37}, True),
+    ):
+        problem = make_problem(**(USUAL | masked | changed))
+        assert is_written(problem)
+        assert (direct(problem, group_of(problem, 0)) is not None) is is_written_out
+
+
 @pytest.mark.parametrize("mask", [MaskKind.NONE, MaskKind.BOOLEAN])
 @pytest.mark.parametrize("window", [(4, -1), (-1, -1)])
 def test_a_call_that_is_bound_takes_longer_keys_than_those_it_was_bound_with(
