@@ -307,6 +307,9 @@ def test_wrong_shapes_are_refused() -> None:
         attention_forward(Layer(), query[0], key, value, None)
     with pytest.raises(ShapeError, match="pass padding"):
         attention_forward(Layer(), query, key, value, torch.ones(2, 7, dtype=torch.bool))
+    with pytest.raises(ShapeError, match="attention_mask"):
+        padding, bias = torch.ones(7, 7, dtype=torch.bool), torch.zeros(1, 4, 7, 7)
+        attention_forward(Layer(), query, key, value, padding, position_bias=bias)
     with pytest.raises(UnsupportedError, match="one logit a head"):
         attention_forward(Layer(), query, key, value, None, sinks=torch.zeros(2, 4, 7, 1))
     with pytest.raises(ArgumentTypeError, match="both cu_seq_lens_q and cu_seq_lens_k"):

@@ -101,7 +101,7 @@ def attention_forward(
         bias = keywords.get("position_bias")
         if bias is not None and mask is None:
             mask = bias
-        elif bias is not None and mask is not None and bias.shape[-1] == mask.shape[-1]:
+        elif bias is not None and mask is not None and _may_join(bias, mask):
             attention_mask = mask = joined(keywords.pop("position_bias"), mask)
             bias = None
         # Two layers may have one number, as an encoder's and a decoder's, and alternate.
@@ -135,6 +135,11 @@ def attention_forward(
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, key.shape[2] - call.tensors[1].shape[2]))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def _may_join(bias: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Return whether a bias and a mask [B, 1 or Hq, Sq, Sk] are of the same keys."""
+    return bias.dim() == mask.dim() == 4 and bias.shape[-1] == mask.shape[-1]
 
 
 class _Call(NamedTuple):
