@@ -167,14 +167,16 @@ def _attend(
     if hidden is not None:
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, _HIDDEN)
     unseen = None
-    if blind and hidden is not None and sinks is None:
+    blind = blind and hidden is not None
+    if hidden is not None and blind and sinks is None:
         # Weights that are NaN would be so in gradients, and products of bf16 by the tiles of a CPU
         # (oneDNN) multiply what lies behind a row by 0: NaN in the row before them.
         unseen = hidden.all(-1, keepdim=True)
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, 0.0)
     if sinks is not None:
-        # A number, so that a row which sees nothing leaves all its weight to it.
-        column = sinks.to(scores.dtype).clamp(min=torch.finfo(scores.dtype).min)
+        column = sinks.to(scores.dtype)
+        if blind:  # a number, so that a row which sees nothing leaves all its weight to it
+            column = column.clamp(min=torch.finfo(scores.dtype).min)
         column = column[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)
