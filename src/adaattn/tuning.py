@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from adaattn._numbers import require_integer
 from adaattn.errors import ArgumentError
 from adaattn.hardware import clear_cache
 from adaattn.hardware.probe import describe, resolve
@@ -93,8 +94,7 @@ def tune(
     """
     if not budget_s > 0:
         raise ArgumentError.got("budget_s", "a positive number of seconds", budget_s)
-    if rounds < 1:
-        raise ArgumentError.got("rounds", "at least 1", rounds)
+    require_integer("rounds", rounds, least=1)
     chosen = resolve(device)
     facts = describe(chosen)
     if load is not None:

@@ -341,7 +341,7 @@ def test_the_caller_s_random_state_and_modes_stay_as_they_are() -> None:
     [
         ({"budget_s": 0.0}, ArgumentError, "budget_s: expected a positive number"),
         ({"budget_s": float("nan")}, ArgumentError, "budget_s: expected a positive number"),
-        ({"rounds": 0}, ArgumentError, "rounds: expected at least 1, got 0"),
+        ({"rounds": 0}, ArgumentError, "rounds: expected an integer of at least 1, got 0"),
         ({"device": "abacus"}, DeviceError, "device: expected 'cpu' or 'cuda'"),
     ],
 )

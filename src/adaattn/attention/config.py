@@ -1,15 +1,15 @@
 """What an attention module is made of, checked when it is made."""
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
 
+from adaattn._numbers import require_integer, require_number
 from adaattn.attention.rotary_config import RotaryConfig
 from adaattn.call.arguments import Arguments, checked_numbers
-from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
+from adaattn.errors import ArgumentTypeError, ShapeError
 
 __all__ = ["AttentionConfig", "AttentionOptions"]
 
@@ -105,12 +105,11 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         for name in ("embed_dim", "num_heads"):
-            _check_size(name, getattr(self, name))
+            require_integer(name, getattr(self, name), least=1)
         for name in ("kdim", "vdim", "num_kv_heads", "head_dim"):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
-        if not isinstance(self.layer, int) or isinstance(self.layer, bool) or self.layer < -1:
-            raise ArgumentError.got("layer", "an integer of at least -1", self.layer)
+                require_integer(name, getattr(self, name), least=1)
+        require_integer("layer", self.layer, least=-1)
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ShapeError.got(
                 "embed_dim",
@@ -126,14 +125,8 @@ class AttentionConfig:
 
     def _check_numbers(self) -> None:
         """Check what is no size."""
-        _check_real("dropout", self.dropout)
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ArgumentError.got("dropout", "a probability in [0, 1]", self.dropout)
-        _check_real("qk_norm_eps", self.qk_norm_eps)
-        if not (math.isfinite(self.qk_norm_eps) and self.qk_norm_eps >= 0):
-            raise ArgumentError.got(
-                "qk_norm_eps", "a finite number of at least 0", self.qk_norm_eps
-            )
+        require_number("dropout", self.dropout, least=0, most=1)
+        require_number("qk_norm_eps", self.qk_norm_eps, least=0)
         arguments = Arguments(window=self.window, softcap=self.softcap, scale=self.scale)
         if arguments.head_terms is not None:
             hint = "adaattn.scaled_dot_product_attention takes tensors of numbers of each head"
@@ -192,17 +185,3 @@ class AttentionConfig:
     def has_packed_weights(self) -> bool:
         """Whether one matrix, ``in_proj_weight``, holds the projections of q, k and v."""
         return self.key_size == self.value_size == self.embed_dim
-
-
-def _check_size(name: str, value: object) -> None:
-    """Refuse what is no positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError.got(name, "an integer", repr(value))
-    if value < 1:
-        raise ArgumentError.got(name, "at least 1", value)
-
-
-def _check_real(name: str, value: object) -> None:
-    """Refuse what is no number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ArgumentTypeError.got(name, "a number", repr(value))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adaattn._numbers import require_integer, require_number
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 __all__ = ["RotaryConfig", "RotaryScaling", "grown_frequencies"]
@@ -118,19 +119,19 @@ class RotaryConfig:
         object.__setattr__(self, "scaling", _scaling(self.scaling))
         for name in ("head_dim", "max_positions", "rotary_dim", "original_max_positions"):
             if (value := getattr(self, name)) is not None:
-                _require_count(name, value)
+                require_integer(name, value, least=1)
         for name in ("interleaved", "truncate"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ArgumentTypeError.got(name, "True or False", repr(value))
-        _require("base", self.base, above=1)
-        _require("factor", self.factor, least=1)
-        _require("beta_slow", self.beta_slow, above=0)
-        _require("beta_fast", self.beta_fast, above=self.beta_slow)
-        _require("low_freq_factor", self.low_freq_factor, above=0)
-        _require("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
+        require_number("base", self.base, above=1)
+        require_number("factor", self.factor, least=1)
+        require_number("beta_slow", self.beta_slow, above=0)
+        require_number("beta_fast", self.beta_fast, above=self.beta_slow)
+        require_number("low_freq_factor", self.low_freq_factor, above=0)
+        require_number("high_freq_factor", self.high_freq_factor, above=self.low_freq_factor)
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if (value := getattr(self, name)) is not None:
-                _require(name, value, above=0)
+                require_number(name, value, above=0)
         if (self.mscale is None) != (self.mscale_all_dim is None):
             pair = (self.mscale, self.mscale_all_dim)
             raise ArgumentError.got("(mscale, mscale_all_dim)", "both or neither", pair)
@@ -280,32 +281,14 @@ def _scaling(given: RotaryScaling | str) -> RotaryScaling:
         raise ArgumentError.got("scaling", f"one of {names}", repr(given)) from None
 
 
-def _require(name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf) -> None:
-    """Refuse what is no finite number above one bound and at least the other."""
-    bound = f"above {above}" if above > least else f"of at least {least}"
-    expected = f"a finite number {bound}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArgumentTypeError.got(name, expected, repr(value))
-    if not (math.isfinite(value) and value > above and value >= least):
-        raise ArgumentError.got(name, expected, value)
-
-
-def _require_count(name: str, value: object) -> None:
-    """Refuse what is no positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError.got(name, "a positive integer", repr(value))
-    if value < 1:
-        raise ArgumentError.got(name, "a positive integer", value)
-
-
 def _hugging_face_arguments(
     parameters: Mapping[str, Any], head_dim: int, max_positions: int
 ) -> dict[str, Any]:
     """Return the arguments of `RotaryConfig` that the dictionary means."""
     if not isinstance(parameters, Mapping):
         raise ArgumentTypeError.got("parameters", "a mapping", repr(parameters))
-    _require_count("head_dim", head_dim)
-    _require_count("max_positions", max_positions)
+    require_integer("head_dim", head_dim, least=1)
+    require_integer("max_positions", max_positions, least=1)
     given = {name: value for name, value in parameters.items() if value is not None}
     if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
         hint = "pass the one of a kind of layer"
@@ -316,7 +299,7 @@ def _hugging_face_arguments(
     share = given.pop("partial_rotary_factor", None)
     arguments = {"base": given.pop("rope_theta", 10000.0)}
     if share is not None:
-        _require("partial_rotary_factor", share, above=0)
+        require_number("partial_rotary_factor", share, above=0)
         arguments["rotary_dim"] = int(head_dim * share)
     for name in _READ_BY[scaling]:
         key = "original_max_position_embeddings" if name == "original_max_positions" else name
@@ -330,7 +313,7 @@ def _hugging_face_arguments(
         if not (arguments.get("mscale") and arguments.get("mscale_all_dim")):
             arguments = {k: v for k, v in arguments.items() if not k.startswith("mscale")}
         original = arguments.get("original_max_positions", max_positions)
-        _require_count("original_max_position_embeddings", original)
+        require_integer("original_max_position_embeddings", original, least=1)
         arguments.setdefault("factor", max_positions / original)
     required = {"factor", *_LLAMA3_ONLY} & set(_READ_BY[scaling])
     if missing := sorted(required - set(arguments)):

@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from adaattn._numbers import require_integer
 from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, DTypeError, ShapeError
 
 __all__ = ["ALL_BLOCKS", "BlockList", "list_strides", "listed_first"]
@@ -57,9 +58,7 @@ class BlockList:
     def __post_init__(self) -> None:
         """Refuse what is no list of blocks."""
         for name in ("block_q", "block_k"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ArgumentTypeError.got(name, "an integer of at least 1", repr(size))
+            require_integer(name, getattr(self, name), least=1)
         for name in ("counts", "indices"):
             item = getattr(self, name)
             if not isinstance(item, torch.Tensor):

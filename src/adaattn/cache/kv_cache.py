@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from adaattn._numbers import require_integer
 from adaattn.cache.interface import LayerCache
-from adaattn.cache.layer import StoredLayer, require_count
+from adaattn.cache.layer import StoredLayer
 from adaattn.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["KVCache"]
@@ -55,10 +56,10 @@ class KVCache:
         window: int | Sequence[int | None] | None = None,
         spare: int = 0,
     ) -> None:
-        require_count("num_layers", num_layers, least=1)
+        require_integer("num_layers", num_layers, least=1)
         if max_length is not None:
-            require_count("max_length", max_length, least=1)
-        require_count("spare", spare, least=0)
+            require_integer("max_length", max_length, least=1)
+        require_integer("spare", spare, least=0)
         windows = _windows(window, num_layers)
         if spare and not any(windows):
             raise ArgumentError.got("spare", "0 without a window", spare)
@@ -92,7 +93,7 @@ class KVCache:
             ArgumentError: no such layer.
             ArgumentTypeError: no integer.
         """
-        require_count("index", index, least=0)
+        require_integer("index", index, least=0)
         if index >= len(self._layers):
             raise ArgumentError.got(
                 "index", f"a layer below num_layers = {len(self._layers)}", index
@@ -161,5 +162,5 @@ def _windows(given: int | Sequence[int | None] | None, num_layers: int) -> Seque
         )
     for window in windows:
         if window is not None:
-            require_count("window", window, least=1)
+            require_integer("window", window, least=1)
     return windows

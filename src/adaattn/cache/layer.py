@@ -2,10 +2,11 @@
 
 import torch
 
+from adaattn._numbers import require_integer
 from adaattn.backends.keys_values import KeysValues
 from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, DTypeError, ShapeError
 
-__all__ = ["StoredLayer", "require_count"]
+__all__ = ["StoredLayer"]
 
 
 class StoredLayer:
@@ -98,7 +99,7 @@ class StoredLayer:
             ArgumentError: it is longer than what is held, or a window has dropped keys that the
                 shorter past would need.
         """
-        require_count("length", length, least=0)
+        require_integer("length", length, least=0)
         if length > self._length:
             raise ArgumentError.got("length", f"at most the {self._length} tokens held", length)
         if self.window is not None and length and self.start > max(0, length - self.window):
@@ -250,20 +251,6 @@ class StoredLayer:
             )
             hint = "crop, reset, or make the cache with a larger max_length"
             raise ShapeError.got("key", expected, added, hint)
-
-
-def require_count(name: str, value: object, *, least: int) -> None:
-    """Refuse what is no integer of at least ``least``.
-
-    Raises:
-        ArgumentTypeError: no integer.
-        ArgumentError: below.
-    """
-    expected = f"an integer of at least {least}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError.got(name, expected, repr(value))
-    if value < least:
-        raise ArgumentError.got(name, expected, value)
 
 
 def _check_kind(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

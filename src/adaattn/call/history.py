@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any, Final
 
 from adaattn._events import AttentionEvent
-from adaattn.errors import ArgumentError, ArgumentTypeError
+from adaattn._numbers import require_integer, require_number
 from adaattn.spec import (
     AttentionProblem,
     Decision,
@@ -92,12 +92,8 @@ class History:
     """
 
     def __init__(self, *, measure_every: int = 8, momentum: float = 0.5) -> None:
-        if type(measure_every) is not int or measure_every < 1:
-            raise ArgumentError.got("measure_every", "an integer of at least 1", measure_every)
-        if not isinstance(momentum, (int, float)):
-            raise ArgumentTypeError.got("momentum", "a number", repr(momentum))
-        if not 0.0 <= momentum < 1.0:
-            raise ArgumentError.got("momentum", "a number in [0, 1)", momentum)
+        require_integer("measure_every", measure_every, least=1)
+        require_number("momentum", momentum, least=0, below=1)
         self.measure_every = measure_every
         self.momentum = momentum
         self.may_be_recomputed = False

@@ -7,6 +7,7 @@ import torch
 
 from adaattn import hardware
 from adaattn._dtypes import precision_of
+from adaattn._numbers import require_integer
 from adaattn.attention.precision_mode import named_precision
 from adaattn.errors import ArgumentError
 from adaattn.hardware.probe import resolve
@@ -187,8 +188,7 @@ class CUDAManager:
             >>> CUDAManager("cpu").optimal_block_size(64) in (16, 32, 64, 128)
             True
         """
-        if head_dim < 1:
-            raise ArgumentError.got("head_dim", "an integer of at least 1", head_dim)
+        require_integer("head_dim", head_dim, least=1)
         row_bytes = _TILES * head_dim * precision_of(dtype, subject="the tile").bits // 8
         if not self.block_memory_bytes:
             return 64

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from adaattn._dtypes import torch_dtype
+from adaattn._numbers import require_integer
 from adaattn.errors import ArgumentError, ShapeError
 from adaattn.linalg._checks import accumulation_dtype, require_finite, require_matrix
 from adaattn.linalg._codes import (
@@ -199,8 +200,7 @@ def quantize(
     require_matrix(tensor, "tensor")
     _require_one_of(precision, (*FP8, *INTEGERS))
     granularity, scheme = Granularity(granularity), Scheme(scheme)
-    if group_size < 1:
-        raise ArgumentError.got("group_size", "at least 1", group_size)
+    require_integer("group_size", group_size, least=1)
     if scheme is Scheme.ASYMMETRIC and precision not in INTEGERS:
         raise ArgumentError.got(
             "scheme", f"SYMMETRIC for {precision.label}", scheme.name, "use int8"

@@ -5,11 +5,11 @@ Names follow the rest of the library: H heads, D head size, ``window`` is ``(lef
 
 import dataclasses
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from adaattn._numbers import require_integer, require_number
 from adaattn.attention.rotary import RotaryConfig
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.models.kinds import (
@@ -119,19 +119,19 @@ class TransformerConfig:
         for name, kind in _ENUMS.items():
             _set(self, name, _member(name, getattr(self, name), kind))
         for name in _SIZES:
-            _check_integer(name, getattr(self, name), 1)
+            require_integer(name, getattr(self, name), least=1)
         for name in ("type_vocab_size", "num_labels"):
-            _check_integer(name, getattr(self, name), 0)
+            require_integer(name, getattr(self, name), least=0)
         self._fill_sizes()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError.got(name, "True or False", getattr(self, name))
         for name in _SHARES:
-            _check_number(name, getattr(self, name), "a number in [0, 1)", 0.0, 1.0)
+            require_number(name, getattr(self, name), least=0, below=1)
         for name in ("norm_eps", "init_std", "softcap", "scale"):
             value = getattr(self, name)
             if value is not None:
-                _check_number(name, value, "a finite number above 0", math.ulp(0.0), math.inf)
+                require_number(name, value, above=0)
         self._check_tokens()
         self._check_windows()
         self._fill_rotary()
@@ -210,7 +210,7 @@ class TransformerConfig:
             if getattr(self, name) is None:
                 _set(self, name, self.dropout)
         for name in ("head_dim", "num_kv_heads", "mlp_dim"):
-            _check_integer(name, getattr(self, name), 1)
+            require_integer(name, getattr(self, name), least=1)
         if heads % (self.num_kv_heads or 1):
             raise ArgumentError.got(
                 "num_kv_heads", f"a divisor of num_heads {heads}", self.num_kv_heads
@@ -226,7 +226,7 @@ class TransformerConfig:
         if self.pad_token_id is not None:
             tokens.append(("pad_token_id", self.pad_token_id))
         for name, token in tokens:
-            _check_integer(name, token, 0)
+            require_integer(name, token, least=0)
             if token >= self.vocab_size:
                 raise ArgumentError.got(name, f"a token below vocab_size {self.vocab_size}", token)
 
@@ -297,22 +297,6 @@ def _member(name: str, value: object, kind: type[enum.StrEnum]) -> enum.StrEnum:
     except ValueError as error:
         names = ", ".join(repr(member.value) for member in kind)
         raise ArgumentError.got(name, f"one of {names}", repr(value)) from error
-
-
-def _check_integer(name: str, value: object, least: int) -> None:
-    """Refuse what is no integer of at least ``least``."""
-    if type(value) is not int:
-        raise ArgumentTypeError.got(name, "an integer", repr(value))
-    if value < least:
-        raise ArgumentError.got(name, f"an integer of at least {least}", value)
-
-
-def _check_number(name: str, value: object, wanted: str, least: float, limit: float) -> None:
-    """Refuse what is no number in [least, limit)."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ArgumentTypeError.got(name, wanted, repr(value))
-    if not least <= value < limit:
-        raise ArgumentError.got(name, wanted, value)
 
 
 def _check_names(subject: str, data: Mapping[str, Any], kind: type[Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from adaattn._numbers import require_integer, require_number
 from adaattn.cache import KVCache
 from adaattn.errors import ArgumentError, ArgumentTypeError, ShapeError
 
@@ -50,26 +51,18 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        _check_count("max_new_tokens", self.max_new_tokens)
+        require_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.top_k is not None:
-            _check_count("top_k", self.top_k)
-        for name, value in (("temperature", self.temperature), ("top_p", self.top_p)):
-            if value is not None and (not isinstance(value, (int, float)) or value != value):
-                raise ArgumentTypeError.got(name, "a number", repr(value))
-        if not 0.0 < self.temperature < float("inf"):
-            raise ArgumentError.got(
-                "temperature",
-                "a finite number above 0",
-                self.temperature,
-                "do_sample=False takes the likeliest token",
-            )
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ArgumentError.got("top_p", "a number in (0, 1]", self.top_p)
+            require_integer("top_k", self.top_k, least=1)
+        hint = "do_sample=False takes the likeliest token"
+        require_number("temperature", self.temperature, above=0, hint=hint)
+        if self.top_p is not None:
+            require_number("top_p", self.top_p, above=0, most=1)
         ends = self.eos_token_ids
         if not isinstance(ends, Sequence) or any(type(token) is not int for token in ends):
             raise ArgumentTypeError.got("eos_token_id", "an integer or several", repr(ends))
         if self.pad_token_id is not None:
-            _check_count("pad_token_id", self.pad_token_id, least=0)
+            require_integer("pad_token_id", self.pad_token_id, least=0)
         if not self.do_sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
             raise ArgumentError.got(
                 "temperature, top_k and top_p without do_sample",
@@ -128,14 +121,6 @@ def limit_logits(logits: torch.Tensor, settings: GenerationSettings) -> torch.Te
         excluded = before >= settings.top_p  # never the first: nothing stands before it
         scores = scores.masked_fill(excluded.scatter(-1, order, excluded), float("-inf"))
     return scores
-
-
-def _check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is no integer of at least ``least``."""
-    if type(value) is not int:
-        raise ArgumentTypeError.got(name, "an integer", repr(value))
-    if value < least:
-        raise ArgumentError.got(name, f"an integer of at least {least}", value)
 
 
 def _check_prompt(

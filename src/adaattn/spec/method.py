@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from adaattn.errors import ArgumentError, ArgumentTypeError
-from adaattn.spec._checks import check_at_least_0
+from adaattn._numbers import require_integer, require_number
 from adaattn.spec.enums import Method
 
 __all__ = ["METHODS", "BlockSparse", "Exact", "HeadMethod", "LowRank"]
@@ -51,8 +50,8 @@ class LowRank:
 
     def __post_init__(self) -> None:
         """Refuse what is no number of columns."""
-        check_at_least_0("rank", self.rank)
-        check_at_least_0("value_rank", self.value_rank)
+        require_integer("rank", self.rank, least=0)
+        require_integer("value_rank", self.value_rank, least=0)
 
     def columns(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """Return the columns of the score product and of the value product."""
@@ -85,11 +84,8 @@ class BlockSparse(_Whole):
 
     def __post_init__(self) -> None:
         """Refuse what is no size of a block, and what is no share."""
-        check_at_least_0("block_size", self.block_size)
-        if not isinstance(self.kept_mass, (int, float)):
-            raise ArgumentTypeError.got("kept_mass", "a number", repr(self.kept_mass))
-        if not 0.0 <= self.kept_mass <= 1.0:
-            raise ArgumentError.got("kept_mass", "a number in [0, 1]", self.kept_mass)
+        require_integer("block_size", self.block_size, least=0)
+        require_number("kept_mass", self.kept_mass, least=0, most=1)
 
     @property
     def label(self) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from adaattn._numbers import require_integer
 from adaattn.errors import ArgumentError
-from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method, Precision, Variant
 from adaattn.spec.method import METHODS, Exact, HeadMethod
 from adaattn.spec.scheme import Scheme
@@ -29,7 +29,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         """Refuse what is no number of rows."""
-        check_at_least_0("chunk_rows", self.chunk_rows)
+        require_integer("chunk_rows", self.chunk_rows, least=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,11 @@
 """What a user can afford to lose."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from adaattn._numbers import require_integer, require_number
 from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
-from adaattn.spec._checks import check_at_least_0
 from adaattn.spec.enums import Method, Precision
 
 __all__ = ["Policy"]
@@ -55,10 +54,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""
-        _check_budget("error_budget", self.error_budget)
+        require_number("error_budget", self.error_budget, least=0, below=1)
         if self.memory_budget_bytes is not None:
-            check_at_least_0("memory_budget_bytes", self.memory_budget_bytes)
-        check_at_least_0("audit_rows", self.audit_rows)
+            require_integer("memory_budget_bytes", self.memory_budget_bytes, least=0)
+        require_integer("audit_rows", self.audit_rows, least=0)
         if self.check not in ("sampled", "always"):
             raise ArgumentError.got("check", "'sampled' or 'always'", repr(self.check))
         object.__setattr__(self, "methods", _members("methods", self.methods, Method))
@@ -119,14 +118,6 @@ class Policy:
             ) from error
 
 
-def _check_budget(name: str, value: object) -> None:
-    """Refuse what is no relative error below 1."""
-    if not isinstance(value, (int, float)):
-        raise ArgumentTypeError.got(name, "a number in [0, 1)", repr(value))
-    if not (math.isfinite(value) and 0.0 <= value < 1.0):
-        raise ArgumentError.got(name, "a number in [0, 1)", value)
-
-
 def _members(name: str, values: object, kind: type[Method] | type[Precision]) -> tuple[Any, ...]:
     """Return members of one enum, given as such or by their names in any case.
 
@@ -162,6 +153,6 @@ def _check_head_budgets(entries: object) -> None:
                 "head_budgets", "tuples (layer, head, error_budget)", repr(entry)
             )
         layer, head, budget = entry
-        check_at_least_0("layer of head_budgets", layer)
-        check_at_least_0("head of head_budgets", head)
-        _check_budget(f"error_budget of layer {layer}, head {head}", budget)
+        require_integer("layer of head_budgets", layer, least=0)
+        require_integer("head of head_budgets", head, least=0)
+        require_number(f"error_budget of layer {layer}, head {head}", budget, least=0, below=1)

@@ -429,13 +429,21 @@ def test_the_printed_module_names_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"head_dim": 0}, ArgumentError, "head_dim: expected a positive integer, got 0"),
-        ({"head_dim": 8.0}, ArgumentTypeError, "head_dim: expected a positive integer, got 8.0"),
-        ({"head_dim": True}, ArgumentTypeError, "head_dim: expected a positive integer, got True"),
+        ({"head_dim": 0}, ArgumentError, "head_dim: expected an integer of at least 1, got 0"),
+        (
+            {"head_dim": 8.0},
+            ArgumentTypeError,
+            "head_dim: expected an integer of at least 1, got 8.0",
+        ),
+        (
+            {"head_dim": True},
+            ArgumentTypeError,
+            "head_dim: expected an integer of at least 1, got True",
+        ),
         ({"head_dim": 15}, ArgumentError, "head_dim: expected an even number .*rotary_dim="),
         ({"rotary_dim": 7}, ArgumentError, "rotary_dim: expected an even number up to head_dim"),
         ({"rotary_dim": 18}, ArgumentError, "rotary_dim: .* head_dim = 16, got 18"),
-        ({"max_positions": -1}, ArgumentError, "max_positions: expected a positive integer"),
+        ({"max_positions": -1}, ArgumentError, "max_positions: expected an integer of at least 1"),
         ({"base": 1.0}, ArgumentError, "base: expected a finite number above 1, got 1.0"),
         ({"base": math.nan}, ArgumentError, "base: expected a finite number above 1, got nan"),
         ({"base": "big"}, ArgumentTypeError, "base: expected a finite number above 1, got 'big'"),
@@ -504,7 +512,7 @@ def test_a_known_type_that_is_not_covered_is_refused(rope_type: str) -> None:
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 0},
             ArgumentError,
-            "original_max_position_embeddings: expected a positive integer, got 0",
+            "original_max_position_embeddings: expected an integer of at least 1, got 0",
         ),
         (
             {"partial_rotary_factor": -0.5},

@@ -57,7 +57,7 @@ def run(name: str, tensors: Tensors, problem: AttentionProblem) -> torch.Tensor:
         ({"counts": torch.tensor([[[2, 1]]])}, DTypeError, r"int32, got torch.int64; use .to"),
         ({"counts": ints([[2, 1, 1]])}, ShapeError, r"\[B, H, Nq\] and \[B, H, Nq, K\]"),
         ({"indices": ints([[[], []]])}, ShapeError, "none empty"),
-        ({"block_q": 0}, ArgumentTypeError, "block_q: expected an integer of at least 1"),
+        ({"block_q": 0}, ArgumentError, "block_q: expected an integer of at least 1"),
         ({"block_k": 16.0}, ArgumentTypeError, "block_k"),
         ({"counts": ints([[3, 1]])}, ArgumentError, "-1 to 2, got 1 to 3"),
         ({"counts": ints([[-2, 1]])}, ArgumentError, "-1 to 2, got -2 to 1"),

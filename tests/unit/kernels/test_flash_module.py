@@ -160,7 +160,7 @@ def test_the_settings_of_every_attention_module_are_its_own_too() -> None:
         ({"num_heads": 5}, ShapeError, "embed_dim: expected a multiple of num_heads=5, got 32"),
         ({"num_kv_heads": 3}, ShapeError, "num_kv_heads: expected a divisor of num_heads=4"),
         ({"heads": 3}, ArgumentTypeError, "keyword arguments: expected some of"),
-        ({"dropout": 2.0}, ArgumentError, "dropout: expected a probability"),
+        ({"dropout": 2.0}, ArgumentError, "dropout: expected a number in"),
     ],
 )
 def test_wrong_settings_are_refused(

@@ -358,7 +358,7 @@ def test_bad_arguments_are_refused_with_a_sentence() -> None:
         quantize(tensor, Precision.BF16)
     with pytest.raises(ArgumentError, match="scheme: expected SYMMETRIC for fp8_e4m3, got ASYMM"):
         quantize(tensor, Precision.FP8_E4M3, scheme=Scheme.ASYMMETRIC)
-    with pytest.raises(ArgumentError, match="group_size: expected at least 1, got 0"):
+    with pytest.raises(ArgumentError, match="group_size: expected an integer of at least 1, got 0"):
         quantize(tensor, Precision.INT8, Granularity.CHANNEL_GROUP, group_size=0)
     with pytest.raises(ArgumentError, match=r"precision: expected one of fp64, .* got int8"):
         cast_error(tensor, Precision.INT8)

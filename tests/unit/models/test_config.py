@@ -110,8 +110,8 @@ def test_impossible_values_are_refused(changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"embed_dim": 32.0}, r"embed_dim: expected an integer, got 32\.0"),
-        ({"num_heads": True}, r"num_heads: expected an integer, got True"),
+        ({"embed_dim": 32.0}, r"embed_dim: expected an integer .*, got 32\.0"),
+        ({"num_heads": True}, r"num_heads: expected an integer .*, got True"),
         ({"dropout": "0.1"}, r"dropout: expected a number in \[0, 1\), got '0\.1'"),
         ({"qk_norm": 1}, r"qk_norm: expected True or False, got 1"),
         ({"windows": [(1, 1)] * 2}, r"windows: expected a tuple of \(left, right\) pairs"),

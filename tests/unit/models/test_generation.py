@@ -159,9 +159,17 @@ def test_without_padding_a_mask_changes_nothing(decoder: Maker) -> None:
     ("error", "arguments", "message"),
     [
         (ArgumentError, {"max_new_tokens": 0}, r"max_new_tokens: expected an integer of at least"),
-        (ArgumentTypeError, {"max_new_tokens": 1.5}, r"max_new_tokens: expected an integer, got"),
+        (
+            ArgumentTypeError,
+            {"max_new_tokens": 1.5},
+            r"max_new_tokens: expected an integer .*, got",
+        ),
         (ArgumentError, {"temperature": 0.0}, r"temperature: expected a finite number above 0"),
-        (ArgumentTypeError, {"temperature": math.nan}, r"temperature: expected a number, got nan"),
+        (
+            ArgumentError,
+            {"temperature": math.nan},
+            r"temperature: expected a finite number above 0, got nan",
+        ),
         (ArgumentError, {"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], got 0\.0"),
         (ArgumentError, {"top_k": 0}, r"top_k: expected an integer of at least 1, got 0"),
         (
@@ -175,7 +183,11 @@ def test_without_padding_a_mask_changes_nothing(decoder: Maker) -> None:
             r"eos_token_id: expected an integer or several, got \['</s>'\]",
         ),
         (ArgumentTypeError, {"eos_token_id": 2.5}, r"expected an integer or several, got 2\.5"),
-        (ArgumentTypeError, {"pad_token_id": "0"}, r"pad_token_id: expected an integer, got '0'"),
+        (
+            ArgumentTypeError,
+            {"pad_token_id": "0"},
+            r"pad_token_id: expected an integer .*, got '0'",
+        ),
         (
             DTypeError,
             {"attention_mask": torch.ones(2, 3)},
