@@ -19,8 +19,9 @@ from adaattn.call.describe import as_autocast, build_call
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
+from adaattn.call.options import TENSORS
 from adaattn.call.outputs import AuxRequest
-from adaattn.call.recent import TENSORS, Found, Miss, again, note
+from adaattn.call.recent import Found, Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy

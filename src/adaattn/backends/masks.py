@@ -124,7 +124,7 @@ def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def may_keep(tensor: torch.Tensor) -> bool:
     """Return whether what is made now stays valid: no trace, transform or CUDA graph sees it."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return False
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False

@@ -1,33 +1,40 @@
 """The last bound call of a layer and shape, found again without its whole key.
 
 PyTorch's compiler guards its graphs with comparisons in C++: of a tensor its type, dtype, device,
-shape, strides, whether gradients are followed, and which modes see it; of the process its threads,
-grad mode, autocast and determinism. They hold all that a key has of these. The rest are the words
-that the caller wrote, which are few: neither defaults nor groups of arguments are made for them. A
-call takes 1 us less so, and 6 us where the caches are cold (docs/kernel-notes.md).
+shape, strides, whether gradients are followed, and which modes see it, autocast too. The rest are
+the modes of the process that a key has, and the words that the caller wrote, which are few: neither
+defaults nor groups of arguments are made for them. A kernel that reads some MB empties the caches,
+and a call that makes no shape of a tensor takes 15 us less then (docs/kernel-notes.md): so the last
+call of all is tried first, with comparisons alone.
 
 Only what a key found is kept here, and only when the same was found twice in a row for tensors of
 the same shapes. Of a growing cache that is decoded over, the length may be another within what its
 key says; where other lengths never come again, each comparison would fail, and none is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch._C._dynamo.guards import TensorGuards
 
 from adaattn import hardware
 from adaattn.call.bound import Bound
-from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS, alignment, may_grow
-from adaattn.call.outputs import AuxRequest
+from adaattn.call.options import (
+    Options,
+    has_options,
+    is_equal,
+    kept_options,
+    shares_starts,
+    tensor_names,
+)
 from adaattn.policies import AMBIENT
-from adaattn.spec import Align, Plan, Policy
+from adaattn.spec import Policy
 
-__all__ = ["TENSORS", "Found", "Miss", "again", "note"]
+__all__ = ["Found", "Miss", "again", "note"]
 
 _KEPT: Final = 4096
 _MOST_MISSED: Final = 8
@@ -35,22 +42,17 @@ _MOST_MISSED: Final = 8
 _LOOKED_AGAIN: Final = 256
 """Calls of that while, counted from the first miss."""
 
-_EQUAL: Final = frozenset((str, int, float, tuple, Align, AuxRequest))
-"""Types of options that are the same ones where they are equal, and of one type."""
-_SAME: Final = (bool, type(None), Policy, Plan, History)
-"""Types of those that are the same ones where they are one object."""
-TENSORS: Final = ("sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
-"""Options that are tensors, in the order of a bound call."""
-_TENSOR, _ANY, _ABSENT = object(), object(), object()
-"""Stand for any tensor, for any value, and for an option that was not given."""
 _flash = torch._C._get_flash_sdp_enabled
 _efficient = torch._C._get_mem_efficient_sdp_enabled
 _math = torch._C._get_math_sdp_enabled
 _cudnn = torch._C._get_cudnn_sdp_enabled
+_deterministic = torch._C._get_deterministic_algorithms
+_threads = torch.get_num_threads
+_grad = torch.is_grad_enabled
 _ambient = AMBIENT.get
 
-Options = dict[str, Any]
-"""The keywords that the caller wrote."""
+_Dims = Sequence[Sequence[int | None]]
+"""Of each tensor."""
 
 Place = tuple[object, ...]
 """What has one last call, or the part of it that says who calls."""
@@ -88,14 +90,15 @@ class _Known(NamedTuple):
     """A bound call, and what a call is compared with: one piece of memory, read from its start."""
 
     bound: Bound
+    has_mask: bool
+    is_causal: bool
     dropout_p: float
     options: Options
-    ambient: Policy
-    state: Callable[[], bool]
-    kernels: tuple[bool, ...]
     tensors: Callable[..., bool]
     names: tuple[str, ...]
     growing: _Growing | None
+    ambient: Policy
+    modes: tuple[object, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,12 +112,15 @@ class _Recent:
 
 _KNOWN: Final[dict[Place, _Known]] = {}
 _RECENT: Final[dict[Place, _Recent]] = {}
+_LAST: Final[dict[object, _Known]] = {}
+"""The last call of all that one caller made, whatever its shape."""
 
 
 def _forget() -> None:
     """Drop every call."""
     _KNOWN.clear()
     _RECENT.clear()
+    _LAST.clear()
 
 
 hardware.on_clear(_forget)
@@ -145,40 +151,85 @@ def again(
         place: who calls, where that is not the public call.
     """
     try:
-        # As `_place`, without the call.
-        caller = place or (mask is None, is_causal, _caller(options) if options else None)
+        who = place or (id(options.get("history")) if options else 0)
+        last = _LAST.get(who)
+        if last and _is_like(last, query, key, value, mask, dropout_p, is_causal, options):
+            return last.bound
         length = key.shape[-2]
         if type(length) is not int:
             return Miss.SKIP  # a symbol of a graph
-        place = query.shape, -length if length <= DECODE_ROWS else (length - 1).bit_length(), caller
+        place = _place(query, length, place or (mask is None, is_causal, _caller(options)))
         found = _KNOWN.get(place)
         if found is None:
             return _missed(place)
-        bound, dropout, kept, ambient, state, kernels, tensors, names, growing = found
-        if (
-            ((options or kept) and not _has(options, kept))
-            or (dropout_p is not dropout and not _equal(dropout_p, dropout))
-            or _ambient() is not ambient
-            or not state()
-            or (_flash(), _efficient(), _math(), _cudnn()) != kernels
-        ):
+        if not _is_like(found, query, key, value, mask, dropout_p, is_causal, options):
             return Miss.NOTE
-        others = map(options.__getitem__, names) if names else ()
-        if mask is None:
-            known = tensors(query, key, value, *others)
-        else:
-            known = tensors(query, key, value, mask, *others)
-        if known and growing is not None:
-            above, most, has_no_gaps, aligned = growing
-            if has_no_gaps:
-                known = key.is_contiguous() and value.is_contiguous()
-            else:
-                known = alignment(key, value) == aligned
-            known = known and above < length <= most and value.shape[-2] == length
-            known = known and (mask is None or mask.shape[-1] == length)
-        return bound if known else Miss.NOTE
+        _keep_last(who, found)
+        return found.bound
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
+
+
+def _is_like(
+    known: _Known,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    options: Options,
+) -> bool:
+    """Return whether a call is the one that is known, whose caller is the same."""
+    _, has_mask, causal, dropout, kept, tensors, names, growing, ambient, modes = known
+    if (
+        (mask is None) is has_mask
+        or is_causal is not causal
+        or ((options or kept) and not has_options(options, kept))
+        or (dropout_p is not dropout and not is_equal(dropout_p, dropout))
+    ):
+        return False
+    others = map(options.__getitem__, names) if names else ()
+    if mask is None:
+        alike = tensors(query, key, value, *others)
+    else:
+        alike = tensors(query, key, value, mask, *others)
+    return (
+        alike
+        and (growing is None or _is_within(growing, key, value, mask))
+        and _ambient() is ambient
+        and _modes() == modes
+    )
+
+
+def _modes() -> tuple[object, ...]:
+    """Return the modes of the process that a key has."""
+    return (
+        *(_flash(), _efficient(), _math(), _cudnn()),
+        *(_deterministic(), _threads(), _grad()),
+    )
+
+
+def _is_within(
+    growing: _Growing, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Return whether a cache has a length that is alike, and lies so."""
+    above, most, has_no_gaps, aligned = growing
+    if has_no_gaps:
+        alike = key.is_contiguous() and value.is_contiguous()
+    else:
+        alike = alignment(key, value) == aligned
+    length = key.shape[-2]
+    alike = alike and above < length <= most and value.shape[-2] == length
+    return alike and (mask is None or mask.shape[-1] == length)
+
+
+def _keep_last(who: object, known: _Known) -> None:
+    """Have a call tried first; of packed sequences none is, whose bounds may be one tensor."""
+    if "cu_seqlens_q" in known.names:
+        _LAST.pop(who, None)
+    else:
+        _LAST[who] = known
 
 
 def _missed(place: Place) -> Miss:
@@ -218,10 +269,10 @@ def note(
         ignored: options that may have any value.
         reaches: numbers of keys up to which, or from which on, the options mean something else.
     """
-    kept = _kept(options, ignored)
-    if kept is None or not _equal(dropout_p, dropout_p) or type(is_causal) is not bool:
+    kept = kept_options(options, ignored)
+    if kept is None or not is_equal(dropout_p, dropout_p) or type(is_causal) is not bool:
         return
-    names = _compared(options)
+    names = tensor_names(options)
     given = [
         query,
         key,
@@ -229,7 +280,8 @@ def note(
         *([] if mask is None else [mask]),
         *(options[name] for name in names),
     ]
-    place = _place(query, key, place or (mask is None, is_causal, _caller(options)))
+    who = place or (id(options.get("history")) if options else 0)
+    place = _place(query, key.shape[-2], place or (mask is None, is_causal, _caller(options)))
     last = _RECENT.get(place)
     growing = None
     sizes: list[list[int | None]] = [list(tensor.shape) for tensor in given]
@@ -251,22 +303,33 @@ def note(
         return
     if known is None:  # else one tensor is two of them, or modes differ that no key knows
         made.missed = 0
-    guards = TensorGuards(
-        *given,
-        dynamic_dims_sizes=sizes,  # type: ignore[arg-type]  # a list for each tensor
-        dynamic_dims_strides=strides,  # type: ignore[arg-type]
-    )
-    _KNOWN[place] = _Known(
+    found = _KNOWN[place] = _Known(
         bound=bound,
+        has_mask=mask is not None,
+        is_causal=is_causal,
         dropout_p=dropout_p,
         options=kept,
-        ambient=_ambient(),
-        state=GlobalStateGuard().check,
-        kernels=(_flash(), _efficient(), _math(), _cudnn()),
-        tensors=guards.check,
+        tensors=_guards(given, sizes, strides),
         names=names,
         growing=growing,
+        ambient=_ambient(),
+        modes=_modes(),
     )
+    if growing is not None:  # the same length may come again, and is compared in less time
+        exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]
+        found = found._replace(tensors=_guards(given, *exact), growing=None)
+    _keep_last(who, found)
+
+
+def _guards(given: Sequence[torch.Tensor], sizes: _Dims, strides: _Dims) -> Callable[..., bool]:
+    """Return the comparison with tensors of some sizes and strides; None stands for any."""
+    guards = TensorGuards(
+        *given,
+        dynamic_dims_sizes=[list(size) for size in sizes],  # type: ignore[misc]  # None: any
+        dynamic_dims_strides=[list(steps) for steps in strides],  # type: ignore[misc]
+    )
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -> _Growing:
@@ -288,13 +351,12 @@ def _is_row(mask: torch.Tensor) -> bool:
     return mask.dim() > 1 and mask.shape[-2] == 1 < mask.shape[-1]
 
 
-def _place(query: torch.Tensor, key: torch.Tensor, caller: Place) -> Place:
+def _place(query: torch.Tensor, length: int, caller: Place) -> Place:
     """Return what has one last call: a shape, how many keys, and who calls.
 
     Of a growing cache each power of two has one, and each length below, so that the next sequence
     finds them all.
     """
-    length = key.shape[-2]
     return query.shape, -length if length <= DECODE_ROWS else (length - 1).bit_length(), caller
 
 
@@ -303,51 +365,4 @@ def _caller(options: Options) -> Place | None:
     if not options:
         return None
     layer = id(options.get("history")), options.get("layer")
-    return (*layer, _shares_starts(options)) if "cu_seqlens_k" in options else layer
-
-
-def _compared(options: Options) -> tuple[str, ...]:
-    """Return which options are tensors to compare. Guards know none that stands for two."""
-    names = TENSORS[:-1] if _shares_starts(options) else TENSORS
-    return tuple(name for name in names if isinstance(options.get(name), torch.Tensor))
-
-
-def _shares_starts(options: Options) -> bool:
-    """Return whether the bounds of keys are those of queries."""
-    return options.get("cu_seqlens_k") is options.get("cu_seqlens_q")
-
-
-def _kept(options: Options, ignored: frozenset[str]) -> Options | None:
-    """Return the options that a call is compared with; None where one is to be read each time."""
-    found: Options = {}
-    for name, value in options.items():
-        if name in ignored:
-            found[name] = _ANY
-        elif name in TENSORS and isinstance(value, torch.Tensor):
-            found[name] = _TENSOR
-        elif isinstance(value, _SAME) or _equal(value, value):
-            found[name] = value
-        else:
-            return None
-    return found
-
-
-def _has(options: Options, kept: Options) -> bool:
-    """Return whether options are those that were kept."""
-    if len(options) != len(kept):
-        return False
-    for name, value in kept.items():
-        given = options.get(name, _ABSENT)
-        if given is value or (value is _ANY and given is not _ABSENT):
-            continue
-        if not (isinstance(given, torch.Tensor) if value is _TENSOR else _equal(given, value)):
-            return False
-    return True
-
-
-def _equal(given: object, other: object) -> bool:
-    """Return whether two numbers, names or windows are equal and of one type."""
-    kind = type(other)
-    if kind not in _EQUAL or type(given) is not kind or given != other:
-        return False
-    return kind is not tuple or all(type(edge) is int for edge in given)  # type: ignore[attr-defined]
+    return (*layer, shares_starts(options)) if "cu_seqlens_k" in options else layer

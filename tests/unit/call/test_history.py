@@ -241,8 +241,8 @@ class TestForwards:
     ("options", "error", "message"),
     [
         ({"measure_every": 0}, ArgumentError, "measure_every: expected an integer of at least 1"),
-        ({"measure_every": 2.0}, ArgumentError, "measure_every: .* got 2.0"),
-        ({"measure_every": True}, ArgumentError, "measure_every: .* got True"),
+        ({"measure_every": 2.0}, ArgumentTypeError, "measure_every: .* got 2.0"),
+        ({"measure_every": True}, ArgumentTypeError, "measure_every: .* got True"),
         ({"momentum": 1.0}, ArgumentError, r"momentum: expected a number in \[0, 1\), got 1.0"),
         ({"momentum": -0.1}, ArgumentError, "momentum: .* got -0.1"),
         ({"momentum": float("nan")}, ArgumentError, "momentum: .* got nan"),
