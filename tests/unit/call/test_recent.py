@@ -12,7 +12,7 @@ from adaattn import AuxRequest, History, Policy, functional, hardware, plan_atte
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import recent
 from adaattn.call.key import DECODE_ROWS
-from adaattn.errors import ShapeError
+from adaattn.errors import DeviceError, ShapeError
 
 _HISTORY = History()
 _POLICY = Policy(error_budget=0.0)
@@ -395,3 +395,22 @@ def test_bounds_of_the_queries_alone_are_refused_beside_those_of_both(found: lis
     assert found[-1]
     with pytest.raises(Exception, match="both or neither"):
         attend(*(item[:1] for item in tensors()), cu_seqlens_q=starts)
+
+
+@pytest.mark.parametrize("settings", [{}, {"softcap": 30.0}, {"window": (3, 0)}], ids=str)
+@pytest.mark.parametrize("length", [1, 24])
+def test_keys_on_another_device_are_refused_beside_calls_that_ran(
+    length: int, settings: dict[str, Any], found: list[object]
+) -> None:
+    """The key knew only which tensors were on a GPU: a warm call read memory of nobody."""
+    query = tensors()[0][:, :, :length]
+    mask = torch.zeros(1, 1, 1, 24)
+    _, key, value = tensors()
+    for _ in range(4):
+        attend(query, key, value, **settings)
+        attend(query, key, value, mask, **settings)
+    for given in ((query, key.to("meta"), value), (query, key, value.to("meta"))):
+        with pytest.raises(DeviceError, match="one device"):
+            attend(*given, **settings)
+    with pytest.raises(DeviceError, match="mask"):
+        attend(query, key, value, mask.to("meta"), **settings)
