@@ -295,8 +295,8 @@ def test_keywords_that_leave_attention_alone_change_nothing(name: str) -> None:
 def test_unknown_keywords_are_refused_unless_they_are_none() -> None:
     query, key, value = inputs()
     attention_forward(Layer(), query, key, value, None, head_mask=None)
-    with pytest.raises(ArgumentTypeError, match=r"got 'indices'; drop it, or use attn_impl"):
-        attention_forward(Layer(), query, key, value, None, indices=torch.zeros(1))
+    with pytest.raises(ArgumentTypeError, match=r"got 'block_indices'; drop it, or use attn_impl"):
+        attention_forward(Layer(), query, key, value, None, block_indices=torch.zeros(1))
     with pytest.raises(UnsupportedError, match="continuous batching"):
         attention_forward(Layer(), query, key, value, None, cache=object())
 
@@ -433,3 +433,26 @@ def test_a_bias_under_a_mask_is_made_once_for_all_layers() -> None:
     for _ in range(2):
         joined(followed, mask).where(mask, 0.0).sum().backward()
     assert followed.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["order", "none", "boolean", "additive"])
+def test_keys_that_queries_chose_are_seen_alone(kind: str) -> None:
+    query, key, value = inputs()
+    position, keys = positions(7, 7)
+    indices = torch.rand(2, 7, 7).argsort(-1)[..., :3].to(torch.int32)
+    indices[:, :, 0] = torch.arange(7)  # each row sees itself
+    seen = torch.zeros(2, 7, 7, dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    layer, mask = Layer(), None
+    if kind == "none":
+        layer.is_causal = False
+    else:
+        seen = seen & (keys <= position)
+    if kind in ("boolean", "additive"):
+        mask = (keys <= position).expand(2, 1, 7, 7)
+    if kind == "additive":
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    output, _ = attention_forward(layer, query, key, value, mask, scaling=SCALE, indices=indices)
+    truth, yardstick = exact(query, key, value, seen)
+    assert_matches(output, truth, yardstick, summands=7)
+    with pytest.raises(ShapeError, match=r"indices of keys: expected \[B, Sq, k\] of integers"):
+        attention_forward(layer, query, key, value, mask, indices=indices[0])

@@ -67,7 +67,8 @@ COMPUTE_THEMSELVES = {
     "sam_hq_vision_model", "sam_vision_model", "squeezebert", "tapas", "visual_bert", "vitdet",
     "xglm", "xlm", "xlnet", "yoso",
 }  # fmt: skip
-ASK_FOR_MORE = {"hy_v4", "inkling2_text"}  # indices of keys, and sinks that differ by token
+ASK_FOR_MORE = {"inkling2_text"}  # sinks that differ by token
+CHOOSE_KEYS = {"hy_v4"}  # by indices
 # Without SDPA of their own, or whose layers do not say that they are causal: None was misread.
 MISREAD_BEFORE = {
     "bigbird_pegasus", "deepseek_v4", "nllb-moe", "paligemma", "pegasus_x", "splinter",
@@ -75,6 +76,7 @@ MISREAD_BEFORE = {
 SAMPLE = sorted(
     COMPUTE_THEMSELVES
     | ASK_FOR_MORE
+    | CHOOSE_KEYS
     | MISREAD_BEFORE
     | {"llama", "bert", "t5", "gemma2", "gpt_oss", "qwen3_moe", "vit", "t5gemma", "modernbert"}
 )

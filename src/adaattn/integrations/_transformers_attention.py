@@ -3,7 +3,7 @@
 Shape legend in `adaattn.spec`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,24 @@ from adaattn.call.recent import Found, Miss, Place, again, note
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
 from adaattn.functional import bind_attention, is_traced, scaled_dot_product_attention
 from adaattn.integrations._transformers_structure import MaskStructure, StructuredMask
+from adaattn.integrations._transformers_support import expects_additive_masks
 from adaattn.integrations._transformers_visibility import (
+    Visibility,
     joined,
     masked,
     packed,
+    selected,
     unmasked,
     with_bias,
 )
 from adaattn.spec import Policy
+
+try:  # hooks of Transformers 5 wait for weights, of which few layers tell this function
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _collector: Callable[[], Any] = dict
+else:
+    _collector = _active_collector.get
 
 __all__ = ["IGNORED_KEYWORDS", "attention_forward"]
 
@@ -30,18 +40,29 @@ IGNORED_KEYWORDS = frozenset(
     {
         "cache_position",
         "deterministic",  # FlashAttention's switch; PyTorch's own is honoured
+        "ignore_index",  # the loss reads it
+        "input_ids",
         "kernel_options",  # tuning of FlexAttention
+        "label_smoothing",  # the loss reads it
+        "length",  # a tokenizer's, as are the others for which the model has no name
         "logits_to_keep",
         "max_length_k",  # implied by cu_seq_lens_k
         "max_length_q",
+        "mm_token_type_ids",  # of a tokenizer; where they shape the mask, it has them
         "num_items_in_batch",
+        "output_cross_attentions",
         "output_hidden_states",
         "output_router_logits",
         "past_key_values",
+        "pixel_values",
         "position_embeddings",  # already applied to q and k
         "position_ids",  # likewise; packed positions come back in the mask
         "return_dict",
+        "return_loss",
         "seq_idx",  # for state-space layers; attention gets cu_seq_lens
+        "shift_labels",  # the loss reads it
+        "special_tokens_mask",
+        "token_type_ids",  # of a tokenizer; where they shape the mask, it has them
         "use_cache",
     }
 )
@@ -89,6 +110,8 @@ def attention_forward(
     structure: object = None
     place: Place | None = None
     known: Bound | Miss = Miss.SKIP
+    if not is_traced() and (wanted := _collector()) and any(map(_names_weights, wanted)):
+        keywords["output_attentions"] = True
     if not (positional or is_traced()):
         if keywords.get("s_aux") is not None and keywords.get("sinks") is None:
             keywords["sinks"] = keywords.pop("s_aux")
@@ -135,6 +158,11 @@ def attention_forward(
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, key.shape[2] - call.tensors[1].shape[2]))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def _names_weights(name: str) -> bool:
+    """Return whether an output that is collected is attention weights."""
+    return "attentions" in name
 
 
 def _may_join(bias: torch.Tensor, mask: torch.Tensor) -> bool:
@@ -184,6 +212,7 @@ def _described(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     output_attentions: bool | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> _Call:
     """Return a layer's call in terms of the public one.
@@ -205,6 +234,7 @@ def _described(
         cu_seq_lens_q: starts of packed sequences and their end, [N + 1], with B = 1.
         cu_seq_lens_k: the same for keys.
         output_attentions: return the weights [B, Hq, Sq, Sk] too, before dropout.
+        indices: of the keys that each query sees at most, [B, Sq, k].
         **kwargs: anything in `IGNORED_KEYWORDS`; other names must be None.
     """
     if not kwargs.keys() <= IGNORED_KEYWORDS:
@@ -217,10 +247,14 @@ def _described(
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         starts = (cu_seq_lens_q, cu_seq_lens_k)
         seen = packed(attention_mask, starts, causal, sliding_window, query, len_k)
-    elif attention_mask is None:
-        seen = unmasked(causal, sliding_window, shape[2], len_k)
-    else:
+    elif attention_mask is not None:
         seen = masked(attention_mask, len_k, query.dtype)
+    elif causal and _reads_masks_alone(module):
+        seen = Visibility(num_keys=len_k)
+    else:
+        seen = unmasked(causal, sliding_window, shape[2], len_k)
+    if indices is not None:
+        seen = selected(seen, indices, len_k)
     if position_bias is not None:
         seen = with_bias(seen, position_bias, query.dtype)
     if seen.num_keys < len_k:
@@ -244,6 +278,18 @@ def _described(
     if output_attentions:
         options["return_aux"] = AuxRequest(weights=True)
     return _Call((query, key, value), options)
+
+
+def _reads_masks_alone(module: torch.nn.Module) -> bool:
+    """Return whether a layer was written for eager attention alone, to which no mask hides nothing.
+
+    Such a one gets a mask wherever there is causal order.
+    """
+    config = getattr(module, "config", None)
+    try:
+        return config is not None and expects_additive_masks(type(config), "adaattn")
+    except UnsupportedError:  # of no known model
+        return False
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:

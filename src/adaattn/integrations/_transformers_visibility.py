@@ -18,7 +18,7 @@ from adaattn.integrations._transformers_structure import (
     segments_of,
 )
 
-__all__ = ["Visibility", "joined", "masked", "packed", "unmasked", "with_bias"]
+__all__ = ["Visibility", "joined", "masked", "packed", "selected", "unmasked", "with_bias"]
 
 _UNLIMITED = (-1, -1)
 
@@ -64,6 +64,8 @@ def masked(mask: torch.Tensor, len_k: int, dtype: torch.dtype) -> Visibility:
     if isinstance(mask, StructuredMask):
         structure = mask.structure if mask._dense is None else mask._dense
         if isinstance(structure, MaskStructure):
+            if structure.is_order_alone and not structure.is_causal:
+                return Visibility(num_keys=len_k)  # a prefix in the cache is seen, too
             if not isinstance(mask.visibility, Visibility):
                 mask.visibility = _structured(structure)
             return mask.visibility
@@ -160,13 +162,36 @@ def packed(
 def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visibility:
     """Return the same visibility with a bias added to the scores."""
     bias = (bias if bias.shape[-1] <= seen.num_keys else bias[..., : seen.num_keys]).to(dtype)
-    window = seen.window
-    if seen.mask is None:
-        # A mask excludes is_causal; a window with nothing to the right says the same.
-        window = (window[0], 0) if seen.is_causal else window
-        mask = bias
-    else:
-        mask = joined(bias, seen.mask)
+    return _with_mask(seen, bias if seen.mask is None else joined(bias, seen.mask))
+
+
+def selected(seen: Visibility, indices: torch.Tensor, len_k: int) -> Visibility:
+    """Return the same visibility of those keys alone that each query chose.
+
+    Args:
+        seen: what else hides keys.
+        indices: integers [B, Sq, k], keys of all that there are.
+        len_k: how many there are.
+    """
+    if indices.dim() != 3 or indices.dtype not in (torch.int32, torch.int64):
+        got = f"{tuple(indices.shape)} of {indices.dtype}"
+        raise ShapeError.got("indices of keys", "[B, Sq, k] of integers", got)
+    chosen = indices.new_zeros((*indices.shape[:2], len_k), dtype=torch.bool)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)[..., : seen.num_keys]
+    mask = seen.mask
+    if mask is None:
+        return _with_mask(seen, chosen)
+    if mask.dtype == torch.bool:
+        return _with_mask(seen, mask & chosen)
+    return _with_mask(seen, mask.masked_fill(~chosen, float("-inf")))
+
+
+def _with_mask(seen: Visibility, mask: torch.Tensor) -> Visibility:
+    """Return the visibility with a mask, which excludes ``is_causal``.
+
+    A window with nothing to the right says the same.
+    """
+    window = (seen.window[0], 0) if seen.is_causal else seen.window
     return seen._replace(mask=mask, is_causal=False, window=window)
 
 
