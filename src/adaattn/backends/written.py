@@ -35,29 +35,32 @@ _CPU: Final = describe("cpu")
 def is_written(problem: AttentionProblem) -> bool:
     """Return whether a chunk is softcap, sinks and what is seen, and no more.
 
-    What is added to scores is added in 32 bits, by `explicit`.
+    What is added to scores is added in 32 bits: by `explicit` to those that have fewer.
     """
     added = problem.has_alibi or problem.mask is MaskKind.ADDITIVE
-    return problem.aux is Aux.NONE and not added and not problem.head_terms.value
+    is_narrow = added and problem.precision.bits < 32
+    return problem.aux is Aux.NONE and not is_narrow and not problem.head_terms.value
 
 
 def written_tile(
     tile: Tensors, problem: AttentionProblem, rows: range, cols: range
 ) -> tuple[torch.Tensor, ...]:
     """Return the output of some rows; the tile's tensors hold them and their keys alone."""
-    _, seen = tile_masks(tile, problem, rows, cols)
+    bias, seen = tile_masks(tile, problem, rows, cols)
     hidden = None if seen is None else ~seen
     given = tile.mask is not None or tile.blocks is not None
     blind = given or not _sees_itself(problem) or not cols
-    return (_attend(tile.query, tile.key, tile.value, tile.sinks, hidden, problem, blind=blind),)
+    tensors = tile.query, tile.key, tile.value, tile.sinks
+    return (_attend(*tensors, hidden, problem, blind=blind, bias=bias),)
 
 
 def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return the function of a problem that is one chunk; None where it is not."""
-    is_masked = problem.mask is MaskKind.BOOLEAN
+    is_masked = problem.mask is not MaskKind.NONE
+    is_added = problem.mask is MaskKind.ADDITIVE
     unmasked = replace(problem, mask=MaskKind.NONE, mask_shape=()) if is_masked else problem
     chunk = only_chunk(unmasked, group)
-    if chunk is None or not is_written(problem):
+    if chunk is None or problem.has_alibi or not is_written(problem):
         return None
     rows, cols = chunk
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
@@ -85,13 +88,14 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., part]
-        hidden = None if mask is None else ~mask
+        bias = mask if is_added else None
+        hidden = None if mask is None or is_added else ~mask
         if hides:
             nonlocal place
             place = place or ("hidden", tile_key(problem, rows, cols, query, torch.bool))
             ahead = kept((place, stream_of(query)), partial(make, query.device))
             hidden = ahead if hidden is None else hidden | ahead
-        return _attend(query, key, value, sinks, hidden, problem, blind=blind)
+        return _attend(query, key, value, sinks, hidden, problem, blind=blind, bias=bias)
 
     return run
 
@@ -135,6 +139,7 @@ def _attend(
     problem: AttentionProblem,
     *,
     blind: bool,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the output of rows over keys.
 
@@ -146,6 +151,7 @@ def _attend(
         hidden: boolean, broadcastable to [B, Hq, R, C]; None where no key is.
         problem: its scale, softcap and dropout.
         blind: a row may see nothing.
+        bias: added to the scores, broadcastable likewise.
     """
     own = query.dtype
     if problem.device_type == "cpu" and not multiplies_as_is(problem.precision):
@@ -164,14 +170,20 @@ def _attend(
         scores = scores.mul_(scale) if in_place else scores * scale
     if cap > 0:
         scores = scores.tanh_().mul_(cap) if in_place else cap * torch.tanh(scores)
+    if bias is not None:
+        scores = (scores.add_ if in_place and not bias.requires_grad else scores.add)(bias)
     if hidden is not None:
+        in_place = not scores.requires_grad
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, _HIDDEN)
     unseen = None
-    blind = blind and hidden is not None
-    if hidden is not None and blind and sinks is None:
+    blind = blind and not (hidden is bias is None)
+    if blind and sinks is None:
         # Weights that are NaN would be so in gradients, and products of bf16 by the tiles of a CPU
         # (oneDNN) multiply what lies behind a row by 0: NaN in the row before them.
-        unseen = hidden.all(-1, keepdim=True)
+        if bias is None and hidden is not None:
+            unseen = hidden.all(-1, keepdim=True)
+        else:
+            unseen = (scores.detach() == _HIDDEN).all(-1, keepdim=True)
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, 0.0)
     if sinks is not None:
         column = sinks.to(scores.dtype)
