@@ -1,5 +1,6 @@
 """The parts of the Transformers integration: the mask function and one layer's call."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -375,6 +376,61 @@ def test_a_position_bias_is_added_whatever_the_mask(kind: str) -> None:
     )
     truth, yardstick = exact(query, key, value, seen, bias)
     assert_matches(output, truth, yardstick, summands=7)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.randn(4, 7, 7), torch.randn(1, 4, 7, 11)], ids=["3-D", "wider"]
+)
+def test_a_bias_that_joins_no_mask_is_not_taken_for_one_alone(other: torch.Tensor) -> None:
+    """The last call of a bias alone answered a call with a mask, and the bias was lost."""
+    query, key, value = inputs()
+    bias, mask = torch.randn(1, 4, 7, 7), torch.randn(1, 4, 7, 7)
+    layer = Layer(is_causal=False)
+    for _ in range(4):
+        attention_forward(layer, query, key, value, None, scaling=SCALE, position_bias=bias)
+    output, _ = attention_forward(
+        layer, query, key, value, mask, scaling=SCALE, position_bias=other
+    )
+    seen = torch.ones(7, 7, dtype=torch.bool)
+    truth, yardstick = exact(query, key, value, seen, other[..., :7] + mask)
+    assert_matches(output, truth, yardstick, summands=7)
+
+
+def test_a_large_bias_joins_a_mask_of_inference_mode() -> None:
+    with torch.inference_mode():
+        query, key, value = (torch.randn(1, 2, 160, 8) for _ in range(3))
+        bias, mask = torch.randn(1, 2, 160, 160), torch.rand(1, 1, 160, 160) < 0.9
+        output, _ = attention_forward(
+            Layer(), query, key, value, mask, scaling=SCALE, position_bias=bias
+        )
+        truth, yardstick = exact(query, key, value, mask, bias)
+    assert_matches(output, truth, yardstick, summands=160)
+
+
+def test_mask_functions_of_any_kind_are_asked_and_not_kept() -> None:
+    """An object that is called is not hashable; a method kept its model alive."""
+
+    @dataclasses.dataclass
+    class Prefix:
+        length: int
+
+        def __call__(self, b: int, h: int, q: Any, k: Any) -> Any:
+            return (k <= q) | (k < self.length)
+
+        def seen(self, b: int, h: int, q: Any, k: Any) -> Any:
+            return self(b, h, q, k)
+
+    prefix = Prefix(2)
+    numbers = {"batch_size": 1, "q_length": 4, "kv_length": 4, "q_offset": 0, "kv_offset": 0}
+    config = transformers.LlamaConfig(attn_implementation="adaattn")
+    expected = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected[:, :2] = True
+    for function in (prefix, prefix.seen):
+        mask = make_mask(mask_function=function, attention_mask=None, config=config, **numbers)
+        assert mask is not None and torch.equal(mask[0, 0], expected)
+    kept = weakref.ref(prefix)
+    del prefix, function
+    assert kept() is None
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import masking_utils
 
 from adaattn import History, Policy, hardware, record_events, use_policy
 from adaattn.call.recent import Miss
 from adaattn.integrations import _transformers_attention as layers
 from adaattn.integrations._transformers_masks import make_mask
+from adaattn.testing import assert_matches
 
 _HISTORY = History()
 _POLICY = Policy(error_budget=0.01)
@@ -216,3 +218,25 @@ def test_a_layer_that_changes_is_not_taken_for_itself(found: list[object]) -> No
         setattr(module, name, value)
         layers.attention_forward(module, *tensors, None, scaling=0.3)
         assert found[-1] is None
+
+
+@pytest.mark.parametrize("function", [_causal, _window(40)], ids=["causal", "window"])
+def test_a_few_tokens_over_a_growing_cache_are_found_whatever_its_length(
+    function: Callable[..., Any], found: list[object]
+) -> None:
+    """Assisted decoding; each length of a window was another structure, noted and never found."""
+    module = Layer()
+    for length in range(33, 64):
+        heads = ((4, 4), (2, length), (2, length))
+        query, key, value = (torch.randn(1, *shape, 8) for shape in heads)
+        mask = structured(function, q_length=4, kv_length=length, q_offset=length - 4)
+        output, _ = layers.attention_forward(module, query, key, value, mask, scaling=0.3)
+        seen = function(0, 0, torch.arange(length - 4, length)[:, None], torch.arange(length)[None])
+        wanted = [
+            F.scaled_dot_product_attention(
+                *(item.to(dtype) for item in (query, key, value)), seen, scale=0.3, enable_gqa=True
+            ).transpose(1, 2)
+            for dtype in (torch.float64, torch.float32)
+        ]
+        assert_matches(output, *wanted, summands=length)
+    assert found.count(None) == (2 if function is _causal else 4), "twice on either side of 40"

@@ -165,7 +165,9 @@ def _attend(
     fewer = key.shape[2] < query.shape[3] and query.dtype is not torch.float16
     late = fewer or query.dtype is torch.bfloat16
     scores = grouped_product(query if late else query * scale, key.transpose(-1, -2))
-    in_place = not scores.requires_grad
+    # In a transform of torch.func a mask may have more dimensions than scores have.
+    alone = torch._C._functorch.peek_interpreter_stack() is None
+    in_place = alone and not scores.requires_grad
     if late:
         scores = scores.mul_(scale) if in_place else scores * scale
     if cap > 0:
@@ -173,7 +175,7 @@ def _attend(
     if bias is not None:
         scores = (scores.add_ if in_place and not bias.requires_grad else scores.add)(bias)
     if hidden is not None:
-        in_place = not scores.requires_grad
+        in_place = in_place and not scores.requires_grad
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(hidden, _HIDDEN)
     unseen = None
     blind = blind and not (hidden is bias is None)

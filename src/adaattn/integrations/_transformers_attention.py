@@ -118,9 +118,10 @@ def attention_forward(
         if isinstance(mask, StructuredMask) and mask._dense is None:
             structure, mask = mask.structure, None
             # Of another object for each length of a growing cache.
-            if isinstance(structure, MaskStructure) and structure.is_order_alone:
+            if isinstance(structure, MaskStructure) and structure.starts is None:
                 cut = key.shape[2] - structure.num_keys
-                structure = structure if cut else structure.is_causal
+                # A window that reaches all keys is none, so that others are alike at any length.
+                structure = structure if cut else (structure.is_causal, structure.window)
         bias = keywords.get("position_bias")
         if bias is not None and mask is None:
             mask = bias
@@ -129,7 +130,7 @@ def attention_forward(
             bias = None
         # Two layers may have one number, as an encoder's and a decoder's, and alternate.
         own = id(module), layer, getattr(module, "is_causal", True), module.training
-        place = *own, structure, mask is None, bias is None, history
+        place = *own, structure, mask is None, bias is None, mask is bias, history
         keywords["policy"] = policy
         known = again(query, key, value, mask, 0.0, True, keywords, place)
         if not isinstance(known, Miss):
@@ -190,7 +191,7 @@ def _is_as_given(
     taken = (*call.tensors, call.options["attn_mask"], call.options.get("sinks"))
     return (
         all(one is other for one, other in zip(taken, (*given, sinks), strict=True))
-        and isinstance(structure, MaskStructure | bool | None)
+        and isinstance(structure, MaskStructure | tuple | None)
         and call.options.keys().isdisjoint(("cu_seqlens_q", "return_aux"))
     )
 

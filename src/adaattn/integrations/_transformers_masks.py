@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -121,7 +122,7 @@ def _words(request: Mapping[str, Any]) -> tuple[object, ...] | None:
     if (
         request.get("attention_mask") is not None
         or request.get("use_vmap")
-        or getattr(function, "__closure__", ()) is not None
+        or not _is_plain(function)
         or not _PLAIN.issuperset(map(type, numbers))
     ):
         return None
@@ -170,8 +171,12 @@ def _recognise(request: Mapping[str, Any]) -> _Pattern | None:
     if request.get("use_vmap") or not {"q_length", "kv_length", "mask_function"} <= request.keys():
         return None
     function = request["mask_function"]
-    captures = getattr(function, "__closure__", None) is not None
-    return _pattern_of(function) if captures else _plain_pattern_of(function)
+    return _plain_pattern_of(function) if _is_plain(function) else _pattern_of(function)
+
+
+def _is_plain(function: object) -> bool:
+    """Return whether a mask function holds nothing that would be kept with it."""
+    return isinstance(function, FunctionType) and function.__closure__ is None
 
 
 def _pattern_of(function: Callable[..., Any]) -> _Pattern | None:

@@ -198,7 +198,7 @@ def _with_mask(seen: Visibility, mask: torch.Tensor) -> Visibility:
 def joined(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return a bias under a mask, made once for all layers that are given the same two."""
     is_followed = torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)
-    if is_followed or bias.numel() < _KEPT_FROM:
+    if is_followed or bias.numel() < _KEPT_FROM or mask.is_inference():
         return _under(mask, bias)
     facts = (WeakIdRef(mask), mask._version, bias.dtype)
     return kept_beside(bias, facts, partial(_under, mask, bias))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn import scaled_dot_product_attention
 from adaattn.backends import capability_named, direct, load
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.written import is_written, multiplies_as_is, whole_written
@@ -17,6 +18,7 @@ from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, MaskKind, Prec
 from adaattn.testing import (
     assert_executor_matches,
     assert_gradients_match,
+    assert_matches,
     attention,
     cast_tensors,
     gradients_of,
@@ -50,7 +52,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     # In 16 bits `explicit` adds it.
     "numbers added": {"softcap": 3.0, "mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 37, 37)},
     "numbers added, sinks, causal": {
-        "has_sinks": True, "is_causal": True, "mask": MaskKind.ADDITIVE, "mask_shape": (2, 4, 37, 37),
+        "has_sinks": True, "is_causal": True,
+        "mask": MaskKind.ADDITIVE, "mask_shape": (1, 4, 37, 37),
     },
     "alibi, sinks": {"has_sinks": True, "is_causal": True, "has_alibi": True},
     "a negative scale": {"softcap": 3.0, "scale": -0.3},
@@ -179,6 +182,22 @@ def test_what_is_added_in_more_bits_to_scores_or_read_off_rows_is_left_to_others
     assert whole_written(problem, group_of(problem, 0)) is None
     run_chunks = partial(run, chunk_rows=16)
     assert_executor_matches(run_chunks, make_tensors(problem), problem)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_masks_alone_may_be_mapped_over(name: str, kind: str) -> None:
+    """Scores without the mapped dimension were filled in place."""
+    query, key, value = torch.randn(3, 2, 2, 16, 8)
+    masks = torch.rand(3, 2, 1, 16, 16) > 0.3 if kind == "boolean" else torch.randn(3, 2, 1, 16, 16)
+    options: dict[str, Any] = {"softcap": 2.0} if name == "softcap" else {"sinks": torch.randn(2)}
+
+    def run(mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = scaled_dot_product_attention(query, key, value, mask, **options)
+        return found
+
+    alone = torch.stack([run(mask) for mask in masks])
+    assert_matches(torch.func.vmap(run)(masks), alone.double(), alone, summands=16)
 
 
 def test_products_of_16_bits_are_of_16_bits_only_where_the_processor_has_them() -> None:
