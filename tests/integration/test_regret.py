@@ -239,7 +239,7 @@ def test_a_ratio_below_the_bar_is_measured_again_three_times_as_long(
     regret: ModuleType, problems: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds: list[int] = []
-    found = [{"ratio": 0.5, "peer_ms": 1.0}, {"ratio": 1.1, "peer_ms": 1.0}]
+    found = [{"ratio": ratio, "peer_ms": 1.0} for ratio in (0.5, 1.1, 0.9)]
 
     def ratios(functions: Any, device: str, count: int) -> dict[str, Any]:
         rounds.append(count)
@@ -247,8 +247,8 @@ def test_a_ratio_below_the_bar_is_measured_again_three_times_as_long(
 
     monkeypatch.setattr(regret, "_ratios", ratios)
     row = regret.measure(_problem(problems), _options(regret, problems, "--rounds", "4"))
-    assert rounds == [4, 12]
-    assert (row["ratio"], row["first_ratio"]) == (1.1, 0.5)
+    assert rounds == [4, 12, 4]
+    assert (row["ratio"], row["first_ratio"], row["one_line_ratio"]) == (1.1, 0.5, 0.9)
 
 
 def test_the_summary_counts_what_lost(regret: ModuleType) -> None:

@@ -198,16 +198,15 @@ def _is_like(
         alike
         and (growing is None or _is_within(growing, key, value, mask))
         and _ambient() is ambient
-        and _modes() == modes
+        # As `_modes`, without the call.
+        and (_flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad())
+        == modes
     )
 
 
 def _modes() -> tuple[object, ...]:
     """Return the modes of the process that a key has."""
-    return (
-        *(_flash(), _efficient(), _math(), _cudnn()),
-        *(_deterministic(), _threads(), _grad()),
-    )
+    return _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad()
 
 
 def _is_within(
