@@ -237,7 +237,7 @@ class Exact:
 def _is_as_given(call: Call, arguments: Arguments) -> bool:
     """Return whether the tensors of a call need no step to be canonical, or one that is known."""
     mask, tensors = arguments.attn_mask, call.tensors
-    same_mask = mask is None or (tensors.mask is not None and mask.dim() <= 4)
+    same_mask = mask is None or (tensors.mask is not None and 2 <= mask.dim() <= 4)
     return (
         len(call.batch_shape) == 2
         and same_mask

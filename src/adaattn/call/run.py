@@ -13,7 +13,13 @@ from adaattn.backends import capabilities, capability_named, execute, forget_til
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import Watch
-from adaattn.errors import ArgumentError, ExecutorError, PlanError, UnsupportedError
+from adaattn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutorError,
+    PlanError,
+    UnsupportedError,
+)
 from adaattn.planning import decide, reasons
 from adaattn.spec import Decision, Method, Plan, Policy, Scheme
 
@@ -21,6 +27,7 @@ __all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
+_PLAN_HINT: Final = "a Decision of plan_attention has one in .plan"
 
 
 def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -> Outcome:
@@ -70,6 +77,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     Traceable by ``torch.compile``; there nothing is audited.
 
     Raises:
+        ArgumentTypeError: it is none.
         ArgumentError: it was made for another number of heads.
         UnsupportedError: one of its executors cannot serve the call, or computes in a format
             that loses what the plan does not allow to lose.
@@ -89,7 +97,9 @@ GIVEN: Final = "the plan was given with the call"
 
 
 def check_plan(call: Call, plan: Plan) -> None:
-    """Refuse a plan that does not fit the call; see `run_plan`."""
+    """Refuse what is no plan, or one that does not fit the call; see `run_plan`."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError.got("plan", "None or a Plan", type(plan).__name__, _PLAN_HINT)
     problem = call.problem
     if plan.num_heads != problem.num_heads:
         raise ArgumentError.got(

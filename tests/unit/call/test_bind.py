@@ -23,7 +23,7 @@ from adaattn import (
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import bind, choose
-from adaattn.errors import ArgumentError, PlanError
+from adaattn.errors import AdaAttnError, ArgumentError, PlanError
 from adaattn.spec.evidence import Cell, Measured, TimingTable, problem_class
 from adaattn.testing import assert_matches, fake_facts
 
@@ -318,7 +318,7 @@ def test_a_wrong_window_is_refused_after_a_right_one_like_it(window: Any) -> Non
     tensors = draw()
     for _ in range(2):
         attend(*tensors, window=(5, 3))
-    with pytest.raises(ArgumentError, match=r"window: expected \(left, right\)"):
+    with pytest.raises(AdaAttnError, match=r"window: expected \(left, right\)"):
         attend(*tensors, window=window)
 
 
