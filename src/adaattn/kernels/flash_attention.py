@@ -15,6 +15,7 @@ from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.runner import Runner
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.kernels._fused import attend
@@ -55,10 +56,10 @@ class FlashAttentionConfig:
         enable_flash: False takes fused kernels out of the chain.
 
     Raises:
-        ArgumentError: an unknown precision mode.
-        ArgumentTypeError: a precision mode that is no string.
+        ArgumentError: an unknown precision mode; a number out of range.
+        ArgumentTypeError: a precision mode that is no string; no number where one belongs.
 
-    The other numbers are checked by the call.
+    Flags, and which corner, are checked by the call.
 
     Example:
         >>> FlashAttentionConfig(is_causal=True, window=(127, 0)).precision_mode
@@ -68,15 +69,16 @@ class FlashAttentionConfig:
     is_causal: bool = False
     align: str | Align = "top_left"
     scale: float | None = None
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] | None = (-1, -1)
     softcap: float | None = None
     dropout_p: float = 0.0
     precision_mode: str = "auto"
     enable_flash: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a precision mode that does not exist."""
+        """Refuse a precision mode that does not exist, and numbers that no call takes."""
         checked_mode(self.precision_mode)
+        checked_numbers(Arguments(**self.semantics), head_dim=1)
 
     @property
     def semantics(self) -> dict[str, Any]:
