@@ -26,7 +26,7 @@ from adaattn.call.history import History
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import ROW_OUTPUTS, AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
-from adaattn.call.run import now_ms, run_decision, tell
+from adaattn.call.run import log_unfused, now_ms, run_decision, tell
 from adaattn.call.waiting import Wait
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, Decision, Policy
@@ -114,6 +114,8 @@ class Exact:
             problem=call.problem, decision=decision, workspace_bytes=0, layer=layer
         )
         self.follow(decision)
+        if backend == "auto":
+            log_unfused(call.problem, self._decision)
 
     def follow(self, decision: Decision) -> None:
         """Run a decision from now on; what need not be compiled any more is run at once."""
