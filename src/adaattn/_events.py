@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from adaattn.errors import ArgumentTypeError
 from adaattn.spec import AttentionProblem, Decision, TensorStats
 
 __all__ = [
@@ -135,6 +136,9 @@ def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
         sink: a callable that takes an `AttentionEvent`, such as ``list.append``.
         timing: measure each call's wall time; this synchronises the device twice a call.
 
+    Raises:
+        ArgumentTypeError: ``sink`` cannot be called.
+
     Example:
         >>> import adaattn, torch
         >>> events = []
@@ -144,6 +148,8 @@ def record_events(sink: Sink, *, timing: bool = False) -> Iterator[None]:
         >>> len(events)
         1
     """
+    if not callable(sink):
+        raise ArgumentTypeError.got("sink", "a callable that takes an event", repr(sink))
     token = add_sink(sink, timing=timing)
     try:
         yield

@@ -1,10 +1,20 @@
-"""Checks of numbers that users give, with one message each."""
+"""Checks of numbers and flags that users give, with one message each."""
 
 import math
 
 from adaattn.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["require_integer", "require_number"]
+__all__ = ["require_flag", "require_integer", "require_number"]
+
+
+def require_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        ArgumentTypeError: always then.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentTypeError.got(name, "True or False", repr(value))
 
 
 def require_integer(name: str, value: object, *, least: int) -> None:

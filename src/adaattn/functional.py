@@ -23,6 +23,7 @@ from adaattn.call.options import TENSORS
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.recent import Found, Miss, again, note
 from adaattn.call.traced import traced
+from adaattn.errors import ArgumentTypeError
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, Decision, Plan, Policy
 
@@ -71,8 +72,11 @@ def _repeated(function: _F) -> _F:
             if not isinstance(found, Found):
                 return found
             if known is Miss.NOTE:
+                if not isinstance(tag, str):
+                    raise ArgumentTypeError.got("tag", "a string", repr(tag))
                 given = query, key, value, attn_mask, dropout_p, is_causal, options
-                note(found.bound, *given, reaches=options.get("window", ()))
+                window = options.get("window")
+                note(found.bound, *given, reaches=() if window is None else window)
             return found.bound(*found.given)
         if not options:
             return known(query, key, value, attn_mask, None, None, None, None, None, None, tag)
@@ -94,7 +98,7 @@ def scaled_dot_product_attention(
     scale: float | torch.Tensor | None = None,
     enable_gqa: bool = False,
     align: str | Align = "top_left",
-    window: Sequence[int] | torch.Tensor = NO_WINDOW,
+    window: Sequence[int] | torch.Tensor | None = NO_WINDOW,
     dilation: int = 1,
     softcap: float | torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -134,8 +138,8 @@ def scaled_dot_product_attention(
         enable_gqa: Hq may be a multiple of Hkv.
         align: query i stands at key position p = i (``"top_left"``) or p = i + Sk - Sq
             (``"bottom_right"``); causal order, window, dilation and ALiBi count from p.
-        window: ``(left, right)``; key j is seen when p - left <= j <= p + right; -1 is unlimited.
-            An int32 or int64 tensor [Hq, 2] has one for each head.
+        window: ``(left, right)``; key j is seen when p - left <= j <= p + right; -1 is unlimited,
+            and None is no window. An int32 or int64 tensor [Hq, 2] has one for each head.
         dilation: only keys with p - j divisible by it are seen.
         softcap: c in c * tanh(s / c), applied before masks; None or 0 is none. A floating-point
             tensor [Hq] has one for each head. On a GPU numbers in tensors are not read by the host,
@@ -234,15 +238,17 @@ def _bound(
     value: torch.Tensor,
     companions: Companions,
     settings: tuple[Any, ...],
-    window: Sequence[int] | torch.Tensor,
+    window: Sequence[int] | torch.Tensor | None,
     choice: Choices,
 ) -> Bound:
     """Return what was bound for calls like this one, bound first if need be."""
     known_by = known = None
     try:
-        known_by = key_of(query, key, value, companions, settings, window, choice)
+        known_by = key_of(query, key, value, companions, settings, window, choice)  # type: ignore[arg-type]
         known = find(known_by)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        if window is None:  # which has no key
+            return _bound(query, key, value, companions, settings, NO_WINDOW, choice)
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
     if known is not None:
         return known

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from adaattn._files import replace_file
-from adaattn.errors import PolicyError
+from adaattn.errors import ArgumentTypeError, PolicyError
 from adaattn.spec import Policy
 
 __all__ = [
@@ -157,8 +157,12 @@ def save_policy(policy: Policy, path: str | os.PathLike[str]) -> None:
     """Write a policy as human-readable JSON; an existing file is replaced whole or not at all.
 
     Raises:
+        ArgumentTypeError: it is no `Policy`.
         PolicyError: the file cannot be written.
     """
+    if not isinstance(policy, Policy):
+        hint = "resolve a preset's name with adaattn.policies.resolve_policy"
+        raise ArgumentTypeError.got("policy", "a Policy", repr(policy), hint)
     document = {"format": _FORMAT, "version": _VERSION, "policy": policy.to_dict()}
     text = json.dumps(document, indent=2) + "\n"
     try:

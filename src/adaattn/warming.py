@@ -64,11 +64,12 @@ def warmup(
         ['sdpa.flash']
     """
     chosen = resolve(device)
+    problems: list[Any] = [None]
     if callable(what):
         problems = _asked_by(what, args, kwargs)
     elif isinstance(what, Iterable) and not args and not kwargs:
         problems = list(what)
-    else:
+    if not all(isinstance(problem, AttentionProblem) for problem in problems):
         expected = "problems alone, or a model or function with what it is called with"
         raise ArgumentTypeError.got("what", expected, type(what).__name__)
     plain = [simplify(replace(it, device_type=chosen.type)) for it in problems]

@@ -3,11 +3,15 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from adaattn import (
@@ -23,6 +27,7 @@ from adaattn import (
     use_policy,
 )
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.call.bind import bound_calls
 from adaattn.errors import (
     AdaAttnError,
     ArgumentError,
@@ -76,6 +81,26 @@ def tensors_gone_wrong() -> dict[str, Wrong]:
         ),
         "six dimensions": Wrong(
             query=rand(1, 1, 2, 4, 12, 8), error=ShapeError, match="rank of query: .* got 6"
+        ),
+        "sparse queries": Wrong(
+            query=rand(2, 4, 12, 8).to_sparse(),
+            error=UnsupportedError,
+            match=r"query is a tensor of layout sparse_coo; .*\n.*query.to_dense\(\)",
+        ),
+        "sparse keys": Wrong(
+            key=rand(2, 4, 12, 8).to_sparse(),
+            error=UnsupportedError,
+            match="key is a tensor of layout sparse_coo",
+        ),
+        "a sparse mask": Wrong(
+            settings={"attn_mask": torch.ones(12, 12).to_sparse()},
+            error=UnsupportedError,
+            match="attn_mask is a tensor of layout sparse_coo",
+        ),
+        "sparse sinks": Wrong(
+            settings={"sinks": torch.ones(4).to_sparse()},
+            error=UnsupportedError,
+            match="sinks is a tensor of layout sparse_coo",
         ),
         "heads that differ": Wrong(
             query=rand(2, 8, 12, 8),
@@ -220,14 +245,42 @@ def numbers_gone_wrong() -> dict[str, Wrong]:
         ("window", (-2, 0), ArgumentError, window + r"\(-2, 0\)"),
         ("window", (0, -2), ArgumentError, window + r"\(0, -2\)"),
         ("window", (1,), ArgumentError, window + r"\(1,\)"),
-        ("window", (1.5, 0), ArgumentError, window + r"\(1.5, 0\)"),
-        ("window", 5, ArgumentError, window + "5"),
-        ("window", None, ArgumentError, window + "None"),
+        ("window", (1.5, 0), ArgumentTypeError, window + r"\(1.5, 0\)"),
+        ("window", (True, 0), ArgumentTypeError, window + r"\(True, 0\)"),
+        ("window", 5, ArgumentTypeError, window + r"5; \(5, 5\) looks both ways, \(4, 0\) is 5"),
+        ("window", 1.5, ArgumentTypeError, window + "1.5"),
+        ("window", "12", ArgumentTypeError, window + "'12'"),
         ("dilation", 0, ArgumentError, dilation + "0"),
         ("dilation", 1.5, ArgumentError, dilation + "1.5"),
         ("scale", NAN, ArgumentError, "scale: expected None or a finite number, got nan"),
         ("scale", INFINITY, ArgumentError, "scale: expected None or a finite number, got inf"),
         ("scale", "big", ArgumentTypeError, "scale: expected a number, got 'big'"),
+        ("scale", "0.5", ArgumentTypeError, "scale: expected a number, got '0.5'"),
+        ("scale", b"0.5", ArgumentTypeError, "scale: expected a number, got b'0.5'"),
+        ("scale", True, ArgumentTypeError, "scale: expected a number, got True"),
+        ("softcap", "30", ArgumentTypeError, "softcap: expected a number, got '30'"),
+        ("softcap", False, ArgumentTypeError, "softcap: expected a number, got False"),
+        ("dropout_p", "0.1", ArgumentTypeError, "dropout_p: expected a number, got '0.1'"),
+        ("dropout_p", True, ArgumentTypeError, "dropout_p: expected a number, got True"),
+        ("is_causal", None, ArgumentTypeError, "is_causal: expected True or False, got None"),
+        (
+            "is_causal",
+            torch.tensor(True),
+            ArgumentTypeError,
+            r"is_causal: expected True or False, got tensor\(True\)",
+        ),
+        ("enable_gqa", 1, ArgumentTypeError, "enable_gqa: expected True or False, got 1"),
+        ("batch_invariant", None, ArgumentTypeError, "expected True or False, got None"),
+        ("max_seqlen_q", 12, ArgumentError, "max_seqlen_q and max_seqlen_k: expected cu_seqlens"),
+        ("max_seqlen_k", 12, ArgumentError, "beside them, got neither; they say how long"),
+        ("layer", "a", ArgumentTypeError, "layer: expected an integer of at least -1, got 'a'"),
+        ("layer", True, ArgumentTypeError, "layer: expected an integer of at least -1, got True"),
+        ("layer", -2, ArgumentError, "layer: expected an integer of at least -1, got -2"),
+        ("history", 3, ArgumentTypeError, "history: expected None or a History, got 3"),
+        ("backend", ["sdpa.flash"], ArgumentTypeError, r"backend: .* got \['sdpa.flash'\]"),
+        ("backend", {}, ArgumentTypeError, "backend: expected a string such as 'auto', got {}"),
+        ("plan", 3, ArgumentTypeError, "plan: expected None or a Plan, got int; a Decision of"),
+        ("tag", 3, ArgumentTypeError, "tag: expected a string, got 3"),
         ("softcap", -1.0, ArgumentError, softcap + "-1.0"),
         ("softcap", NAN, ArgumentError, softcap + "nan"),
         ("softcap", INFINITY, ArgumentError, softcap + "inf"),
@@ -266,7 +319,11 @@ def test_bad_input_ends_in_one_typed_error(name: str) -> None:
     assert isinstance(caught.value, (ValueError, TypeError, RuntimeError))
 
 
-@pytest.mark.parametrize("name", [name for name in WRONG if not name.startswith("return_aux")])
+OF_THE_CALL = ("return_aux", "plan", "tag")
+"""What planning does not take."""
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if not name.startswith(OF_THE_CALL)])
 def test_planning_refuses_what_the_call_refuses(name: str) -> None:
     wrong = WRONG[name]
     positional, settings = wrong.arguments()
@@ -280,6 +337,56 @@ def test_an_unknown_keyword_is_refused() -> None:
         attend(query, query, query, causal=True)
     with pytest.raises(ArgumentTypeError, match=r"keyword arguments: .* got \['causal'\]"):
         plan_attention(query, query, query, causal=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scale": "0.5"}, {"is_causal": None}, {"layer": "a"}, {"history": 3}, {"max_seqlen_q": 12}],
+    ids=str,
+)
+def test_bad_input_is_refused_among_good_calls(settings: dict[str, Any]) -> None:
+    """What good calls have bound is not found for it, nor is it bound itself."""
+    tensors = [rand(2, 4, 12, 8) for _ in range(3)]
+    for _ in range(4):
+        attend(*tensors)
+        with pytest.raises(AdaAttnError):
+            attend(*tensors, **settings)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)],
+    ids=lambda number: type(number).__name__,
+)
+def test_numbers_of_other_types_are_taken(number: Any) -> None:
+    tensors = [rand(2, 4, 12, 8) for _ in range(3)]
+    assert torch.equal(attend(*tensors, scale=number), attend(*tensors, scale=0.5))
+    assert torch.equal(attend(*tensors, softcap=number), attend(*tensors, softcap=0.5))
+
+
+@pytest.mark.parametrize("length", [12, 1])
+def test_no_window_is_written_as_none_too(length: int) -> None:
+    """As in configurations of Transformers; such calls are bound, as others are."""
+    query, key, value = rand(2, 4, length, 8), rand(2, 4, 12, 8), rand(2, 4, 12, 8)
+    expected, known = attend(query, key, value), bound_calls()
+    for _ in range(4):
+        assert torch.equal(attend(query, key, value, window=None), expected)
+    assert bound_calls() == known
+    assert plan_attention(query, key, value, window=None) == plan_attention(query, key, value)
+
+
+@pytest.mark.parametrize("lead", [(2, 4), (4,), ()], ids=str)
+@pytest.mark.parametrize("length", [12, 1])
+def test_a_mask_of_one_dimension_is_one_of_keys(lead: tuple[int, ...], length: int) -> None:
+    """PyTorch's math path broadcasts it; here a boolean and a float once ended in IndexError."""
+    query, key, value = rand(*lead, length, 8), rand(*lead, 12, 8), rand(*lead, 12, 8)
+    for mask in (torch.arange(12) % 3 > 0, rand(12)):
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        for _ in range(3):
+            torch.testing.assert_close(attend(query, key, value, attn_mask=mask), expected)
+        wide = attend(query, key, value, attn_mask=mask.expand(length, 12))
+        assert torch.equal(attend(query, key, value, attn_mask=mask), wide)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -388,6 +495,12 @@ class TestPlans:
         plan = Plan(groups=(HeadGroup(capability="sdpa.fast"),), num_heads=4)
         with pytest.raises(ArgumentError, match=r"one of sdpa\.flash, .* got 'sdpa\.fast'"):
             attend(query, query, query, plan=plan)
+
+
+def test_only_a_policy_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentTypeError, match="policy: expected a Policy, got 'speed'"):
+        save_policy("speed", tmp_path / "policy.json")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 def document(**changes: Any) -> str:

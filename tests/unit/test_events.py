@@ -12,6 +12,7 @@ import torch
 import adaattn
 from adaattn._events import AttentionEvent, emit, listeners, record_events, wants_timing
 from adaattn.call import bound, run
+from adaattn.errors import ArgumentTypeError
 from adaattn.spec import Decision, HeadGroup, Method, Plan, TensorStats
 from adaattn.testing import fake_facts, make_problem
 
@@ -94,6 +95,15 @@ def test_the_same_sink_twice_gets_the_event_twice() -> None:
     with record_events(seen.append), record_events(seen.append):
         emit(EVENT)
     assert len(seen) == 2
+
+
+def test_a_sink_that_cannot_be_called_is_refused() -> None:
+    """It was once logged, as a failing sink, at each call."""
+    with (
+        pytest.raises(ArgumentTypeError, match="sink: expected a callable that takes an event"),
+        record_events(3),  # type: ignore[arg-type]
+    ):
+        pass
 
 
 def test_a_block_left_by_an_error_takes_its_sink_along() -> None:

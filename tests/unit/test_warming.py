@@ -122,7 +122,9 @@ def test_modes_of_the_caller_are_left_as_they_were(grad: bool) -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(("what", "args"), [(3, ()), ([make_problem()], (1,))])
+@pytest.mark.parametrize(
+    ("what", "args"), [(3, ()), ("x", ()), ([3], ()), ([make_problem()], (1,))]
+)
 def test_what_is_neither_problems_nor_a_model_is_refused(what: Any, args: tuple[Any, ...]) -> None:
     with pytest.raises(ArgumentTypeError, match="expected problems alone, or a model or function"):
         adaattn.warmup(what, *args, device="cpu")

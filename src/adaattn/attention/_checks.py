@@ -7,8 +7,16 @@ import torch
 from adaattn.attention._layout import Layout
 from adaattn.backends.keys_values import KeysValues
 from adaattn.call.canonical import described
+from adaattn.call.describe import as_autocast
 from adaattn.call.recomputing import is_recomputing
-from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError, expected_got
+from adaattn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DeviceError,
+    DTypeError,
+    UnsupportedError,
+    expected_got,
+)
 from adaattn.spec import KVKind, Policy
 
 if TYPE_CHECKING:
@@ -20,6 +28,7 @@ __all__ = [
     "check_self_attention",
     "dense_keys_values",
     "new_positions",
+    "unlike_weights",
 ]
 
 
@@ -30,7 +39,7 @@ def check_ranks(policy: Policy, head_dim: int) -> None:
 
 
 def check_cache(cache: "LayerCache", left: int) -> None:
-    """Refuse a cache that would be written twice, or that lacks keys which the layer sees."""
+    """Refuse what is no cache, one that would be written twice, or one that lacks keys."""
     if is_recomputing():
         raise ArgumentError.got(
             "cache in a recomputed forward pass",
@@ -38,7 +47,12 @@ def check_cache(cache: "LayerCache", left: int) -> None:
             "a cache under activation checkpointing",
             "train without a cache, or do not checkpoint this layer",
         )
-    kept = cache.length - cache.start
+    try:
+        kept = cache.length - cache.start
+    except AttributeError as error:
+        hint = "of a KVCache pass layer(index)"
+        got = type(cache).__name__
+        raise ArgumentTypeError.got("cache", "the cache of one layer", got, hint) from error
     if cache.start > 0 and (left < 0 or left > kept):
         seen = "all earlier keys" if left < 0 else f"{left} earlier keys"
         raise ArgumentError.got(
@@ -47,6 +61,26 @@ def check_cache(cache: "LayerCache", left: int) -> None:
             f"the last {kept} of {cache.length}",
             "give the module that window, or the cache a wider one",
         )
+
+
+def unlike_weights(
+    tensors: dict[str, torch.Tensor], weight: torch.Tensor
+) -> DeviceError | DTypeError | None:
+    """Return the error of inputs of another device or dtype than the weights, if they are.
+
+    Asked once projections have failed, so that calls which work pay nothing for it.
+    """
+    for name, item in tensors.items():
+        if item.device != weight.device:
+            hint = "move the module or its inputs"
+            expected = f"device {weight.device} of the module's parameters"
+            return DeviceError.got(name, expected, item.device, hint)
+        empty = item.new_empty(0), weight.new_empty(0)  # memory may have run out
+        given, own = (as_autocast(it, item.device.type).dtype for it in empty)
+        if given != own:
+            expected = f"{weight.dtype} of the module's parameters"
+            return DTypeError.got(f"dtype of {name}", expected, item.dtype, "cast one of them")
+    return None
 
 
 def check_self_attention(query: torch.Tensor, key: torch.Tensor, feature: str) -> None:

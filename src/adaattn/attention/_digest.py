@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from adaattn._events import AttentionEvent
-from adaattn.backends import capabilities, capability_named
-from adaattn.spec import AttentionProblem, Decision, LowRank, Method, Variant, Why
+from adaattn.call.run import why_not_fused
+from adaattn.spec import AttentionProblem, Decision, LowRank, Variant
 
 __all__ = ["Digest", "digest_of"]
 
@@ -102,37 +102,8 @@ def _plan_text(decision: Decision) -> str:
 
 
 def _why_not_fused(event: AttentionEvent) -> str | None:
-    """Return why exact heads were not served by a fused kernel; "" if they were.
-
-    None where no head was exact: an approximation is no fallback.
-    """
-    groups = event.decision.plan.groups
-    exact = [group for group in groups if group.method.kind is Method.EXACT]
-    if not exact:
-        return None
-    slow = [group for group in exact if not capability_named(group.capability).is_fused]
-    if not slow:
-        return ""
+    """Return why exact heads were not served by a fused kernel; "" if they were, None if none."""
+    reason = why_not_fused(event.decision)
     # An audit sends heads back, and says so last; a step down sends the call.
     stepped = event.fallbacks[: len(event.fallbacks) - bool(event.repaired_heads)]
-    if stepped:
-        return stepped[-1]
-    against: list[tuple[int, int, int, str]] = []
-    for place, entry in enumerate(event.decision.trace):
-        name = entry.executor
-        if entry.accepted or not _is_fused(name):
-            continue
-        if entry.why is Why.SLOWER:
-            against.append((0, 0, place, f"{name} was not faster than {slow[0].capability}"))
-            continue
-        # The nearest to serving: it could run here, and the fewest things stand against it.
-        kind = 2 if entry.why is Why.ELSEWHERE else 1
-        against.append((kind, entry.num_reasons, place, f"{name}: {entry.reason}"))
-    if against:
-        return min(against)[-1]
-    return f"{slow[0].capability} was asked for by name, which is no fused kernel"
-
-
-def _is_fused(name: str) -> bool:
-    """Return whether an executor of this installation is a fused kernel."""
-    return any(item.name == name and item.is_fused for item in capabilities())
+    return stepped[-1] if reason and stepped else reason

@@ -2,10 +2,10 @@
 
 from typing import Unpack
 
+from adaattn._numbers import require_flag
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.errors import ArgumentTypeError
 from adaattn.policies import resolve_policy
 from adaattn.spec import Policy
 
@@ -65,9 +65,7 @@ class AdaAttention(BaseAttention):
         momentum: float = 0.5,
         **options: Unpack[AttentionOptions],
     ) -> None:
-        if not isinstance(enable_gpu_optimization, bool):
-            got = repr(enable_gpu_optimization)
-            raise ArgumentTypeError.got("enable_gpu_optimization", "True or False", got)
+        require_flag("enable_gpu_optimization", enable_gpu_optimization)
         runner = Runner(
             None if policy is None else resolve_policy(policy),
             layer=options.get("layer", -1),

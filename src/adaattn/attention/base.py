@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from adaattn._dtypes import precision_of
+from adaattn._numbers import require_flag
 from adaattn.attention._checks import (
     check_cache,
     check_ranks,
     check_self_attention,
     dense_keys_values,
     new_positions,
+    unlike_weights,
 )
 from adaattn.attention._layout import Layout, check_inputs
 from adaattn.attention._masks import mask_arguments
@@ -72,6 +75,7 @@ class BaseAttention(nn.Module, ABC):
         ShapeError: sizes that do not divide.
         ArgumentError: a number out of range, such as a rank that is not below the head
             dimension.
+        DTypeError: a dtype that attention does not compute in.
     """
 
     __constants__ = ("batch_first",)
@@ -100,6 +104,8 @@ class BaseAttention(nn.Module, ABC):
             refuse_unknown(unknown, _keywords_of(type(self)))
         fields: dict[str, Any] = dict(options)
         factory = {name: fields.pop(name, None) for name in ("device", "dtype")}
+        if factory["dtype"] is not None:
+            precision_of(factory["dtype"], subject="the module's parameters")
         config = AttentionConfig(
             embed_dim=embed_dim, num_heads=num_heads, dropout=dropout, bias=bias, **fields
         )
@@ -230,6 +236,8 @@ class BaseAttention(nn.Module, ABC):
             key = query
         value = key if value is None else value
         layout = check_inputs(query, key, value, self.config, self.batch_first)
+        if need_weights is not None:
+            require_flag("need_weights", need_weights)
         if self.rotary is not None or cache is not None:
             check_self_attention(query, key, "rotary" if cache is None else "cache")
         if cache is not None:
@@ -248,7 +256,13 @@ class BaseAttention(nn.Module, ABC):
             num_extra=(self.bias_k is not None) + self.add_zero_attn,
             device=query.device,
         )
-        q, k, v = self._heads(query, key, value, layout)
+        try:
+            q, k, v = self._heads(query, key, value, layout)
+        except RuntimeError as error:
+            given = {"query": query, "key": key, "value": value}
+            if found := unlike_weights(given, next(self.parameters())):
+                raise found from error
+            raise
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the norms stay in the dtype of their weights, and q as v is.
             wide = self.q_norm.weight.dtype

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import torch
 
-from adaattn._numbers import require_integer, require_number
+from adaattn._numbers import require_flag, require_integer, require_number
 from adaattn.attention.rotary_config import RotaryConfig
 from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.errors import ArgumentTypeError, ShapeError
 
 __all__ = ["AttentionConfig", "AttentionOptions"]
+
+_FLAGS: Final = ("bias", "add_bias_kv", "add_zero_attn", "batch_first", "qk_norm", "sinks")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -34,7 +36,7 @@ class AttentionOptions(TypedDict, total=False):
     rotary: RotaryConfig | None
     qk_norm: bool
     qk_norm_eps: float
-    window: tuple[int, int]
+    window: tuple[int, int] | None
     softcap: float | None
     sinks: bool
     scale: float | None
@@ -64,7 +66,7 @@ class AttentionConfig:
         rotary: rotary position embedding of q and k; None is none.
         qk_norm: RMSNorm over each head's q and k, before rotary, as in Qwen3.
         qk_norm_eps: its epsilon.
-        window: ``(left, right)`` keys around a query that it sees; -1 is unlimited.
+        window: ``(left, right)`` keys around a query that it sees; -1 is unlimited, None is none.
         softcap: c in c * tanh(s / c) of the scores; None is none.
         sinks: a learned logit for each head joins the softmax denominator.
         scale: factor of the scores; None is 1 / sqrt(head_dim).
@@ -73,7 +75,7 @@ class AttentionConfig:
     Raises:
         ShapeError: sizes that do not divide.
         ArgumentError: a number out of range.
-        ArgumentTypeError: no integer, or no number.
+        ArgumentTypeError: no integer, no number, or no flag.
 
     Example:
         >>> config = AttentionConfig(embed_dim=64, num_heads=8, num_kv_heads=2)
@@ -110,6 +112,10 @@ class AttentionConfig:
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), least=1)
         require_integer("layer", self.layer, least=-1)
+        for name in _FLAGS:
+            require_flag(name, getattr(self, name))
+        if self.out_bias is not None:
+            require_flag("out_bias", self.out_bias)
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise ShapeError.got(
                 "embed_dim",

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._events import AttentionEvent, add_sink, remove_sink
+from adaattn._numbers import require_integer
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.adapt import NOT_FINITE
@@ -46,6 +47,7 @@ class Runner:
     Raises:
         PolicyError: an unknown policy.
         ArgumentError: an unknown precision mode, or a number out of range.
+        ArgumentTypeError: no integer, no number, or no string.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Runner:
         momentum: float = 0.5,
         fused_on_gpu: bool = True,
     ) -> None:
+        require_integer("layer", layer, least=-1)
         self.policy = None if policy is None else resolve_policy(policy)
         self.backend = backend
         self.layer = layer

@@ -249,10 +249,8 @@ class AttentionStatistics(Mapping[str, Any]):
         if not found["calls"]:
             return "no calls yet"
         shares = found["share_by_method"]
-        heads = ", ".join(
-            f"{share:.0%} {name.replace('_', ' ')}"
-            for name, share in sorted(shares.items(), key=lambda item: -item[1])
-        )
+        by_share = Counter(shares).most_common()
+        heads = ", ".join(f"{share:.0%} {name.replace('_', ' ')}" for name, share in by_share)
         calls = f"{found['calls']} call{'s' if found['calls'] > 1 else ''}"
         saved, error = found["time_saved_ms"], found["max_audited_error"]
         words = [f"{calls}: heads {heads}"]
@@ -263,6 +261,10 @@ class AttentionStatistics(Mapping[str, Any]):
         if error is not None:
             words.append(f"worst audited error {error:.2g}")
         return "; ".join(words)
+
+    def __repr__(self) -> str:
+        """Return the verdict in brackets."""
+        return f"<AttentionStatistics of {self.verdict()}>"
 
     def __str__(self) -> str:
         """Return the verdict, and a table: a line for each statistic and for each head."""

@@ -131,9 +131,12 @@ class BlockList:
             block_k: keys of a block.
 
         Raises:
+            ArgumentTypeError: no tensor.
             DTypeError: not boolean.
             ShapeError: not of 2 to 4 dimensions.
         """
+        if not isinstance(mask, torch.Tensor):
+            raise ArgumentTypeError.got("a mask of blocks", "a tensor", type(mask).__name__)
         if mask.dtype != torch.bool:
             raise DTypeError.got("dtype of a mask of blocks", "bool", mask.dtype)
         if not 2 <= mask.dim() <= 4:

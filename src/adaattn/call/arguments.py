@@ -33,7 +33,7 @@ class Arguments:
     scale: float | torch.Tensor | None = None
     enable_gqa: bool = False
     align: str | Align = "top_left"
-    window: Sequence[int] | torch.Tensor = (-1, -1)
+    window: Sequence[int] | torch.Tensor | None = (-1, -1)
     dilation: int = 1
     softcap: float | torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -60,7 +60,7 @@ class Arguments:
         cls,
         companions: Companions,
         settings: Sequence[Any],
-        window: Sequence[int] | torch.Tensor,
+        window: Sequence[int] | torch.Tensor | None,
     ) -> "Arguments":
         """Return the arguments in the groups in which the public call handles them."""
         return cls(
@@ -121,13 +121,7 @@ def checked_numbers(
     arguments: Arguments, head_dim: int
 ) -> tuple[tuple[int, int], int, float, float, float]:
     """Return (window, dilation, softcap, scale, dropout_p), each in range."""
-    given: Any = arguments.window
-    window = tuple(given) if isinstance(given, Sequence) else ()
-    if len(window) != 2 or not all(_is_int(edge) and edge >= -1 for edge in window):
-        hint = ""
-        if _is_int(given):
-            hint = f"({given}, {given}) looks both ways, ({given - 1}, 0) is {given} keys, causal"
-        raise ArgumentError.got("window", "(left, right), each at least -1", given, hint)
+    window = _edges(arguments.window)
     if not _is_int(arguments.dilation) or arguments.dilation < 1:
         raise ArgumentError.got("dilation", "an integer of at least 1", arguments.dilation)
     softcap = 0.0 if arguments.softcap is None else _number("softcap", arguments.softcap)
@@ -145,7 +139,21 @@ def checked_numbers(
         raise ArgumentError.got(
             "dropout_p", "a probability in [0, 1]", arguments.dropout_p, "0 turns it off"
         )
-    return (window[0], window[1]), arguments.dilation, softcap, scale, dropout_p
+    return window, arguments.dilation, softcap, scale, dropout_p
+
+
+def _edges(given: Any) -> tuple[int, int]:
+    """Return the edges of a window; None has none."""
+    if given is None:
+        return -1, -1
+    expected, hint = "(left, right), each at least -1", ""
+    if _is_int(given):
+        hint = f"({given}, {given}) looks both ways, ({given - 1}, 0) is {given} keys, causal"
+    if not isinstance(given, Sequence) or not all(map(_is_int, given)):
+        raise ArgumentTypeError.got("window", expected, repr(given), hint)
+    if len(given) != 2 or any(edge < -1 for edge in given):
+        raise ArgumentError.got("window", expected, given)
+    return given[0], given[1]
 
 
 def _is_finite(value: float) -> bool:
@@ -154,7 +162,9 @@ def _is_finite(value: float) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a number as a Python float."""
+    """Return a number as a Python float; text and flags are none."""
+    if isinstance(value, str | bytes | bool):
+        raise ArgumentTypeError.got(name, "a number", repr(value))
     if torch.compiler.is_compiling():
         return value  # type: ignore[no-any-return]  # perhaps a symbolic one
     try:

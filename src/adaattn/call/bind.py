@@ -17,7 +17,7 @@ from adaattn.call.arguments import Arguments
 from adaattn.call.audit import Outcome, is_lossy
 from adaattn.call.bound import Bound, Exact, general
 from adaattn.call.choice import Choice, as_it_runs
-from adaattn.call.choose import decide_exactly
+from adaattn.call.choose import check_choice, decide_exactly
 from adaattn.call.describe import Call, build_call
 from adaattn.call.given import given
 from adaattn.call.history import History
@@ -77,13 +77,14 @@ def bind(
     Raises:
         AdaAttnError: as `adaattn.scaled_dot_product_attention`.
     """
-    policy, plan, history, backend, _, return_aux = choice
+    policy, plan, history, backend, layer, return_aux = choice
     if torch._C._get_tracing_state() is not None:
         raise UnsupportedError(
             "torch.jit.trace",
             ["plans are made of sizes as numbers, and a trace hides them"],
             "use torch.compile or torch.export, which take these calls",
         )
+    check_choice(backend, layer, history)
     if plan is not None and (policy is not None or backend != "auto" or history is not None):
         got = f"{policy!r}, {backend!r}, {history!r}"
         raise ArgumentError.got("policy, backend and history with a plan", "none of them", got)

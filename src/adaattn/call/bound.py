@@ -26,7 +26,7 @@ from adaattn.call.history import History
 from adaattn.call.key import Tensor
 from adaattn.call.outputs import ROW_OUTPUTS, AuxOutput, AuxRequest, requested_flags
 from adaattn.call.packing import packed_bounds
-from adaattn.call.run import now_ms, run_decision, tell
+from adaattn.call.run import log_unfused, now_ms, run_decision, tell
 from adaattn.call.waiting import Wait
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, Decision, Policy
@@ -114,6 +114,8 @@ class Exact:
             problem=call.problem, decision=decision, workspace_bytes=0, layer=layer
         )
         self.follow(decision)
+        if backend == "auto":
+            log_unfused(call.problem, self._decision)
 
     def follow(self, decision: Decision) -> None:
         """Run a decision from now on; what need not be compiled any more is run at once."""
@@ -237,7 +239,7 @@ class Exact:
 def _is_as_given(call: Call, arguments: Arguments) -> bool:
     """Return whether the tensors of a call need no step to be canonical, or one that is known."""
     mask, tensors = arguments.attn_mask, call.tensors
-    same_mask = mask is None or (tensors.mask is not None and mask.dim() <= 4)
+    same_mask = mask is None or (tensors.mask is not None and 2 <= mask.dim() <= 4)
     return (
         len(call.batch_shape) == 2
         and same_mask

@@ -4,18 +4,33 @@ from dataclasses import replace
 from functools import lru_cache
 
 from adaattn import hardware
+from adaattn._numbers import require_integer
 from adaattn.backends import capabilities_asked_for
 from adaattn.call.adapt import PROCESS, decide_approximately, is_settled, is_transformed
 from adaattn.call.choice import Choice
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS
-from adaattn.errors import ArgumentError, PlanError, UnsupportedError
+from adaattn.errors import ArgumentError, ArgumentTypeError, PlanError, UnsupportedError
 from adaattn.planning import decide, reasons
 from adaattn.planning.plan import DROPOUT_HIDES
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Method, Policy
 
-__all__ = ["decide_exactly", "decided"]
+__all__ = ["check_choice", "decide_exactly", "decided"]
+
+
+def check_choice(backend: object, layer: object, history: object) -> None:
+    """Refuse a backend, layer or history of another type.
+
+    Raises:
+        ArgumentTypeError: always then.
+        ArgumentError: a layer below -1.
+    """
+    if not isinstance(backend, str):
+        raise ArgumentTypeError.got("backend", "a string such as 'auto'", repr(backend))
+    require_integer("layer", layer, least=-1)
+    if not isinstance(history, History | None):
+        raise ArgumentTypeError.got("history", "None or a History", repr(history))
 
 
 def decide_exactly(
@@ -59,6 +74,7 @@ def decided(
     Raises:
         AdaAttnError: as `adaattn.plan_attention`.
     """
+    check_choice(backend, layer, history)
     with without_autocast(call.problem.device_type):
         call = replace(call, problem=replace(call.problem, may_wait=True))
         facts = hardware.probe(call.tensors.query.device)

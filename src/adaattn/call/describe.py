@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._dtypes import precision_of
+from adaattn._numbers import require_flag
 from adaattn._settings import is_debugging
 from adaattn.backends import Tensors
 from adaattn.backends.block_list import BlockList
@@ -80,7 +81,7 @@ def build_call(
         DeviceError: tensors are on different devices.
         ArgumentError: a number is out of range, or two arguments contradict.
         ArgumentTypeError: an argument is of the wrong type.
-        UnsupportedError: nested tensors.
+        UnsupportedError: nested or sparse tensors.
     """
     _check_tensors(query, key, value)
     given = (query, key, value)
@@ -140,7 +141,7 @@ def build_call(
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse what is no tensor, nested, of the wrong rank, or on several devices."""
+    """Refuse what is no tensor, nested, sparse, of the wrong rank, or on several devices."""
     for name, item in (("query", query), ("key", key), ("value", value)):
         if not isinstance(item, torch.Tensor):
             raise ArgumentTypeError.got(name, "a torch.Tensor", type(item).__name__)
@@ -150,6 +151,7 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
                 [f"{name} is a nested tensor; its layout hides the lengths that planning reads"],
                 "Pass packed tensors [1, H, T, D] with cu_seqlens_q and cu_seqlens_k instead.",
             )
+        _check_layout(name, item)
         if not 2 <= item.dim() <= _MAX_RANK:
             raise ShapeError.got(
                 f"rank of {name}",
@@ -161,6 +163,17 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
         raise DeviceError.got("query, key and value", "one device", got, "move them to one device")
     if query.device.type not in SDPA_NAMES:
         raise DeviceError.got("device", "'cpu' or 'cuda'", repr(str(query.device)))
+
+
+def _check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor without strides."""
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(
+            "AdaAttn",
+            [f"{name} is a tensor of layout {layout}; kernels read strided ones"],
+            f"Pass {name}.to_dense().",
+        )
 
 
 def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -200,12 +213,13 @@ def _causal_bias(
     align = _align(arguments.align)
     mask = arguments.attn_mask
     for name in ("is_causal", "enable_gqa", "batch_invariant"):
-        if isinstance(text := getattr(arguments, name), str):  # "False" would count as true
-            raise ArgumentTypeError.got(name, "True or False", repr(text))
+        if not isinstance(flag := getattr(arguments, name), torch.SymBool):
+            require_flag(name, flag)
     if mask is None:
         return None, bool(arguments.is_causal), align
     if not isinstance(mask, torch.Tensor):
         raise ArgumentTypeError.got("attn_mask", "None or a torch.Tensor", type(mask).__name__)
+    _check_layout("attn_mask", mask)
     if arguments.is_causal:
         raise ArgumentError.got(
             "attn_mask with is_causal=True",
@@ -331,7 +345,8 @@ def _check_blocks(
 
 
 def _check_companion(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
-    """Refuse a small tensor that is not floating point or on another device."""
+    """Refuse a small tensor that is sparse, not floating point or on another device."""
+    _check_layout(name, tensor)
     if not tensor.is_floating_point():
         raise DTypeError.got(f"dtype of {name}", "floating point", tensor.dtype)
     if tensor.device != query.device:

@@ -8,6 +8,7 @@ from adaattn._dtypes import precision_of
 from adaattn.backends import Tensors
 from adaattn.backends.common import layout_facts
 from adaattn.call.packing import longest
+from adaattn.errors import ArgumentError
 from adaattn.spec import HeadTerm, MaskKind
 
 __all__ = ["SDPA_NAMES", "allowed_sdpa_kernels", "packed_facts", "sdpa_default", "tensor_facts"]
@@ -65,9 +66,16 @@ def packed_facts(
     """Return the fields of a packed problem; those that follow from one packing are bounds.
 
     A number of tokens is rounded up to a power of two: a new packing is not a new problem.
+
+    Raises:
+        ArgumentError: a longest sequence is no such number, or there are no sequences.
     """
     starts_q, starts_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     if starts_q is None or starts_k is None:
+        if max_seqlen_q is not None or max_seqlen_k is not None:
+            hint = "they say how long packed sequences are; a dense batch has its shape"
+            wanted = "cu_seqlens_q and cu_seqlens_k beside them"
+            raise ArgumentError.got("max_seqlen_q and max_seqlen_k", wanted, "neither", hint)
         return {}
     len_q, len_k = tensors.query.shape[2], tensors.key.shape[2]
     most_q = longest("max_seqlen_q", max_seqlen_q, tensors.bounds_q, len_q)

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -13,14 +14,30 @@ from adaattn.backends import capabilities, capability_named, execute, forget_til
 from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import Watch
-from adaattn.errors import ArgumentError, ExecutorError, PlanError, UnsupportedError
+from adaattn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutorError,
+    PlanError,
+    UnsupportedError,
+)
 from adaattn.planning import decide, reasons
-from adaattn.spec import Decision, Method, Plan, Policy, Scheme
+from adaattn.spec import AttentionProblem, Decision, Method, Plan, Policy, Scheme, Why
 
-__all__ = ["GIVEN", "check_plan", "now_ms", "run_decision", "run_plan", "tell"]
+__all__ = [
+    "GIVEN",
+    "check_plan",
+    "log_unfused",
+    "now_ms",
+    "run_decision",
+    "run_plan",
+    "tell",
+    "why_not_fused",
+]
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
+_PLAN_HINT: Final = "a Decision of plan_attention has one in .plan"
 
 
 def run_decision(call: Call, decision: Decision, policy: Policy, backend: str) -> Outcome:
@@ -70,6 +87,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     Traceable by ``torch.compile``; there nothing is audited.
 
     Raises:
+        ArgumentTypeError: it is none.
         ArgumentError: it was made for another number of heads.
         UnsupportedError: one of its executors cannot serve the call, or computes in a format
             that loses what the plan does not allow to lose.
@@ -89,7 +107,9 @@ GIVEN: Final = "the plan was given with the call"
 
 
 def check_plan(call: Call, plan: Plan) -> None:
-    """Refuse a plan that does not fit the call; see `run_plan`."""
+    """Refuse what is no plan, or one that does not fit the call; see `run_plan`."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError.got("plan", "None or a Plan", type(plan).__name__, _PLAN_HINT)
     problem = call.problem
     if plan.num_heads != problem.num_heads:
         raise ArgumentError.got(
@@ -136,6 +156,53 @@ def _smaller(call: Call, policy: Policy, excluded: set[str], error: RuntimeError
         return decide(call.problem, None, hardware.probe(device), policy, left)
     except PlanError:
         raise error from None
+
+
+def log_unfused(problem: AttentionProblem, decision: Decision) -> None:
+    """Log why no fused kernel serves calls of a problem, once in this process."""
+    if _LOGGER.isEnabledFor(logging.INFO) and (why := why_not_fused(decision)):
+        names = dict.fromkeys(group.capability for group in decision.plan.groups)
+        _log_unfused(problem.without_layout(), ", ".join(names), why)
+
+
+@lru_cache(maxsize=1024)
+def _log_unfused(problem: AttentionProblem, names: str, why: str) -> None:
+    """Log one sentence."""
+    shape = [problem.batch, problem.num_heads, problem.len_q, problem.head_dim]
+    text = "no fused kernel serves queries %s over %d keys, %s does: %s"
+    _LOGGER.info(text, shape, problem.len_k, names, why)
+
+
+hardware.on_clear(_log_unfused.cache_clear)
+
+
+def why_not_fused(decision: Decision) -> str | None:
+    """Return why no fused kernel serves exact heads; "" if one does.
+
+    None where no head is exact: an approximation is no fallback.
+    """
+    groups = decision.plan.groups
+    exact = [group for group in groups if group.method.kind is Method.EXACT]
+    if not exact:
+        return None
+    slow = [group for group in exact if not capability_named(group.capability).is_fused]
+    if not slow:
+        return ""
+    fused = {item.name for item in capabilities() if item.is_fused}
+    against: list[tuple[int, int, int, str]] = []
+    for place, entry in enumerate(decision.trace):
+        name = entry.executor
+        if entry.accepted or name not in fused:
+            continue
+        if entry.why is Why.SLOWER:
+            against.append((0, 0, place, f"{name} was not faster than {slow[0].capability}"))
+            continue
+        # The nearest to serving: it could run here, and the fewest things stand against it.
+        kind = 2 if entry.why is Why.ELSEWHERE else 1
+        against.append((kind, entry.num_reasons, place, f"{name}: {entry.reason}"))
+    if against:
+        return min(against)[-1]
+    return f"{slow[0].capability} was asked for by name, which is no fused kernel"
 
 
 def _step_down(names: list[str], error: RuntimeError) -> str:

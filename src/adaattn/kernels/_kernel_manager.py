@@ -12,12 +12,13 @@ from adaattn.call.describe import Arguments, build_call
 from adaattn.errors import ArgumentTypeError
 from adaattn.functional import plan_attention
 from adaattn.hardware.probe import resolve
-from adaattn.kernels._fused import FUSED_NAMES
 from adaattn.planning import decide, reasons
 from adaattn.policies import resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
 
 __all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
+
+_FUSED: Final = frozenset(item.name for item in capabilities() if item.is_fused)
 
 _KEPT: Final = 256
 
@@ -52,7 +53,7 @@ class KernelChoice:
     @property
     def is_fused(self) -> bool:
         """Whether every head is served by a fused kernel."""
-        return FUSED_NAMES.issuperset(self.names)
+        return _FUSED.issuperset(self.names)
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from adaattn.call.keywords import refuse_unknown
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
-from adaattn.kernels._fused import FLASH, attend
 from adaattn.kernels._kernel_manager import (
     AttentionKernelManager,
     CacheInfo,
@@ -57,7 +56,7 @@ def fused_scaled_dot_product_attention(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    backend: str = FLASH,
+    backend: str = "flash",
 ) -> torch.Tensor:
     """Return attention by a fused kernel, [B, Hq, Sq, Dv], or say every reason why none serves.
 
@@ -82,13 +81,12 @@ def fused_scaled_dot_product_attention(
         >>> tuple(fused_scaled_dot_product_attention(q, k, v, is_causal=True).shape)
         (1, 4, 32, 16)
     """
-    semantics = {
-        "attn_mask": attn_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "scale": scale,
-    }
-    output: torch.Tensor = attend(query, key, value, semantics, {"backend": backend})
+    output: torch.Tensor = scaled_dot_product_attention(
+        *(query, key, value, attn_mask, dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=True,
+        backend=backend,
+    )
     return output
 
 
@@ -194,9 +192,13 @@ def memory_efficient_attention(
         (1, 2, 256, 16)
     """
     policy = Policy(name="memory_efficient", memory_budget_bytes=memory_budget_bytes)
-    semantics = {"attn_mask": attn_bias, "dropout_p": p, "is_causal": is_causal, "scale": scale}
-    settings = {"policy": policy, "backend": "chunked"}
-    output: torch.Tensor = attend(query, key, value, semantics, settings)
+    output: torch.Tensor = scaled_dot_product_attention(
+        *(query, key, value, attn_bias, p, is_causal),
+        scale=scale,
+        enable_gqa=True,
+        policy=policy,
+        backend="chunked",
+    )
     return output
 
 

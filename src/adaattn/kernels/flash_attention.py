@@ -2,8 +2,11 @@
 
 A fused kernel is one with online softmax (FlashAttention-2, cuDNN, the memory-efficient
 kernel, PyTorch's CPU kernel, FlexAttention). The chain of ``auto`` is: a fused kernel, else
-PyTorch's SDPA, else matrix products and a softmax; each step down is logged at level INFO
-and is in the call's event. Tensors are [B, H, S, D]; legend in `adaattn.spec`.
+PyTorch's SDPA, else matrix products and a softmax. Where no fused kernel serves, the reason is
+logged at level INFO, once for each kind of call, and statistics count the calls under
+``fallback_calls``. A step down is an executor that fails when it runs: it is logged as a warning,
+is in the call's event, and counts under ``step_downs``. Tensors are [B, H, S, D]; legend in
+`adaattn.spec`.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +18,10 @@ from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.runner import Runner
+from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.errors import ArgumentError, ArgumentTypeError
-from adaattn.kernels._fused import attend
+from adaattn.functional import scaled_dot_product_attention
 from adaattn.spec import Align, Policy
 
 __all__ = ["AdaptiveFlashAttention", "FlashAttentionConfig", "flash_attention_forward"]
@@ -55,10 +59,10 @@ class FlashAttentionConfig:
         enable_flash: False takes fused kernels out of the chain.
 
     Raises:
-        ArgumentError: an unknown precision mode.
-        ArgumentTypeError: a precision mode that is no string.
+        ArgumentError: an unknown precision mode; a number out of range.
+        ArgumentTypeError: a precision mode that is no string; no number where one belongs.
 
-    The other numbers are checked by the call.
+    Flags, and which corner, are checked by the call.
 
     Example:
         >>> FlashAttentionConfig(is_causal=True, window=(127, 0)).precision_mode
@@ -68,15 +72,16 @@ class FlashAttentionConfig:
     is_causal: bool = False
     align: str | Align = "top_left"
     scale: float | None = None
-    window: tuple[int, int] = (-1, -1)
+    window: tuple[int, int] | None = (-1, -1)
     softcap: float | None = None
     dropout_p: float = 0.0
     precision_mode: str = "auto"
     enable_flash: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a precision mode that does not exist."""
+        """Refuse a precision mode that does not exist, and numbers that no call takes."""
         checked_mode(self.precision_mode)
+        checked_numbers(Arguments(**self.semantics), head_dim=1)
 
     @property
     def semantics(self) -> dict[str, Any]:
@@ -139,12 +144,15 @@ def flash_attention_forward(
         raise ArgumentTypeError.got("config", "None or a FlashAttentionConfig", got)
     if backend != "auto" and not config.enable_flash:
         raise ArgumentError.got("backend with enable_flash=False", "'auto'", repr(backend))
-    semantics = config.semantics | {"attn_mask": attn_mask}
-    backend = backend if config.enable_flash else "unfused"
-    settings = {"policy": policy, "backend": backend, "return_aux": return_aux}
+    settings = config.semantics | {
+        "enable_gqa": True,
+        "policy": policy,
+        "backend": backend if config.enable_flash else "unfused",
+        "return_aux": return_aux,
+    }
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        return attend(query, key, value, semantics, settings)
+        return scaled_dot_product_attention(query, key, value, attn_mask, **settings)
 
     found, note = in_mode(config.precision_mode, query, key, value, run)
     if not return_aux:

@@ -3,7 +3,7 @@
 import torch
 
 from adaattn._dtypes import precision_of
-from adaattn.errors import NonFiniteError, ShapeError
+from adaattn.errors import ArgumentTypeError, NonFiniteError, ShapeError
 
 __all__ = [
     "accumulation_dtype",
@@ -22,9 +22,12 @@ def require_matrix(tensor: torch.Tensor, subject: str) -> None:
     """Refuse what is not a floating-point tensor of at least two dimensions.
 
     Raises:
+        ArgumentTypeError: no tensor.
         ShapeError: fewer than two dimensions.
         DTypeError: not float64, float32, bfloat16 or float16.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError.got(subject, "a torch.Tensor", type(tensor).__name__)
     precision_of(tensor.dtype, subject=subject)
     if tensor.ndim < 2:
         raise ShapeError.got(subject, "a tensor of at least 2 dimensions", tuple(tensor.shape))

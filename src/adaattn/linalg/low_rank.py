@@ -9,6 +9,7 @@ rotation where values repeat: differentiate functions that do not depend on that
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,8 @@ _PROBES = 10
 class RandomizedSVD:
     """A matrix's leading singular triplets and how far they are from it.
 
+    It unpacks as what ``torch.svd_lowrank`` returns: ``U, S, V = randomized_svd(matrix, 8)``.
+
     Args:
         u: [..., m, r], orthonormal columns.
         s: [..., r], largest first.
@@ -72,6 +75,10 @@ class RandomizedSVD:
     vh: torch.Tensor
     frobenius_error: torch.Tensor
     spectral_bound: torch.Tensor
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Return U, S and V, [..., n, r], one after another."""
+        return iter((self.u, self.s, self.vh.mT))
 
     def reconstruct(self) -> torch.Tensor:
         """Return the approximation ``u s vh``, [..., m, n]."""
@@ -136,6 +143,7 @@ def randomized_svd(
         generator: draws the sketch; None draws the same one each time.
 
     Raises:
+        ArgumentTypeError: no tensor.
         ShapeError: fewer than two dimensions.
         DTypeError: the dtype is not floating point.
         ArgumentError: the rank, oversample or power_iterations is out of range.
@@ -231,6 +239,7 @@ def effective_rank(
         [...] in ``compute_dtype``.
 
     Raises:
+        ArgumentTypeError: no tensor.
         ShapeError: fewer than two dimensions.
         DTypeError: the dtype is not floating point.
         ArgumentError: ``compute_dtype`` is not float32 or float64.
@@ -272,6 +281,7 @@ def principal_components(
         compute_dtype: dtype of the D x D eigenvalue problem; float32 is faster on GPUs.
 
     Raises:
+        ArgumentTypeError: no tensor.
         ShapeError: fewer than two dimensions.
         DTypeError: the dtype is not floating point.
         ArgumentError: the rank is out of range, or ``compute_dtype`` is not float32 or float64.

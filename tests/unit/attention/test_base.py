@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import adaattn
 from adaattn.attention import _causal_hint
+from adaattn.attention.adaattn import AdaAttention
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.dense import DenseAttention
 from adaattn.attention.runner import Runner
@@ -27,10 +28,12 @@ from adaattn.cache import KVCache
 from adaattn.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DeviceError,
     DTypeError,
     ShapeError,
     UnsupportedError,
 )
+from adaattn.kernels import AdaptiveFlashAttention
 from adaattn.testing import assert_matches
 
 EMBED, HEADS, BATCH, LEN = 16, 4, 2, 6
@@ -356,6 +359,29 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"attn_mask: expected \[6, 6\] or \[8, 6, 6\], got float32\[6, 3\]",
     ),
     "mask heads": ({"attn_mask": torch.zeros(2, LEN, LEN)}, ShapeError, r"or \[8, 6, 6\]"),
+    "half precision": (
+        {"query": tokens().half()},
+        DTypeError,
+        "dtype of query: expected torch.float32 of the module's parameters, got torch.float16",
+    ),
+    "integers": ({"query": torch.ones(BATCH, LEN, EMBED).int()}, DTypeError, "got torch.int32"),
+    "dtype of value": ({"value": tokens().double()}, DTypeError, "value: .* got torch.float64"),
+    "device": (
+        {"query": tokens().to("meta")},
+        DeviceError,
+        "query: expected device cpu of the module's parameters, got meta; move the module",
+    ),
+    "need_weights": ({"need_weights": "a"}, ArgumentTypeError, "need_weights: expected True or"),
+    "cache": (
+        {"key": None, "value": None, "cache": 3},
+        ArgumentTypeError,
+        "cache: expected the cache of one layer, got int; of a KVCache pass layer",
+    ),
+    "a whole cache": (
+        {"key": None, "value": None, "cache": KVCache(num_layers=1)},
+        ArgumentTypeError,
+        "cache: expected the cache of one layer, got KVCache",
+    ),
     "positions": (
         {"positions": torch.arange(LEN)},
         ArgumentError,
@@ -377,6 +403,40 @@ def test_nested_tensors_are_refused_with_the_way_round() -> None:
     with pytest.raises(UnsupportedError, match="query is a nested tensor") as caught:
         DenseAttention(EMBED, HEADS)(nested)
     assert "enable_nested_tensor=False" in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_one_tensor_for_all_of_another_dtype_is_refused_outside_of_autocast(own: bool) -> None:
+    """Autocast casts floating point, and no integers."""
+    module, x = DenseAttention(EMBED, HEADS, kdim=None if own else 7), tokens()
+    given = (x,) if own else (x, tokens(BATCH, LEN, 7), x)
+    with pytest.raises(DTypeError, match=r"dtype of query: .* got torch.float64; cast one"):
+        module(*(item.double() for item in given))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(*(item.half() for item in given))[0].dtype is torch.bfloat16
+        with pytest.raises(DTypeError, match=r"dtype of query: .* got torch.int64"):
+            module(*(item.long() for item in given))
+
+
+def test_other_errors_of_projections_are_raised_as_they_are() -> None:
+    class Full(DenseAttention):
+        def _heads(self, *given: Any) -> Any:
+            raise torch.OutOfMemoryError("the memory is full")
+
+    with pytest.raises(torch.OutOfMemoryError, match="the memory is full"):
+        Full(EMBED, HEADS)(tokens())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64], ids=str)
+def test_parameters_of_a_dtype_without_attention_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(DTypeError, match=f"dtype of the module's parameters: .* got {dtype}"):
+        DenseAttention(EMBED, HEADS, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", [DenseAttention, AdaAttention, AdaptiveFlashAttention])
+def test_a_layer_that_is_no_number_is_refused(kind: type[BaseAttention]) -> None:
+    with pytest.raises(ArgumentTypeError, match="layer: expected an integer of at least -1, got"):
+        kind(EMBED, HEADS, layer="a")
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -91,6 +91,12 @@ BAD: dict[str, tuple[dict[str, Any], type[AdaAttnError], str]] = {
     "dropout nan": ({"dropout": float("nan")}, ArgumentError, "dropout: expected a number in"),
     "dropout type": ({"dropout": "0.1"}, ArgumentTypeError, "dropout: expected a number"),
     "window": ({"window": (3,)}, ArgumentError, r"window: expected \(left, right\)"),
+    "window type": ({"window": 3.5}, ArgumentTypeError, r"window: expected \(left, right\)"),
+    "norms": ({"qk_norm": 1}, ArgumentTypeError, "qk_norm: expected True or False, got 1"),
+    "sinks": ({"sinks": "a"}, ArgumentTypeError, "sinks: expected True or False, got 'a'"),
+    "bias": ({"bias": None}, ArgumentTypeError, "bias: expected True or False, got None"),
+    "out bias": ({"out_bias": 0}, ArgumentTypeError, "out_bias: expected True or False, got 0"),
+    "softcap flag": ({"softcap": True}, ArgumentTypeError, "softcap: expected a number, got True"),
     "softcap": ({"softcap": -1.0}, ArgumentError, "softcap: expected None or a finite number"),
     "scale": ({"scale": float("inf")}, ArgumentError, "scale: expected None or a finite number"),
     "scale type": ({"scale": "wide"}, ArgumentTypeError, "scale: expected a number, got 'wide'"),
@@ -114,6 +120,10 @@ def test_an_impossible_module_is_refused(name: str) -> None:
 
 def test_a_window_may_be_a_list() -> None:
     assert make(window=[3, 0]).window == (3, 0)
+
+
+def test_no_window_is_written_as_none_too() -> None:
+    assert make(window=None) == make()
 
 
 def test_a_config_is_a_value() -> None:

@@ -560,6 +560,12 @@ class TestForms:
     def test_the_verdict_is_one_line(self, events: list[AttentionEvent], verdict: str) -> None:
         assert recorded(*events).verdict() == verdict
 
+    def test_it_is_shown_as_its_verdict(self) -> None:
+        """The address of an object once stood there."""
+        assert repr(AttentionStatistics()) == "<AttentionStatistics of no calls yet>"
+        found = recorded(*VARIED)
+        assert repr(found) == f"<AttentionStatistics of {found.verdict()}>"
+
     def test_before_any_call_the_table_says_so(self) -> None:
         verdict, _, *lines = str(AttentionStatistics()).splitlines()
         assert verdict == "no calls yet"

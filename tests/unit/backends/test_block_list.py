@@ -120,12 +120,17 @@ def test_without_a_list_nothing_is_dropped() -> None:
         adaattn.scaled_dot_product_attention(q, q, q, return_aux=AuxRequest(dropped_mass=True))
 
 
-@pytest.mark.parametrize(("mask", "error"), [(torch.ones(3, 3), DTypeError), (None, ShapeError)])
-def test_what_is_no_mask_of_blocks_is_refused(
-    mask: torch.Tensor | None, error: type[AdaAttnError]
-) -> None:
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.ones(3, 3), DTypeError),
+        (torch.ones(3).bool(), ShapeError),
+        ([[True]], ArgumentTypeError),
+    ],
+)
+def test_what_is_no_mask_of_blocks_is_refused(mask: Any, error: type[AdaAttnError]) -> None:
     with pytest.raises(error, match="mask of blocks"):
-        BlockList.from_mask(torch.ones(3).bool() if mask is None else mask)
+        BlockList.from_mask(mask)
 
 
 @settings(max_examples=60, deadline=None)

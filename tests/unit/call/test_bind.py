@@ -1,5 +1,6 @@
 """A kind of call is bound once: a repeated call must be the same call, never a similar one."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from adaattn import (
     AttentionEvent,
     AuxRequest,
+    DenseAttention,
     History,
     Policy,
     functional,
@@ -23,7 +25,7 @@ from adaattn import (
 )
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import bind, choose
-from adaattn.errors import ArgumentError, PlanError
+from adaattn.errors import AdaAttnError, ArgumentError, PlanError
 from adaattn.spec.evidence import Cell, Measured, TimingTable, problem_class
 from adaattn.testing import assert_matches, fake_facts
 
@@ -203,6 +205,55 @@ def test_a_sink_that_wants_time_gets_it_from_a_call_that_is_bound(bindings: list
     assert events[0].time_ms is not None and events[0].time_ms > 0
 
 
+class TestTheLog:
+    """What no fused kernel serves is logged once a kind of call; before, `kernels/` alone did."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, caplog: pytest.LogCaptureFixture) -> None:
+        hardware.clear_cache()
+        caplog.set_level(logging.INFO, "adaattn")
+
+    @pytest.mark.parametrize("policy", ["quality", "balanced"])
+    def test_the_first_call_of_a_kind_is_logged_with_the_reason(
+        self, caplog: pytest.LogCaptureFixture, policy: str
+    ) -> None:
+        for layer in (0, 0, 0, 1):
+            attend(*draw(), softcap=30.0, policy=policy, layer=layer)
+        (message,) = caplog.messages
+        assert message.startswith("no fused kernel serves queries [2, 4, 32, 16] over 32 keys, ")
+        assert message.endswith(" does: sdpa.flash: it does not support softcap")
+        attend(*draw(length=33), softcap=30.0, policy=policy)
+        assert len(caplog.messages) == 2
+
+    def test_numbers_in_tensors_make_no_new_kind(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Such calls are bound each time."""
+        for _ in range(3):
+            attend(*draw(), softcap=torch.tensor(30.0))
+        assert len(caplog.messages) == 1
+
+    def test_statistics_count_each_call_under_the_same_reason(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        module = DenseAttention(64, 4, softcap=30.0)
+        for _ in range(3):
+            module(torch.randn(2, 32, 64))
+        found = module.get_statistics()
+        reason = "sdpa.flash: it does not support softcap"
+        assert found["fallback_reasons"] == {reason: 3} and found["step_downs"] == 0
+        assert len(caplog.messages) == 1 and caplog.messages[0].endswith(reason)
+
+    @pytest.mark.parametrize(
+        "name", ["dense", "causal", "a backend", "a plan", "a plan and the decision"]
+    )
+    def test_what_is_fused_or_asked_for_is_not_logged(
+        self, caplog: pytest.LogCaptureFixture, name: str
+    ) -> None:
+        settings = SETTINGS[name]()
+        caplog.clear()
+        attend(*draw(), **settings)
+        assert caplog.messages == []
+
+
 def test_a_failing_sink_does_not_stop_a_repeated_call(caplog: pytest.LogCaptureFixture) -> None:
     def fail(event: AttentionEvent) -> None:
         raise RuntimeError("a full disk")
@@ -318,7 +369,7 @@ def test_a_wrong_window_is_refused_after_a_right_one_like_it(window: Any) -> Non
     tensors = draw()
     for _ in range(2):
         attend(*tensors, window=(5, 3))
-    with pytest.raises(ArgumentError, match=r"window: expected \(left, right\)"):
+    with pytest.raises(AdaAttnError, match=r"window: expected \(left, right\)"):
         attend(*tensors, window=window)
 
 

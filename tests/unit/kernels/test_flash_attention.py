@@ -128,9 +128,10 @@ class TestForward:
             assert caplog.records == []
             found = flash_attention_forward(*inputs, FlashAttentionConfig(dropout_p=0.5))
         assert isinstance(found, torch.Tensor)
-        (record,) = caplog.records
-        assert "no fused kernel served this call, sdpa.math did: " in record.message
-        assert "sdpa.flash/fp32: it does not support dropout" in record.message
+        assert caplog.messages == [
+            "no fused kernel serves queries [2, 4, 24, 16] over 24 keys, sdpa.math does: "
+            "sdpa.flash: it does not support dropout"
+        ]
 
     def test_a_kernel_without_room_is_followed_by_the_next(self, draw: Draw, check: Check) -> None:
         inputs = draw((1, 2, 40, 16))
@@ -214,11 +215,24 @@ class TestForward:
         with pytest.raises(kind, match=message):
             FlashAttentionConfig(**values)
 
+    @pytest.mark.parametrize(
+        ("values", "kind", "message"),
+        [
+            ({"dropout_p": 2.0}, ArgumentError, r"dropout_p: expected a probability in \[0, 1\]"),
+            ({"window": (-2, 0)}, ArgumentError, r"window: expected \(left, right\)"),
+            ({"scale": "x"}, ArgumentTypeError, "scale: expected a number, got 'x'"),
+            ({"softcap": True}, ArgumentTypeError, "softcap: expected a number, got True"),
+        ],
+    )
+    def test_a_wrong_number_is_refused_at_once(
+        self, values: dict[str, object], kind: type[AdaAttnError], message: str
+    ) -> None:
+        with pytest.raises(kind, match=message):
+            FlashAttentionConfig(**values)
+
     def test_other_wrong_settings_are_refused_by_the_call(self, draw: Draw) -> None:
-        with pytest.raises(ArgumentError, match=r"dropout_p: expected a probability in \[0, 1\]"):
-            flash_attention_forward(*draw(), FlashAttentionConfig(dropout_p=2.0))
-        with pytest.raises(ArgumentError, match=r"window: expected \(left, right\)"):
-            flash_attention_forward(*draw(), FlashAttentionConfig(window=(-2, 0)))
+        with pytest.raises(ArgumentTypeError, match="is_causal: expected True or False, got 1"):
+            flash_attention_forward(*draw(), FlashAttentionConfig(is_causal=1))
         with pytest.raises(ArgumentTypeError, match="config: expected None or a FlashAttention"):
             flash_attention_forward(*draw(), {"is_causal": True})
         with pytest.raises(ArgumentTypeError, match=r"query: expected a torch\.Tensor, got str"):

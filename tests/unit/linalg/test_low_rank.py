@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn.errors import ArgumentError, DTypeError, NonFiniteError, ShapeError
+from adaattn.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DTypeError,
+    NonFiniteError,
+    ShapeError,
+)
 from adaattn.linalg.low_rank import (
     effective_rank,
     expected_sketch_error,
@@ -43,6 +49,14 @@ def frobenius(matrix: torch.Tensor) -> torch.Tensor:
 def rounding(matrix: torch.Tensor) -> torch.Tensor:
     """What the rounding of a few products with this matrix may add to a norm."""
     return 8 * sum(matrix.shape[-2:]) * torch.finfo(matrix.dtype).eps * frobenius(matrix)
+
+
+def test_it_unpacks_as_the_one_of_pytorch() -> None:
+    matrix = torch.randn(2, 9, 3) @ torch.randn(2, 3, 7)
+    left, values, right = randomized_svd(matrix, 3)
+    for ours, theirs in zip((left, values, right), torch.svd_lowrank(matrix, 3), strict=True):
+        assert ours.shape == theirs.shape
+    torch.testing.assert_close(left @ values.diag_embed() @ right.mT, matrix)
 
 
 @pytest.mark.parametrize("shape", [(50, 30), (30, 50), (7, 7), (100, 3), (1, 9), (9, 1)])
@@ -369,6 +383,8 @@ def test_bad_arguments_are_refused_with_a_sentence() -> None:
         expected_sketch_error(torch.ones(3), 1, 1)
     with pytest.raises(ShapeError, match="matrix: expected a tensor of at least 2 dimensions"):
         randomized_svd(matrix[0], 1)
+    with pytest.raises(ArgumentTypeError, match=r"matrix: expected a torch\.Tensor, got list"):
+        randomized_svd([1], 2)  # type: ignore[arg-type]
     with pytest.raises(DTypeError, match="dtype of tokens: expected float64"):
         principal_components(matrix.int(), 1)
     for call in (
