@@ -1,6 +1,7 @@
 """The parts of the Transformers integration: the mask function and one layer's call."""
 
 import dataclasses
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -489,6 +490,16 @@ def test_a_bias_under_a_mask_is_made_once_for_all_layers() -> None:
     for _ in range(2):
         joined(followed, mask).where(mask, 0.0).sum().backward()
     assert followed.grad is not None
+
+
+def test_a_bias_under_a_mask_is_gone_with_the_mask() -> None:
+    """It was kept with the bias, which a model may own."""
+    bias, mask = torch.randn(1, 4, 128, 128), torch.rand(2, 1, 128, 128) > 0.3
+    made = weakref.ref(joined(bias, mask))
+    assert made() is not None
+    del mask
+    gc.collect()
+    assert made() is None
 
 
 @pytest.mark.parametrize("kind", ["order", "none", "boolean", "additive"])

@@ -24,7 +24,7 @@ def sdpa_keywords(problem: AttentionProblem) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if problem.dropout_p:
         found["dropout_p"] = problem.dropout_p
-    # Half of all dimensions have another number each way, and callers write either.
+    # A quarter of all dimensions have another number each way, and callers write either.
     if problem.scale not in (1 / problem.head_dim**0.5, problem.head_dim**-0.5):
         found["scale"] = problem.scale
     if problem.group_size > 1:

@@ -25,6 +25,7 @@ __all__ = [
     "key_of",
     "may_grow",
     "may_keep",
+    "process_modes",
 ]
 
 Tensor = torch.Tensor | None
@@ -130,13 +131,13 @@ def key_of(
         layer,
         return_aux,
         torch.get_autocast_dtype(device.type) if _any_autocast() and _autocasts(device.type) else 0,
-        _deterministic(),
-        _threads(),
-        _flash(),
-        _efficient(),
-        _math(),
-        _cudnn(),
+        *process_modes(),
     )
+
+
+def process_modes() -> tuple[object, ...]:
+    """Return the modes of the process that a choice depends on, beside autocast."""
+    return _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad()
 
 
 def may_grow(query: torch.Tensor, key: torch.Tensor, starts_q: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from adaattn import hardware
 from adaattn.call.bound import Bound
-from adaattn.call.key import DECODE_ROWS, alignment, may_grow
+from adaattn.call.key import DECODE_ROWS, alignment, may_grow, process_modes
 from adaattn.call.options import (
     Options,
     has_options,
@@ -42,13 +42,6 @@ _MOST_MISSED: Final = 8
 _LOOKED_AGAIN: Final = 256
 """Calls of that while, counted from the first miss."""
 
-_flash = torch._C._get_flash_sdp_enabled
-_efficient = torch._C._get_mem_efficient_sdp_enabled
-_math = torch._C._get_math_sdp_enabled
-_cudnn = torch._C._get_cudnn_sdp_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_threads = torch.get_num_threads
-_grad = torch.is_grad_enabled
 _ambient = AMBIENT.get
 
 _Dims = Sequence[Sequence[int | None]]
@@ -198,15 +191,8 @@ def _is_like(
         alike
         and (growing is None or _is_within(growing, key, value, mask))
         and _ambient() is ambient
-        # As `_modes`, without the call.
-        and (_flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad())
-        == modes
+        and process_modes() == modes
     )
-
-
-def _modes() -> tuple[object, ...]:
-    """Return the modes of the process that a key has."""
-    return _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad()
 
 
 def _is_within(
@@ -312,7 +298,7 @@ def note(
         names=names,
         growing=growing,
         ambient=_ambient(),
-        modes=_modes(),
+        modes=process_modes(),
     )
     if growing is not None:  # the same length may come again, and is compared in less time
         exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]

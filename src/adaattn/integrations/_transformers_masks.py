@@ -131,8 +131,13 @@ def _words(request: Mapping[str, Any]) -> tuple[object, ...] | None:
     return function, config, torch.is_inference_mode_enabled(), *numbers, *other
 
 
-_OWN_REFERENCES: Final = 2
-"""A variable's, and that of the call which counts them."""
+def _references() -> int:
+    """Return how often what one variable alone holds is held where that is asked."""
+    alone = object()
+    return sys.getrefcount(alone)
+
+
+_OWN_REFERENCES: Final = _references()
 
 _KEPT = 64
 _UNTOUCHED: dict[object, StructuredMask] = {}

@@ -196,12 +196,15 @@ def _with_mask(seen: Visibility, mask: torch.Tensor) -> Visibility:
 
 
 def joined(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a bias under a mask, made once for all layers that are given the same two."""
+    """Return a bias under a mask, made once for all layers that are given the same two.
+
+    It is kept as long as the mask, which is of one forward pass; a model may own the bias.
+    """
     is_followed = torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)
-    if is_followed or bias.numel() < _KEPT_FROM or mask.is_inference():
+    if is_followed or bias.numel() < _KEPT_FROM or bias.is_inference():
         return _under(mask, bias)
-    facts = (WeakIdRef(mask), mask._version, bias.dtype)
-    return kept_beside(bias, facts, partial(_under, mask, bias))
+    facts = (WeakIdRef(bias), bias._version, bias.data_ptr(), bias.shape)
+    return kept_beside(mask, facts, partial(_under, mask, bias))
 
 
 def _under(mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
