@@ -13,7 +13,7 @@ from adaattn.call.history import History
 from adaattn.call.key import DECODE_ROWS
 from adaattn.errors import ArgumentError, ArgumentTypeError, PlanError, UnsupportedError
 from adaattn.planning import decide, reasons
-from adaattn.planning.plan import DROPOUT_HIDES
+from adaattn.planning.unmeasured import DROPOUT_HIDES
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Method, Policy
 
 __all__ = ["check_choice", "decide_exactly", "decided"]

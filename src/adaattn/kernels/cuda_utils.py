@@ -27,7 +27,17 @@ from adaattn.kernels._kernel_manager import (
     KernelInfo,
 )
 from adaattn.policies import resolve_policy
-from adaattn.spec import Decision, HeadGroup, LowRank, Method, Plan, Policy, Precision, Scheme
+from adaattn.spec import (
+    Decision,
+    HeadGroup,
+    LowRank,
+    Method,
+    Plan,
+    Policy,
+    Precision,
+    Scheme,
+    TraceEntry,
+)
 
 __all__ = [
     "AttentionKernelManager",
@@ -45,6 +55,7 @@ _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _LOW_RANK: Final = "low_rank"
 
 _GIVEN: Final = "rank and precision were given with the call; nothing was measured"
+_ASKED: Final = "taken because its rank was asked for; the error budget bounds its format alone"
 
 
 def fused_scaled_dot_product_attention(
@@ -240,7 +251,9 @@ def _at_rank(
             error_budget=policy.error_budget,
         )
         output = scaled_dot_product_attention(query, key, value, plan=plan, **semantics)
-        return output, Decision(plan=plan, policy=policy.name, notes=(_GIVEN,))
+        group = plan.groups[0]
+        entry = TraceEntry(candidate=group.label, accepted=True, reason=_ASKED)
+        return output, Decision(plan=plan, trace=(entry,), policy=policy.name, notes=(_GIVEN,))
 
     found: tuple[torch.Tensor, Decision] = _in_precision(inputs, precision, run)
     return found

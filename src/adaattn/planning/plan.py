@@ -25,7 +25,8 @@ from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
-from adaattn.planning.trace import format_ms, trace_of, when_compiled
+from adaattn.planning.trace import trace_of, when_compiled
+from adaattn.planning.unmeasured import why_unmeasured
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -50,13 +51,9 @@ for ranks with their spectra (5 by `Capability.sampling_cost`), 31 for block sel
 masses (8); the exact kernel takes 28 ms.
 """
 
-DROPOUT_HIDES: Final = "dropout hides errors of this size, so they cannot be checked"
-
 _SAFETY: Final = 4
 """Output errors of a format are taken to stay below this many of its rounding errors."""
 
-_LOSES_NOTHING = "it approximates, and the error budget is 0"
-_MEASURES_THE_BATCH = "its error is measured on the whole batch, which batch_invariant excludes"
 _NOT_EXACT = "it approximates, and no exact one could take over where an audit finds too much"
 
 
@@ -342,10 +339,12 @@ def _exact_decision(
 ) -> Decision:
     """Return the decision made without statistics."""
     exact = ranked[-1]
-    refusal = _why_unmeasured(problem, hardware, policy, exact)
+    given = problem, hardware, policy, exact
     why = Why.UNMEASURED if policy.allows_loss else Why.POLICY
     judged = [
-        item if item.is_exact or item.refusal else replace(item, refusal=refusal, why=why)
+        item
+        if item.is_exact or item.refusal
+        else replace(item, refusal=why_unmeasured(item, *given), why=why)
         for item in candidates
     ]
     if problem.batch_invariant:
@@ -374,27 +373,3 @@ def _exact_decision(
 def _plan_of(item: Candidate, problem: AttentionProblem, policy: Policy) -> Plan:
     """Return the plan that computes every head in one exact way."""
     return Plan(groups=(item.group,), num_heads=problem.num_heads, error_budget=policy.error_budget)
-
-
-def _why_unmeasured(
-    problem: AttentionProblem, hardware: HardwareFacts, policy: Policy, exact: Candidate
-) -> str:
-    """Return the sentence for approximations that nobody measured."""
-    rows = policy.audit_rows
-    if problem.batch_invariant:
-        return _MEASURES_THE_BATCH
-    if not policy.allows_loss:
-        return _LOSES_NOTHING
-    if rows == 0:
-        return "it must be checked on sampled rows, and the policy audits none"
-    if problem.dropout_p:
-        return DROPOUT_HIDES
-    if problem.num_sequences:
-        return "errors are not measured on packed sequences yet; call it for each sequence"
-    if problem.len_q < 4 * rows:
-        return f"checking it takes {rows} sampled rows of at least {4 * rows}, got {problem.len_q}"
-    overhead = measuring_ms(problem, hardware, rows, 0)
-    return (
-        f"even at its best, with {format_ms(overhead)} of checking, it would not beat "
-        f"{exact.name} at {format_ms(exact.time_ms)}, or exact calls have not paid for a try yet"
-    )

@@ -125,6 +125,7 @@ class TestAdaptive:
             4,
         )
         assert "given with the call" in decision.notes[0]
+        assert "taken because its rank was asked for; the error budget bounds" in decision.explain()
 
     def test_a_rank_below_the_inputs_loses_something(self) -> None:
         inputs = planted(8)

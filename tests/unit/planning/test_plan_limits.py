@@ -122,12 +122,12 @@ def test_a_memory_budget_turns_the_plan_from_the_fast_to_the_small() -> None:
         (
             Policy(error_budget=0.05),
             {"len_q": 127},
-            "checking it takes 32 sampled rows of at least 128, got 127",
+            "checked on 32 rows, it takes 128 at least; this call has 127",
         ),
         (
             Policy(error_budget=0.05),
             {"len_q": 128},
-            "even at its best, with ",
+            "even at its best, ",
         ),
     ],
 )
@@ -145,7 +145,16 @@ def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
     policy = Policy(error_budget=0.05)
     decision = decide(_problem("cpu", len_q=256), None, fake_facts("cpu"), policy, executors)
     reason = _entries(decision)["block_sparse/fp32 mass=0.9"].reason
-    assert "ms of checking, it would not beat sdpa.flash/fp32 at " in reason
+    assert "ms of checking, it would not beat sdpa.flash/fp32: " in reason
+
+
+def test_what_could_pay_waits_for_exact_calls(executors: Executors) -> None:
+    """One sentence named both causes, joined by "or"."""
+    policy, problem = Policy(error_budget=0.05), _problem("cpu", len_q=8192)
+    assert worth_measuring(problem, fake_facts("cpu"), policy, executors)
+    decision = decide(problem, None, fake_facts("cpu"), policy, executors)
+    reasons = {entry.reason for entry in decision.trace}
+    assert "it is tried when exact calls have paid for a try" in reasons
 
 
 def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:
