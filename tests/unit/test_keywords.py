@@ -9,7 +9,6 @@ import adaattn
 from adaattn import AdaAttention, AdaptiveRankAttention, DenseAttention, Policy, Precision
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.errors import (
-    ArgumentError,
     ArgumentTypeError,
     PolicyError,
     ShapeError,
@@ -143,7 +142,7 @@ def test_formats_and_methods_may_be_named() -> None:
 
 
 def test_one_number_for_a_window_is_answered_with_both_meanings() -> None:
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentTypeError) as caught:
         attend(X, X, X, window=8)
     assert str(caught.value).endswith("got 8; (8, 8) looks both ways, (7, 0) is 8 keys, causal")
 
