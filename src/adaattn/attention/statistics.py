@@ -58,8 +58,8 @@ class AttentionStatistics(Mapping[str, Any]):
       those that were kept;
     - ``flops``, ``bytes_moved``: by the cost model; ``flops_saved``, ``bytes_saved``: less than
       the cheapest exact way; ``peak_workspace_bytes``: predicted memory beside inputs and
-      output; ``peak_memory_bytes``: most that the process used by then (on CUDA PyTorch's
-      allocations), None if unknown;
+      output; ``peak_memory_bytes``: on a CPU the peak of the whole process by then, on CUDA
+      that of PyTorch's allocations, None if unknown;
     - ``measure_ms``: host time of measuring; ``time_ms``: of calls that a sink timed;
       ``time_saved_ms``: measured, what approximations took less than exact attention, choosing
       and checking counted (negative is a loss);
