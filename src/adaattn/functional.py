@@ -72,8 +72,6 @@ def _repeated(function: _F) -> _F:
             if not isinstance(found, Found):
                 return found
             if known is Miss.NOTE:
-                if not isinstance(tag, str):
-                    raise ArgumentTypeError.got("tag", "a string", repr(tag))
                 given = query, key, value, attn_mask, dropout_p, is_causal, options
                 window = options.get("window")
                 note(found.bound, *given, reaches=() if window is None else window)
@@ -189,6 +187,8 @@ def scaled_dot_product_attention(
     """
     if unknown:
         refuse_unknown(unknown, _KEYWORDS)
+    if not isinstance(tag, str):
+        raise ArgumentTypeError.got("tag", "a string", repr(tag))
     companions: Companions
     companions = (attn_mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, blocks, None)
     settings = (
@@ -209,6 +209,8 @@ def scaled_dot_product_attention(
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor) or isinstance(window, Tensor):
         given = Arguments.of(companions, settings, window)
         companions, settings, window = given.companions, given.settings, given.window
+    if window is None:
+        window = NO_WINDOW
     if not (_any_autocast() and isinstance(query, Tensor) and _autocasts(query.device.type)):
         bound = _bound(query, key, value, companions, settings, window, choice)
         return Found(bound, (query, key, value, *companions, tag))
@@ -238,17 +240,15 @@ def _bound(
     value: torch.Tensor,
     companions: Companions,
     settings: tuple[Any, ...],
-    window: Sequence[int] | torch.Tensor | None,
+    window: Sequence[int] | torch.Tensor,
     choice: Choices,
 ) -> Bound:
     """Return what was bound for calls like this one, bound first if need be."""
     known_by = known = None
     try:
-        known_by = key_of(query, key, value, companions, settings, window, choice)  # type: ignore[arg-type]
+        known_by = key_of(query, key, value, companions, settings, window, choice)
         known = find(known_by)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        if window is None:  # which has no key
-            return _bound(query, key, value, companions, settings, NO_WINDOW, choice)
         known_by = None  # no tensor, a nested one, no number, too few: binding says which
     if known is not None:
         return known

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adaattn._numbers import require_integer, require_number
+from adaattn._numbers import require_flag, require_integer, require_number
 from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 __all__ = ["RotaryConfig", "RotaryScaling", "grown_frequencies"]
@@ -121,8 +121,7 @@ class RotaryConfig:
             if (value := getattr(self, name)) is not None:
                 require_integer(name, value, least=1)
         for name in ("interleaved", "truncate"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ArgumentTypeError.got(name, "True or False", repr(value))
+            require_flag(name, getattr(self, name))
         require_number("base", self.base, above=1)
         require_number("factor", self.factor, least=1)
         require_number("beta_slow", self.beta_slow, above=0)

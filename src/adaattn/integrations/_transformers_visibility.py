@@ -152,11 +152,7 @@ def packed(
     assert seen.mask is not None
     rows = segments_of(starts_q, query.shape[2])[:, None]
     inside = rows == segments_of(starts_k, len_k)[None, : seen.num_keys]
-    if seen.mask.dtype == torch.bool:
-        combined = seen.mask & inside
-    else:
-        combined = seen.mask.masked_fill(~inside, float("-inf"))
-    return Visibility(num_keys=seen.num_keys, mask=combined)
+    return Visibility(num_keys=seen.num_keys, mask=_narrowed(seen.mask, inside))
 
 
 def with_bias(seen: Visibility, bias: torch.Tensor, dtype: torch.dtype) -> Visibility:
@@ -178,12 +174,14 @@ def selected(seen: Visibility, indices: torch.Tensor, len_k: int) -> Visibility:
         raise ShapeError.got("indices of keys", "[B, Sq, k] of integers", got)
     chosen = indices.new_zeros((*indices.shape[:2], len_k), dtype=torch.bool)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)[..., : seen.num_keys]
-    mask = seen.mask
-    if mask is None:
-        return _with_mask(seen, chosen)
+    return _with_mask(seen, chosen if seen.mask is None else _narrowed(seen.mask, chosen))
+
+
+def _narrowed(mask: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return a boolean or additive mask that shows some of the keys alone, those that are True."""
     if mask.dtype == torch.bool:
-        return _with_mask(seen, mask & chosen)
-    return _with_mask(seen, mask.masked_fill(~chosen, float("-inf")))
+        return mask & keys
+    return mask.masked_fill(~keys, float("-inf"))
 
 
 def _with_mask(seen: Visibility, mask: torch.Tensor) -> Visibility:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from adaattn._numbers import require_integer, require_number
+from adaattn._numbers import require_flag, require_integer, require_number
 from adaattn.attention.rotary import RotaryConfig
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.models.kinds import (
@@ -124,8 +124,7 @@ class TransformerConfig:
             require_integer(name, getattr(self, name), least=0)
         self._fill_sizes()
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentTypeError.got(name, "True or False", getattr(self, name))
+            require_flag(name, getattr(self, name))
         for name in _SHARES:
             require_number(name, getattr(self, name), least=0, below=1)
         for name in ("norm_eps", "init_std", "softcap", "scale"):

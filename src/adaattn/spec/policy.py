@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from adaattn._numbers import require_integer, require_number
+from adaattn._numbers import require_flag, require_integer, require_number
 from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
 from adaattn.spec.enums import Method, Precision
 
@@ -66,10 +66,7 @@ class Policy:
         _check_head_budgets(self.head_budgets)
         if Method.EXACT not in self.methods:
             raise ArgumentError.got("methods", "a tuple with Method.EXACT in it", self.methods)
-        if not isinstance(self.batch_invariant, bool):
-            raise ArgumentTypeError.got(
-                "batch_invariant", "True or False", repr(self.batch_invariant)
-            )
+        require_flag("batch_invariant", self.batch_invariant)
         if self.batch_invariant and self.allows_loss:
             hint = "approximations are chosen by numbers that are measured on the whole batch"
             raise ArgumentError.got("error budgets with batch_invariant=True", "0", "others", hint)
