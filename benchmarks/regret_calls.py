@@ -36,7 +36,16 @@ from benchmarks.ops.inputs import alibi_mask
 from benchmarks.regret_problems import Kind, Problem
 from benchmarks.written_out import written_out
 
-__all__ = ["OURS", "PEER", "Calls", "function_calls", "kept", "positional"]
+__all__ = [
+    "OURS",
+    "PEER",
+    "Calls",
+    "function_calls",
+    "kept",
+    "our_keywords",
+    "positional",
+    "tensors_of",
+]
 
 OURS, PEER = "adaattn", "F.sdpa"
 
@@ -64,11 +73,11 @@ class Calls:
 @contextlib.contextmanager
 def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls]:
     """Yield the calls of the two functions."""
-    tensors = _tensors(problem, device)
+    tensors = tensors_of(problem, device)
     spec = _spec(problem)
     inputs = (tensors.query, tensors.key, tensors.value)
     shared = {"enable_gqa": True} if problem.heads != problem.kv_heads else {}
-    ours_keywords = shared | _our_keywords(problem, tensors)
+    ours_keywords = shared | our_keywords(problem, tensors)
     if policy != "quality":
         ours_keywords["policy"] = policy
     peer_keywords: dict[str, Any] = {}
@@ -106,7 +115,7 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
     )
 
 
-def _tensors(problem: Problem, device: str) -> Tensors:
+def tensors_of(problem: Problem, device: str) -> Tensors:
     """Return the tensors of a problem, drawn on the device; a mask is there in four dimensions."""
     generator = torch.Generator(device).manual_seed(problem.index)
     dtype = getattr(torch, problem.dtype)
@@ -209,7 +218,7 @@ def positional(problem: Problem) -> dict[str, Any]:
     return found
 
 
-def _our_keywords(problem: Problem, tensors: Tensors) -> dict[str, Any]:
+def our_keywords(problem: Problem, tensors: Tensors) -> dict[str, Any]:
     """Return what is passed to ``adaattn.scaled_dot_product_attention`` beside q, k and v."""
     found = positional(problem)
     if tensors.mask is not None:

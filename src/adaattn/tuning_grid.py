@@ -58,6 +58,9 @@ _CLASSES: Final[dict[str, dict[str, Any]]] = {
     "bias": {"mask": MaskKind.ADDITIVE},
     "unaligned mask": {"mask": MaskKind.BOOLEAN},
     "unaligned bias": {"mask": MaskKind.ADDITIVE},
+    "bias of keys": {"mask": MaskKind.ADDITIVE},
+    "thinner window": {"is_causal": True, "window": 128},
+    "thinnest window": {"is_causal": True, "window": 512},
     "window both ways": {"window": 8},
     "thin window": {"is_causal": True, "window": 32},
     "thin window both ways": {"window": 32},
@@ -77,7 +80,11 @@ _COMPILED: Final = (
     *("narrow window", "window both ways", "packed", "alibi", "softcap"),
     *("blocks", "all blocks"),
 )
-_FOLDED: Final = ("causal", "full", "mask of keys", "mask")
+_SHORT: Final = (
+    *("causal", "full", "mask of keys", "bias of keys", "mask", "bias"),
+    *("alibi", "softcap", "sinks", "dilation"),
+)
+_DECODED: Final = ("causal", "mask of keys", "bias of keys")
 _WIDE: Final = ("causal", "full")
 _WIDE_FEATURES: Final = ("softcap", "sinks", "alibi", "narrow window", "mask", "bias")
 _TRAINED: Final = ("causal", "full", *_MASKED)
@@ -108,10 +115,10 @@ class _Grid:
     Args:
         square: of prefill.
         masked: of what is a mask to SDPA, windows and packed sequences, in training too.
-        folded: of grouped heads that SDPA serves by math, short and in training too.
         wide: of head dimensions above 256, in training too.
         wide_features: of these with masks and changes of scores, in training too.
         training: of the rest where gradients are wanted.
+        short: of a few tokens, with gradients too where its class has them.
         decode: of a single query; the lengths are of its keys.
         statistics: of prefill with the entropy of rows, which few executors know.
         unaligned: of masks whose rows begin at no multiples of 16 bytes.
@@ -129,7 +136,7 @@ class _Grid:
     decode: _Lists
     statistics: tuple[_Lists, ...] = ()
     unaligned: tuple[_Lists, ...] = ()
-    folded: tuple[_Lists, ...] = ()
+    short: tuple[_Lists, ...] = ()
     wide: tuple[_Lists, ...] = ()
     wide_features: tuple[_Lists, ...] = ()
     trained: tuple[str, ...] = _TRAINED
@@ -158,7 +165,12 @@ _GRIDS: Final = {
         square=_CPU,
         masked=replace(_CPU, lengths=(2048, 1024, 4096)),
         training=replace(_CPU, lengths=(512, 2048, 1024)),
-        decode=replace(_CPU, groups=(4, 8, 1), lengths=(2048, 8192, 512, 1024, 4096, 16384)),
+        decode=replace(
+            _CPU,
+            sizes=((1, 8), (4, 32)),
+            groups=(4, 8, 1),
+            lengths=(2048, 8192, 512, 1024, 4096, 16384),
+        ),
         omitted=(
             "sinks",
             "dilation",
@@ -173,25 +185,28 @@ _GRIDS: Final = {
     "cuda": _Grid(
         square=_CUDA,
         masked=_Lists(
-            precisions=(Precision.BF16,),
+            precisions=(Precision.BF16, Precision.FP32),
             head_dims=(128, 64, 256),
             sizes=((1, 32), (1, 4)),
             groups=(1, 4),
-            lengths=(2048, 512, 8192, 128, 32, 4),
+            lengths=(2048, 512, 8192, 128, 32768, 32, 4),
         ),
-        training=replace(_CUDA, lengths=(2048, 512, 8192, 1024)),
-        folded=tuple(
+        training=replace(_CUDA, lengths=(2048, 512, 8192, 1024, 128)),
+        short=(
             _Lists(
-                precisions=(precision,),
-                head_dims=head_dims,
+                precisions=(Precision.BF16, Precision.FP32),
+                head_dims=(128, 64, 256),
+                sizes=((1, 32), (1, 4)),
+                groups=(1, 4),
+                lengths=(32, 4),
+            ),
+            _Lists(
+                precisions=(Precision.BF16, Precision.FP32),
+                head_dims=(512,),
                 sizes=((1, 32), (1, 4)),
                 groups=(4,),
                 lengths=(32, 4),
-            )
-            for precision, head_dims in (
-                (Precision.BF16, (512,)),
-                (Precision.FP32, (128, 64, 256, 512)),
-            )
+            ),
         ),
         wide=(
             _Lists(
@@ -275,13 +290,13 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
         if name in _COMPILED:
             for place, values in _long(grid):
                 yield place + _class_place(name), _problem(name, *values), True
-        if name in _FOLDED:
-            for place, values in chain.from_iterable(grid.folded):
+        if name in _SHORT:
+            for place, values in chain.from_iterable(grid.short):
                 problem = _problem(name, *values)
-                yield place + _class_place(name) + 2.0, problem, False
+                yield place + _class_place(name) + 1.0, problem, False
                 if name in grid.trained:
                     training = replace(problem, requires_grad=True)
-                    yield place + _class_place(name) + 2.5, training, False
+                    yield place + _class_place(name) + 1.5, training, False
         if name in (*_WIDE, *_WIDE_FEATURES):
             lists = chain.from_iterable(grid.wide if name in _WIDE else grid.wide_features)
             for place, values in lists:
@@ -301,9 +316,10 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
 
 def _decode(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
     """Yield the same for a single query at the last key."""
-    for place, values in grid.decode:
-        problem = replace(_problem("causal", *values), len_q=1, align=Align.BOTTOM_RIGHT)
-        yield place, problem, False
+    for name in _DECODED:
+        for place, values in grid.decode:
+            problem = replace(_problem(name, *values), len_q=1, align=Align.BOTTOM_RIGHT)
+            yield place + _class_place(name), problem, False
 
 
 def _long(grid: _Grid) -> Iterator[tuple[float, tuple[Any, ...]]]:

@@ -151,7 +151,9 @@ def interpolated(
 
 
 def _time_of(problem: AttentionProblem, name: str, near: Sequence[tuple[float, Cell]]) -> Measured:
-    """Return the mean of cells' times, grown by the work."""
+    """Return the mean of cells' times, grown by the work; that of its own cell if there is one."""
+    if near[0][0] == 0.0:
+        near = near[:1]
     times = [(distance, cell.times[name]) for distance, cell in near]
     work = math.log(_work(problem, problem.visible_pairs))
     grown = [work - math.log(_cell_work(cell)) for _, cell in near]
