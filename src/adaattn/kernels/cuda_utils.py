@@ -12,12 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from adaattn._dtypes import torch_dtype
-from adaattn.attention.precision_mode import cast_call, named_precision
-from adaattn.backends import capabilities
+from adaattn.attention.precision_mode import in_precision, named_precision
 from adaattn.call.describe import Arguments, build_call
 from adaattn.call.keywords import refuse_unknown
-from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
 from adaattn.kernels._kernel_manager import (
@@ -221,12 +219,12 @@ def _at_own_rank(
         policy = replace(policy, precisions=())
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        return scaled_dot_product_attention(
+        output, aux = scaled_dot_product_attention(
             query, key, value, policy=policy, return_aux=True, **semantics
         )
+        return output, aux.decision
 
-    output, aux = _in_precision(inputs, precision, run)
-    return output, aux.decision
+    return _in_precision(inputs, precision, run)
 
 
 def _at_rank(
@@ -255,25 +253,23 @@ def _at_rank(
         entry = TraceEntry(candidate=group.label, accepted=True, reason=_ASKED)
         return output, Decision(plan=plan, trace=(entry,), policy=policy.name, notes=(_GIVEN,))
 
-    found: tuple[torch.Tensor, Decision] = _in_precision(inputs, precision, run)
-    return found
+    return _in_precision(inputs, precision, run)
 
 
-def _in_precision(inputs: _Inputs, precision: Precision | None, run: Callable[..., Any]) -> Any:
+def _in_precision(
+    inputs: _Inputs, precision: Precision | None, run: Callable[..., Any]
+) -> tuple[torch.Tensor, Decision]:
     """Return what ``run`` gives for the inputs in a format; None is their own.
 
     Raises:
-        UnsupportedError: no executor takes the format.
+        UnsupportedError: no executor computes in the format.
     """
     if precision is None:
-        return run(*inputs)
-    if not any(precision in item.precisions for item in capabilities()):
-        taken = [
-            f"{item.name}: it takes {', '.join(one.label for one in item.precisions)}"
-            for item in capabilities()
-        ]
-        raise UnsupportedError(f"precision {precision.label!r}", taken)
-    return cast_call(torch_dtype(precision), *inputs, run)
+        output, decision = run(*inputs)
+        return output, decision
+    request = f"precision {precision.label!r}"
+    (output, decision), note = in_precision(request, precision, *inputs, run)
+    return output, replace(decision, notes=(*decision.notes, note)) if note else decision
 
 
 def _lowered(group: HeadGroup, rank: int, value_dim: int) -> HeadGroup:

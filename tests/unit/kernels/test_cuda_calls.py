@@ -148,6 +148,17 @@ class TestAdaptive:
         assert output.dtype == torch.float32
         check(output.bfloat16(), tuple(item.bfloat16() for item in inputs))
 
+    @pytest.mark.parametrize("rank", [None, 4])
+    def test_a_format_that_the_device_lacks_is_computed_in_and_that_is_said(
+        self, draw: Draw, machine: Callable[..., HardwareFacts], rank: int | None
+    ) -> None:
+        machine("cpu_amx")
+        _, decision = adaptive_attention_kernel(
+            *draw(), rank=rank, precision="fp16", return_decision=True
+        )
+        assert {group.scheme.inputs for group in decision.plan.groups} == {Precision.FP16}
+        assert decision.notes[-1].startswith("precision 'fp16' is computed in as asked, though")
+
     def test_rank_and_format_are_one_call(self) -> None:
         inputs = planted(4)
         output, decision = adaptive_attention_kernel(
@@ -213,6 +224,7 @@ class TestAdaptive:
             ({"precision": "fp12"}, ArgumentError, "precision: expected one of .* got 'fp12'"),
             ({"precision": "auto"}, ArgumentError, "precision: expected one of .* got 'auto'"),
             ({"precision": 16}, ArgumentTypeError, "precision: expected a Precision or 'fp32'"),
+            ({"precision": "fp8"}, UnsupportedError, "precision 'fp8_e4m3' cannot serve"),
             ({"precision": Precision.INT4}, UnsupportedError, "precision 'int4' cannot serve"),
             ({"rank": 4, "window": (3, 0)}, UnsupportedError, "not support a sliding window"),
             ({"casual": True}, ArgumentTypeError, "keyword arguments: expected some of"),
