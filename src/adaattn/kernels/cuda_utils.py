@@ -52,8 +52,7 @@ _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LOW_RANK: Final = "low_rank"
 
-_GIVEN: Final = "rank and precision were given with the call; nothing was measured"
-_ASKED: Final = "taken because its rank was asked for; the error budget bounds its format alone"
+_ASKED: Final = "its rank was given by the caller, and no error budget is checked"
 
 
 def fused_scaled_dot_product_attention(
@@ -113,8 +112,9 @@ def adaptive_attention_kernel(
     """Return attention at a rank and in a number format, [B, Hq, Sq, Dv].
 
     What is None is decided by the policy, on numbers measured from the call, and audited as
-    the policy says. What is given is done and not audited: compare
-    `adaattn.linalg.bounds`, or leave it to the policy.
+    the policy says. What is given is done and not audited: a plan at a given rank has no error
+    budget, and its decision names the policy ``"given"``. Compare `adaattn.linalg.bounds`, or
+    leave it to the policy.
 
     Args:
         query: [B, Hq, Sq, D].
@@ -240,18 +240,22 @@ def _at_rank(
         problem = build_call(query, key, value, Arguments(**semantics)).problem
         exact: tuple[HeadGroup, ...]
         exact = (HeadGroup(capability=_LOW_RANK, scheme=Scheme.of(problem.precision)),)
+        note = "rank and precision were given with the call; nothing was measured"
         if precision is None:
+            note = f"the rank was given with the call; policy {policy.name!r} chose the format"
             only = replace(policy, methods=(Method.EXACT,))
             exact = plan_attention(query, key, value, policy=only, **semantics).plan.groups
         plan = Plan(
             groups=tuple(_lowered(group, rank, problem.value_dim) for group in exact),
             num_heads=problem.num_heads,
-            error_budget=policy.error_budget,
+            error_budget=None,
         )
         output = scaled_dot_product_attention(query, key, value, plan=plan, **semantics)
-        group = plan.groups[0]
-        entry = TraceEntry(candidate=group.label, accepted=True, reason=_ASKED)
-        return output, Decision(plan=plan, trace=(entry,), policy=policy.name, notes=(_GIVEN,))
+        trace = tuple(
+            TraceEntry(candidate=group.label, accepted=True, reason=_ASKED, heads=group.heads)
+            for group in plan.groups
+        )
+        return output, Decision(plan=plan, trace=trace, policy="given", notes=(note,))
 
     return _in_precision(inputs, precision, run)
 

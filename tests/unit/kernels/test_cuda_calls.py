@@ -124,8 +124,26 @@ class TestAdaptive:
             4,
             4,
         )
-        assert "given with the call" in decision.notes[0]
-        assert "taken because its rank was asked for; the error budget bounds" in decision.explain()
+        assert decision.notes == (
+            "the rank was given with the call; policy 'balanced' chose the format",
+        )
+
+    @pytest.mark.parametrize("policy", ["quality", "balanced", "speed"])
+    @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
+    def test_a_given_rank_claims_no_error_budget(self, policy: str, precision: str | None) -> None:
+        """It claimed the policy's, which nothing holds against the rank."""
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            _, decision = adaptive_attention_kernel(
+                *planted(4), rank=4, precision=precision, policy=policy, return_decision=True
+            )
+        assert (decision.policy, decision.plan.error_budget) == ("given", None)
+        (entry,) = decision.trace
+        assert entry.reason == "its rank was given by the caller, and no error budget is checked"
+        assert decision.explain().startswith("policy given (no error budget)\n")
+        assert decision.to_dict()["plan"]["error_budget"] is None
+        assert events[-1].decision.plan == decision.plan
+        assert "no error budget" in str(events[-1])
 
     def test_a_rank_below_the_inputs_loses_something(self) -> None:
         inputs = planted(8)
@@ -199,7 +217,7 @@ class TestAdaptive:
         output, decision = adaptive_attention_kernel(
             *inputs, rank=4, policy=none, return_decision=True
         )
-        assert decision.plan.error_budget == 0.0 and not decision.plan.is_exact
+        assert decision.plan.error_budget is None and not decision.plan.is_exact
         assert torch.equal(output, adaptive_attention_kernel(*inputs, rank=4))
 
     def test_without_the_decision_the_output_comes_alone(self, draw: Draw) -> None:
