@@ -86,7 +86,7 @@ class AttentionEvent:
         for group in plan.groups:
             heads = f"heads {', '.join(map(str, group.heads))}" if group.heads else "all heads"
             lines.append(f"{heads} by {group.label}")
-        lines.append(f"policy {self.decision.policy or 'none'}, error budget {plan.error_budget:g}")
+        lines.append(f"policy {self.decision.policy or 'none'}, {plan.shown_budget}")
         if self.error_estimate is not None:
             lines.append(f"largest error {self.error_estimate:.2g}")
         if self.repaired_heads:

@@ -237,6 +237,17 @@ def test_a_plan_comes_back_from_json_as_it_was(
     assert twin == plan and hash(twin) == hash(plan)
 
 
+def test_a_plan_without_an_error_budget_says_so_and_is_not_audited() -> None:
+    plan = Plan(groups=(FLASH,), num_heads=4, error_budget=None)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert (plan.budgets, plan.shown_budget) == ((), "no error budget")
+    same = Plan(groups=(FLASH,), num_heads=2, error_budget=0.05, audit_rows=8)
+    assert (same.budgets, same.shown_budget) == ((0.05, 0.05), "error budget 0.05")
+    message = "audit_rows of a plan without an error budget: expected 0, got 8; an audit holds"
+    with pytest.raises(ArgumentError, match=message):
+        Plan(groups=(FLASH,), num_heads=4, error_budget=None, audit_rows=8)
+
+
 def test_a_plan_of_words_needs_only_what_has_no_default() -> None:
     data = {"groups": [{"capability": "sdpa.flash"}], "num_heads": 4}
     assert Plan.from_dict(data) == Plan(groups=(FLASH,), num_heads=4)

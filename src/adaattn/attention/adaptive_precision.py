@@ -40,8 +40,9 @@ class AdaptivePrecisionAttention(BaseAttention):
             the errors of those presets; or a `adaattn.Policy`, whose error budget, audited
             rows and memory budget count here.
         precision_mode: ``"auto"`` chooses by the policy; ``"fp32"``, ``"bf16"``, ``"fp16"``
-            and ``"fp8"`` are that format where the device computes in it. Where it does not,
-            the input's own is kept and ``get_statistics()["precision_notes"]`` says why.
+            and ``"fp8"`` are that format. Where the device gains nothing by it,
+            ``get_statistics()["precision_notes"]`` says why; where no executor computes in
+            it, such as in fp8, calls raise `adaattn.errors.UnsupportedError`.
         measure_every: calls from one measurement of errors to the next.
         **options: the other settings of `adaattn.attention.config.AttentionConfig`.
 

@@ -1,4 +1,4 @@
-"""The number formats that a caller may ask for by name, and what a device makes of the wish."""
+"""The number formats that a caller may ask for by name, and calls made in them."""
 
 import logging
 from collections.abc import Callable
@@ -10,10 +10,18 @@ from adaattn import hardware
 from adaattn._dtypes import precision_of, torch_dtype
 from adaattn.backends import capabilities
 from adaattn.call.describe import without_autocast
-from adaattn.errors import ArgumentError, ArgumentTypeError
-from adaattn.spec import Precision
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from adaattn.spec import HardwareFacts, Precision
 
-__all__ = ["MODES", "cast_call", "checked_mode", "in_mode", "named_precision", "why_not"]
+__all__ = [
+    "MODES",
+    "cast_call",
+    "checked_mode",
+    "in_mode",
+    "in_precision",
+    "named_precision",
+    "why_not",
+]
 
 is_compiling = torch.compiler.is_compiling
 _LOGGER = logging.getLogger("adaattn")
@@ -68,24 +76,40 @@ def in_mode(
     value: torch.Tensor,
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
 ) -> tuple[Any, str]:
-    """Return what ``run`` gives in the format of a mode, and why not in that format, or "".
+    """Return what ``run`` gives in the format of a mode, and a note; see `in_precision`."""
+    precision = MODES[mode]
+    if precision is None:
+        return run(query, key, value), ""
+    return in_precision(f"precision_mode {mode!r}", precision, query, key, value, run)
+
+
+def in_precision(
+    request: str,
+    precision: Precision,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
+) -> tuple[Any, str]:
+    """Return what ``run`` gives in a format, and a note where the device gains nothing by it.
 
     Args:
-        mode: checked.
-        query: [..., D]; its dtype is kept where the device lacks the mode.
+        request: what the caller asked for, as the note and the error name it.
+        precision: the format.
+        query: [..., D].
         key: [..., D].
         value: [..., Dv].
         run: makes the call.
+
+    Raises:
+        UnsupportedError: no executor computes in the format on this device.
     """
-    if mode == "auto" or not isinstance(query, torch.Tensor):
+    if not isinstance(query, torch.Tensor):
         return run(query, key, value), ""
     # What the device can do is read from the machine: a traced graph breaks here.
-    ask = torch.compiler.disable(_mode_dtype) if is_compiling() else _mode_dtype
-    dtype, note = ask(mode, query)
-    if note:
-        _LOGGER.info("%s", note)
-        return run(query, key, value), note
-    return cast_call(dtype, query, key, value, run), ""
+    check = torch.compiler.disable(_checked_format) if is_compiling() else _checked_format
+    dtype, note = check(request, precision, query)
+    return cast_call(dtype, query, key, value, run), note
 
 
 def cast_call(
@@ -110,23 +134,45 @@ def cast_call(
     return found.to(query.dtype)
 
 
-def _mode_dtype(mode: str, tensor: torch.Tensor) -> tuple[torch.dtype, str]:
-    """Return the dtype in which a call is made, and why it is not the one of the mode, or ""."""
-    precision = MODES[mode]
-    assert precision is not None
+def _checked_format(
+    request: str, precision: Precision, tensor: torch.Tensor
+) -> tuple[torch.dtype, str]:
+    """Return the dtype of a format that is computed in, and what the device says of it, or ""."""
     if precision is precision_of(tensor.dtype):
         return tensor.dtype, ""
-    if refusal := why_not(precision, tensor.device):
-        return tensor.dtype, f"precision_mode {mode!r}: {refusal}; {tensor.dtype} is kept"
-    return torch_dtype(precision), ""
+    facts = hardware.probe(tensor.device)
+    if not _is_computed_in(precision, facts):
+        modes = [name for name, item in MODES.items() if item and _is_computed_in(item, facts)]
+        expected = f"a format in which an executor computes here ({', '.join(map(repr, modes))})"
+        hint = "Name one of these, or leave the format to the policy."
+        raise UnsupportedError(request, [f"expected {expected}, got {precision.label}"], hint)
+    if not (reason := _why_not(precision, facts)):
+        return torch_dtype(precision), ""
+    note = f"{request} is computed in as asked, though {reason}"
+    _LOGGER.info("%s", note)
+    return torch_dtype(precision), note
 
 
 def why_not(precision: Precision, device: torch.device | str) -> str:
     """Return why a device gains nothing from a format, or no executor takes it; "" if neither."""
-    facts = hardware.probe(device)
+    return _why_not(precision, hardware.probe(device))
+
+
+def _why_not(precision: Precision, facts: HardwareFacts) -> str:
+    """Return the same of a device's facts."""
+    if not _is_computed_in(precision, facts):
+        return f"no executor of this version computes in {precision.label}"
     if precision not in facts.instructions:
         native = ", ".join(item.label for item in facts.instructions)
         return f"{facts.name or facts.device_type} computes {native} natively, not it"
-    if not any(precision in item.precisions for item in capabilities()):
-        return f"no executor of this version computes in {precision.label}"
     return ""
+
+
+def _is_computed_in(precision: Precision, facts: HardwareFacts) -> bool:
+    """Return whether an executor of this installation takes a format on such a device."""
+    return any(
+        precision in item.precisions
+        and facts.device_type in item.device_types
+        and not item.unavailable
+        for item in capabilities()
+    )

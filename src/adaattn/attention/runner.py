@@ -34,8 +34,8 @@ class Runner:
         backend: as for `adaattn.scaled_dot_product_attention`.
         layer: the module's index in its model, for calibrated budgets and events; -1 is none.
         precision_mode: ``"auto"`` leaves the number format to the policy; a format by name is
-            used where the device computes in it, else the input's own is kept and the
-            statistics say why.
+            used, and the statistics say where the device gains nothing by it. One in which no
+            executor computes is refused by the call.
         measure_every: calls of one problem from one measurement to the next.
         momentum: share of the old value in each running statistic.
         fused_on_gpu: False keeps calls on a GPU off fused kernels.

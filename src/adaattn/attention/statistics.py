@@ -46,7 +46,7 @@ class AttentionStatistics(Mapping[str, Any]):
       before the first);
     - ``share_by_method`` and ``share_by_precision``: shares of the heads computed;
       ``heads_by_rank``, ``calls_by_executor``, ``calls_by_plan``: counts; ``precision_notes``:
-      why a number format that was asked for by name was not used;
+      why the device gains nothing by a number format that was asked for by name;
     - ``measured_calls``, on which numbers were taken from the tensors; ``recomputed_calls``,
       run again in backward by activation checkpointing and counted nowhere else;
       ``step_downs``: executors that failed and audits that were not passed;
@@ -142,7 +142,7 @@ class AttentionStatistics(Mapping[str, Any]):
         self._numbers["recomputed_calls"] += 1
 
     def note_precision(self, reason: str) -> None:
-        """Count a call that kept its number format, and why."""
+        """Count a call in a number format by which the device gains nothing, and why."""
         self._tally("precision_notes", reason, 1)
 
     def note_fallback(self, reason: str) -> None:

@@ -138,8 +138,7 @@ def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
         outcome: what the plan gave.
         plan: its budget holds for every head.
     """
-    budgets = (plan.error_budget,) * call.problem.num_heads
-    found = _found_over(call, outcome, budgets, plan.audit_rows, 1)
+    found = _found_over(call, outcome, plan.budgets, plan.audit_rows, 1)
     if isinstance(found, Outcome):
         return found
     return _repaired(call, outcome, *found, None)

@@ -47,8 +47,7 @@ class Given:
             later = audited_later(call, outcome, self._plan.audit_rows, 1 + self._calls)
             self._arriving.append(later)
         self._calls += 1
-        budgets = (self._plan.error_budget,) * self._plan.num_heads
-        return with_earlier(outcome, errors, budgets, _REPORTED)
+        return with_earlier(outcome, errors, self._plan.budgets, _REPORTED)
 
 
 @lru_cache(maxsize=256)

@@ -68,7 +68,7 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
     print(f"{hardware.name or hardware.device_type} (rates: {rates})")
     print(f"workspace {decision.workspace_bytes / 1e6:.3f} MB")
     print(decision.explain() if request.explains else decision)
-    if decision.plan.error_budget > 0 and problem.len_k:
+    if decision.plan.error_budget and problem.len_k:
         print("  note: approximations are judged on the tensors themselves, which a plan by")
         print("        shape has not; call adaattn.scaled_dot_product_attention(return_aux=True)")
 

@@ -12,12 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from adaattn._dtypes import torch_dtype
-from adaattn.attention.precision_mode import cast_call, named_precision
-from adaattn.backends import capabilities
+from adaattn.attention.precision_mode import in_precision, named_precision
 from adaattn.call.describe import Arguments, build_call
 from adaattn.call.keywords import refuse_unknown
-from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.functional import plan_attention, scaled_dot_product_attention
 from adaattn.kernels._cuda_manager import CUDAManager
 from adaattn.kernels._kernel_manager import (
@@ -54,8 +52,7 @@ _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _LOW_RANK: Final = "low_rank"
 
-_GIVEN: Final = "rank and precision were given with the call; nothing was measured"
-_ASKED: Final = "taken because its rank was asked for; the error budget bounds its format alone"
+_ASKED: Final = "its rank was given by the caller, and no error budget is checked"
 
 
 def fused_scaled_dot_product_attention(
@@ -115,8 +112,9 @@ def adaptive_attention_kernel(
     """Return attention at a rank and in a number format, [B, Hq, Sq, Dv].
 
     What is None is decided by the policy, on numbers measured from the call, and audited as
-    the policy says. What is given is done and not audited: compare
-    `adaattn.linalg.bounds`, or leave it to the policy.
+    the policy says. What is given is done and not audited: a plan at a given rank has no error
+    budget, and its decision names the policy ``"given"``. Compare `adaattn.linalg.bounds`, or
+    leave it to the policy.
 
     Args:
         query: [B, Hq, Sq, D].
@@ -221,12 +219,12 @@ def _at_own_rank(
         policy = replace(policy, precisions=())
 
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        return scaled_dot_product_attention(
+        output, aux = scaled_dot_product_attention(
             query, key, value, policy=policy, return_aux=True, **semantics
         )
+        return output, aux.decision
 
-    output, aux = _in_precision(inputs, precision, run)
-    return output, aux.decision
+    return _in_precision(inputs, precision, run)
 
 
 def _at_rank(
@@ -242,38 +240,40 @@ def _at_rank(
         problem = build_call(query, key, value, Arguments(**semantics)).problem
         exact: tuple[HeadGroup, ...]
         exact = (HeadGroup(capability=_LOW_RANK, scheme=Scheme.of(problem.precision)),)
+        note = "rank and precision were given with the call; nothing was measured"
         if precision is None:
+            note = f"the rank was given with the call; policy {policy.name!r} chose the format"
             only = replace(policy, methods=(Method.EXACT,))
             exact = plan_attention(query, key, value, policy=only, **semantics).plan.groups
         plan = Plan(
             groups=tuple(_lowered(group, rank, problem.value_dim) for group in exact),
             num_heads=problem.num_heads,
-            error_budget=policy.error_budget,
+            error_budget=None,
         )
         output = scaled_dot_product_attention(query, key, value, plan=plan, **semantics)
-        group = plan.groups[0]
-        entry = TraceEntry(candidate=group.label, accepted=True, reason=_ASKED)
-        return output, Decision(plan=plan, trace=(entry,), policy=policy.name, notes=(_GIVEN,))
+        trace = tuple(
+            TraceEntry(candidate=group.label, accepted=True, reason=_ASKED, heads=group.heads)
+            for group in plan.groups
+        )
+        return output, Decision(plan=plan, trace=trace, policy="given", notes=(note,))
 
-    found: tuple[torch.Tensor, Decision] = _in_precision(inputs, precision, run)
-    return found
+    return _in_precision(inputs, precision, run)
 
 
-def _in_precision(inputs: _Inputs, precision: Precision | None, run: Callable[..., Any]) -> Any:
+def _in_precision(
+    inputs: _Inputs, precision: Precision | None, run: Callable[..., Any]
+) -> tuple[torch.Tensor, Decision]:
     """Return what ``run`` gives for the inputs in a format; None is their own.
 
     Raises:
-        UnsupportedError: no executor takes the format.
+        UnsupportedError: no executor computes in the format.
     """
     if precision is None:
-        return run(*inputs)
-    if not any(precision in item.precisions for item in capabilities()):
-        taken = [
-            f"{item.name}: it takes {', '.join(one.label for one in item.precisions)}"
-            for item in capabilities()
-        ]
-        raise UnsupportedError(f"precision {precision.label!r}", taken)
-    return cast_call(torch_dtype(precision), *inputs, run)
+        output, decision = run(*inputs)
+        return output, decision
+    request = f"precision {precision.label!r}"
+    (output, decision), note = in_precision(request, precision, *inputs, run)
+    return output, replace(decision, notes=(*decision.notes, note)) if note else decision
 
 
 def _lowered(group: HeadGroup, rank: int, value_dim: int) -> HeadGroup:

@@ -54,8 +54,9 @@ class FlashAttentionConfig:
         softcap: c in c * tanh(s / c); None is none.
         dropout_p: probability of dropping a weight.
         precision_mode: ``"auto"`` leaves the format to the policy; ``"fp32"``, ``"bf16"``,
-            ``"fp16"`` and ``"fp8"`` compute in that format where the device has instructions for
-            it, else in the input's own, and the log says so.
+            ``"fp16"`` and ``"fp8"`` compute in that format. Where the device has no instructions
+            for it, the decision and the log say so; where no executor computes in it, such as
+            in fp8, calls raise.
         enable_flash: False takes fused kernels out of the chain.
 
     Raises:
@@ -126,7 +127,8 @@ def flash_attention_forward(
     Raises:
         ArgumentError: a backend was named and ``enable_flash`` is False; a number out of range.
         ArgumentTypeError: ``config`` is something else.
-        UnsupportedError: a named backend cannot serve; every reason is listed.
+        UnsupportedError: a named backend cannot serve, every reason is listed; no executor
+            computes in the format of ``precision_mode``.
         AdaAttnError: as `adaattn.scaled_dot_product_attention`.
 
     Example:
@@ -218,7 +220,7 @@ class AdaptiveFlashAttention(BaseAttention):
         they mean: ``flash_calls``, ``fallback_calls``, ``fallback_reasons``,
         ``approximate_calls``, ``flash_ratio``, ``step_downs``, ``peak_memory_bytes``,
         ``peak_workspace_bytes``, ``share_by_method``, ``share_by_precision`` and
-        ``precision_notes``: how often the mode was not used, and why.
+        ``precision_notes``: how often the device gained nothing by the mode, and why.
         """
         known = self.get_statistics().to_dict()
         return {

@@ -7,7 +7,7 @@ from typing import Final
 from adaattn.errors import PlanError
 from adaattn.planning.candidates import ENTER_ERROR, Candidate
 from adaattn.planning.cost import copied_bytes, estimate
-from adaattn.planning.trace import format_ms
+from adaattn.planning.trace import format_ms, measured_beside
 from adaattn.spec import AttentionProblem, Cost, HardwareFacts, HeadGroup, Variant, Why
 
 __all__ = [
@@ -92,7 +92,7 @@ def without_mixing(
     """Return the candidates, those refused that beat the exact path on some heads alone."""
     why = (
         f"faster for some heads, but too little is gained: {format_ms(mixed_ms)} with heads "
-        f"shared out, {exact.name} {format_ms(exact.time_ms)} for all"
+        f"shared out, {exact.name} {format_ms(exact.time_ms)}{measured_beside(exact)} for all"
     )
     heads = range(exact.num_heads)
     return [

@@ -1,6 +1,6 @@
 """Every way of computing a problem that the capabilities and the policy give rise to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
@@ -8,7 +8,6 @@ from typing import Final
 from adaattn.planning.cost import estimate
 from adaattn.planning.evidence import interpolated
 from adaattn.planning.precision import (
-    UNMEASURED,
     PrecisionChoice,
     choose_precisions,
     lower_precisions,
@@ -121,6 +120,10 @@ class Candidate:
         """How it computes."""
         return self.group.variant
 
+    def refused(self, refusal: str, why: Why) -> "Candidate":
+        """Return the candidate with what stands against it, in words and for programs."""
+        return replace(self, refusal=refusal, why=why)
+
     def may_serve(self, head: int, variants: tuple[Variant, ...]) -> bool:
         """Return whether a head may be computed so, given how each was before; () is the first."""
         if not self.allows(head):
@@ -218,8 +221,19 @@ def with_stats(
     hardware: HardwareFacts,
     policy: Policy,
     budgets: tuple[float, ...],
+    why_unmeasured: Callable[[Candidate], tuple[str, Why]],
 ) -> list[Candidate]:
-    """Return the candidates judged by measured numbers: errors, densities, head costs."""
+    """Return the candidates judged by measured numbers: errors, densities, head costs.
+
+    Args:
+        candidates: each once.
+        problem: as for `adaattn.planning.decide`.
+        stats: likewise.
+        hardware: likewise.
+        policy: likewise.
+        budgets: of each head.
+        why_unmeasured: why there are no numbers of one, where no executor says that.
+    """
     choices = {item.precision: item for item in choose_precisions(problem, stats, hardware, policy)}
     judged = []
     for item in candidates:
@@ -228,9 +242,12 @@ def with_stats(
             continue
         choice = choices[item.group.scheme.inputs]
         if choice.refusal:
-            judged.append(replace(item, refusal=choice.refusal, why=Why.UNMEASURED))
-            continue
-        judged.append(_judge(item, problem, stats, hardware, choice.errors, budgets))
+            judged.append(item.refused(choice.refusal, Why.UNMEASURED))
+        elif not choice.is_measured:
+            judged.append(item.refused(*why_unmeasured(item)))
+        else:
+            errors = choice.errors
+            judged.append(_judge(item, problem, stats, hardware, errors, budgets, why_unmeasured))
     return judged
 
 
@@ -241,6 +258,7 @@ def _judge(
     hardware: HardwareFacts,
     precision_errors: tuple[float, ...],
     budgets: tuple[float, ...],
+    why_unmeasured: Callable[[Candidate], tuple[str, Why]],
 ) -> Candidate:
     """Return an approximate candidate with its measured errors, refused if no head may use it."""
     method = item.group.method
@@ -250,7 +268,7 @@ def _judge(
         found = stats.errors_of(item.capability.name, method)
         if found is None or not found.errors:
             said = item.capability.why_unmeasured(problem, stats, method, budgets)
-            return replace(item, refusal=said or UNMEASURED, why=Why.UNMEASURED)
+            return item.refused(*((said, Why.UNMEASURED) if said else why_unmeasured(item)))
         errors, densities = found.errors, found.densities
     if precision_errors:
         errors = tuple(a + b for a, b in zip(errors, precision_errors, strict=True))
@@ -271,11 +289,11 @@ def _judge(
         return judged
     if max(budgets) == 0.0:
         refusal = "it approximates, and the error budget is 0"
-        return replace(judged, refusal=refusal, why=Why.POLICY)
+        return judged.refused(refusal, Why.POLICY)
     low, high = min(errors), max(errors)
     span = f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g} over heads"
     refusal = f"expected an error of at most {max(budgets):g}, got {span}"
-    return replace(judged, refusal=refusal, why=Why.OVER_BUDGET)
+    return judged.refused(refusal, Why.OVER_BUDGET)
 
 
 def _own_group(capability: Capability, problem: AttentionProblem, policy: Policy) -> HeadGroup:
@@ -328,7 +346,7 @@ def _costed(
     if cost.workspace_bytes <= limit:
         return item
     refusal = f"expected at most {_size(limit)} of workspace, got {_size(cost.workspace_bytes)}"
-    return replace(item, refusal=refusal, why=Why.MEMORY)
+    return item.refused(refusal, Why.MEMORY)
 
 
 def _size(count: float) -> str:

@@ -26,7 +26,7 @@ from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import trace_of, when_compiled
-from adaattn.planning.unmeasured import why_unmeasured
+from adaattn.planning.unmeasured import could_pay, rivals_of, why_unchecked, why_unmeasured
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -50,9 +50,6 @@ Two CPU cores, 9 heads of D 64, 2048 keys (2026-11): 5 ms for the rows, 8 more f
 for ranks with their spectra (5 by `Capability.sampling_cost`), 31 for block selection at three
 masses (8); the exact kernel takes 28 ms.
 """
-
-_SAFETY: Final = 4
-"""Output errors of a format are taken to stay below this many of its rounding errors."""
 
 _NOT_EXACT = "it approximates, and no exact one could take over where an audit finds too much"
 
@@ -100,9 +97,14 @@ def decide(
     budgets = head_budgets(policy, problem.num_heads, layer)
     if stats is None:
         assert exact is not None
-        return _exact_decision(problem, ranked, candidates, hardware, policy)
+        return _exact_decision(problem, ranked, candidates, hardware, policy, budgets)
     left = _without(candidates, dropped)
-    judged = with_stats(left, problem, stats, hardware, policy, budgets)
+    given = problem, hardware, policy
+    rivals = {} if forced or exact is None else rivals_of(left, exact, *given)
+    judged = with_stats(
+        *(left, problem, stats, hardware, policy, budgets),
+        lambda item: why_unmeasured(item, rivals.get(item.group), *given, budgets),
+    )
     if forced or exact is None:
         variants = ()  # there is nothing to stay with
     judged = with_inertia(judged, variants)
@@ -190,23 +192,13 @@ def worth_measuring(
         usable = [item for item in candidates if not item.refusal]
         return tuple(sorted({item.variant for item in usable}))
     ranked = _best_exact(candidates, problem, hardware)
-    if not ranked or _cannot_be_checked(problem, policy):
+    if not ranked or why_unchecked(problem, policy):
         return ()
-    bar = ranked[0].time_ms
-    audit_ms = measuring_ms(problem, hardware, policy.audit_rows, 0)
-    budgets = (policy.error_budget, *(budget for *_, budget in policy.head_budgets))
-    strictest = min(budget for budget in budgets if budget > 0)
-    pays: list[Variant] = []
-    for item in _lower_precisions(candidates):
-        if item.variant not in dropped and item.time_ms + audit_ms < (1 - MARGIN) * bar:
-            pays.append(item.variant)
-            if _SAFETY * item.group.scheme.inputs.unit_roundoff <= strictest:
-                bar = item.time_ms
-    for item in candidates:
-        if item.refusal or item.group.method.kind is Method.EXACT or item.variant in dropped:
-            continue
-        if item.time_ms + audit_ms < (1 - MARGIN) * bar:
-            pays.append(item.variant)
+    given = problem, hardware, policy
+    left = _without(candidates, dropped)
+    rivals = rivals_of(left, ranked[0], *given)
+    usable = [item for item in left if item.group in rivals]
+    pays = [it.variant for it in usable if could_pay(it, rivals[it.group], *given)]
     return tuple(sorted(set(pays)))
 
 
@@ -234,23 +226,6 @@ def measuring_cost_ms(
         if item.method in methods and item.method is not Method.EXACT
     )
     return measuring_ms(problem, hardware, policy.audit_rows, computations)
-
-
-def _cannot_be_checked(problem: AttentionProblem, policy: Policy) -> bool:
-    """Return whether errors of this problem cannot be seen on sampled rows."""
-    rows = policy.audit_rows
-    short = problem.len_q < 4 * rows
-    return rows == 0 or short or problem.num_sequences > 0 or problem.dropout_p > 0
-
-
-def _lower_precisions(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the exact method's candidates in lower formats, the most accurate first."""
-    found = [
-        item
-        for item in candidates
-        if not (item.refusal or item.is_exact) and item.group.method.kind is Method.EXACT
-    ]
-    return sorted(found, key=lambda item: (item.group.scheme.inputs.unit_roundoff, item.time_ms))
 
 
 def head_budgets(policy: Policy, num_heads: int, layer: int) -> tuple[float, ...]:
@@ -336,15 +311,15 @@ def _exact_decision(
     candidates: Sequence[Candidate],
     hardware: HardwareFacts,
     policy: Policy,
+    budgets: tuple[float, ...],
 ) -> Decision:
     """Return the decision made without statistics."""
-    exact = ranked[-1]
-    given = problem, hardware, policy, exact
-    why = Why.UNMEASURED if policy.allows_loss else Why.POLICY
+    exact, given = ranked[-1], (problem, hardware, policy)
+    rivals = rivals_of(candidates, ranked[0], *given)
     judged = [
         item
         if item.is_exact or item.refusal
-        else replace(item, refusal=why_unmeasured(item, *given), why=why)
+        else item.refused(*why_unmeasured(item, rivals.get(item.group), *given, budgets))
         for item in candidates
     ]
     if problem.batch_invariant:
@@ -354,7 +329,7 @@ def _exact_decision(
         later, calls = _plan_of(ranked[0], problem, policy), _calls_before(*ranked)
         wait = when_compiled(ranked[0], calls, _compile_ms(ranked[0]))
         judged = [
-            replace(item, refusal=wait, why=Why.SLOWER) if item.group == ranked[0].group else item
+            replace(item, refusal=wait, why=Why.WAITING) if item.group == ranked[0].group else item
             for item in judged
         ]
     return Decision(

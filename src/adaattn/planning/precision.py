@@ -7,13 +7,10 @@ from adaattn.spec import AttentionProblem, HardwareFacts, MaskKind, Policy, Prec
 
 __all__ = [
     "FP16_SAFE",
-    "UNMEASURED",
     "PrecisionChoice",
     "choose_precisions",
     "lower_precisions",
 ]
-
-UNMEASURED: Final = "even at its best it would not pay for its measurement"
 
 FP16_SAFE: Final = 32752.0
 """Half of fp16's largest number: leaves room for the rounding of products' inputs."""
@@ -27,11 +24,13 @@ class PrecisionChoice:
         precision: the format.
         errors: estimated relative error per query head; () for the input's own format.
         refusal: why it may not be used; "" if it may.
+        is_measured: False where numbers were measured, and none for it.
     """
 
     precision: Precision
     errors: tuple[float, ...] = ()
     refusal: str = ""
+    is_measured: bool = True
 
 
 def lower_precisions(
@@ -87,16 +86,15 @@ def choose_precisions(
 def _with_errors(
     choice: PrecisionChoice, measured: dict[Precision, tuple[float, ...]], stats: TensorStats
 ) -> PrecisionChoice:
-    """Return the choice with its measured errors, or refused for what was measured."""
+    """Return the choice with its measured errors if there are any, or refused for its range."""
     if choice.refusal:
         return choice
     refusal = ""
     if choice.precision is Precision.FP16 and stats.max_magnitude > FP16_SAFE:
         refusal = f"elements reach {stats.max_magnitude:.3g}; fp16 is safe up to {FP16_SAFE:g}"
-    elif choice.precision not in measured:
-        refusal = UNMEASURED
     return PrecisionChoice(
         precision=choice.precision,
         errors=measured.get(choice.precision, ()),
         refusal=refusal,
+        is_measured=choice.precision in measured,
     )

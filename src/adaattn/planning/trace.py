@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from adaattn.planning.candidates import Candidate
 from adaattn.spec import TraceEntry, Variant, Why
 
-__all__ = ["format_ms", "shown_time", "trace_of", "when_compiled"]
+__all__ = ["format_ms", "measured_beside", "shown_time", "trace_of", "when_compiled"]
 
 
 def trace_of(
@@ -96,7 +96,8 @@ def _accepted_reason(
         return f"{words}, {why_exact}"
     if exact is None:
         return words + "; it was asked for by name"
-    return words + f"; {exact.name} would take {format_ms(exact.time_ms)} for all"
+    theirs = format_ms(exact.time_ms) + measured_beside(exact)
+    return words + f"; {exact.name} would take {theirs} for all"
 
 
 def _heads_ms(item: Candidate, heads: Sequence[int], num_heads: int) -> str:
@@ -112,6 +113,11 @@ def shown_time(item: Candidate) -> str:
     return f"{format_ms(_best_ms(item))} ({_source(item)})"
 
 
+def measured_beside(item: Candidate) -> str:
+    """Return what follows an estimated time of all heads: the measured one where there is one."""
+    return "" if item.measured is None else f" (estimated), {shown_time(item)}"
+
+
 def when_compiled(item: Candidate, calls: int, compile_ms: float) -> str:
     """Return from which call on a candidate is taken that has to be compiled first."""
     price = format_ms(compile_ms)
@@ -121,7 +127,9 @@ def when_compiled(item: Candidate, calls: int, compile_ms: float) -> str:
 
 def _best_ms(item: Candidate) -> float:
     """Return the time of all heads, measured if anybody measured it."""
-    return item.time_ms if item.measured is None else item.measured.wall_ms
+    if item.measured is not None:
+        return item.measured.wall_ms
+    return sum(item.head_costs_ms) if item.head_costs_ms else item.time_ms
 
 
 def _source(item: Candidate) -> str:
@@ -150,8 +158,11 @@ def _slower_reason(
     word = "slower" if mine > theirs else "not faster by enough"
     if mine == theirs:
         word = "no faster"
-    where = "" if len(heads) == len(chosen) else f" for {_named(heads)}"
-    return f"{word}{where}: {format_ms(mine)}, {names} {format_ms(theirs)}"
+    if len(heads) < len(chosen):
+        return f"{word} for {_named(heads)}: {format_ms(mine)}, {names} {format_ms(theirs)}"
+    beside = measured_beside(chosen[0]) if len({id(other) for other in chosen}) == 1 else ""
+    mine_shown = f"{format_ms(mine)}{measured_beside(item)}"
+    return f"{word}: {mine_shown}, {names} {format_ms(theirs)}{beside}"
 
 
 def _named(heads: Sequence[int]) -> str:

@@ -70,7 +70,7 @@ class Decision:
     Args:
         plan: what to run.
         trace: every candidate once.
-        policy: name of the policy that was asked for.
+        policy: name of the policy that was asked for; ``"given"`` where the caller gave a rank.
         notes: remarks that concern no single candidate.
         later: the plan that takes over where it has to be compiled first, else None.
         calls_before: how many calls lose by then what compiling costs.
@@ -119,8 +119,7 @@ class Decision:
     def _text(self, lines: Sequence[tuple[bool, str, str]]) -> str:
         """Return lines (accepted, name, reason) below the policy, with the notes."""
         width = max((len(name) for _, name, _ in lines), default=0)
-        budget = f"error budget {self.plan.error_budget:g}"
-        text = [f"policy {self.policy or 'none'} ({budget})"]
+        text = [f"policy {self.policy or 'none'} ({self.plan.shown_budget})"]
         for accepted, name, reason in lines:
             text.append(f"  {'+' if accepted else '-'} {name:<{width}}  {reason}")
         return "\n".join([*text, *(f"  note: {note}" for note in self.notes)])

@@ -105,7 +105,19 @@ class Aux(enum.IntFlag):
 
 
 class Why(enum.Enum):
-    """What became of a candidate; the sentence beside it is for people."""
+    """What became of a candidate; the sentence beside it is for people.
+
+    Attributes:
+        CHOSEN: it is in the plan.
+        ELSEWHERE: it runs on another device, or is not installed.
+        UNSUPPORTED: it lacks something that the call asks for.
+        POLICY: the policy excludes it.
+        MEMORY: it needs more than the memory budget.
+        SLOWER: it brings no gain, by estimate at its best or by measurement.
+        WAITING: it could bring one, and calls have not paid yet for a try, or for compiling it.
+        UNMEASURED: its error cannot be measured, or is predicted to be too large to measure it.
+        OVER_BUDGET: its measured error is larger than allowed.
+    """
 
     CHOSEN = "chosen"
     ELSEWHERE = "elsewhere"
@@ -113,6 +125,7 @@ class Why(enum.Enum):
     POLICY = "policy"
     MEMORY = "memory"
     SLOWER = "slower"
+    WAITING = "waiting"
     UNMEASURED = "unmeasured"
     OVER_BUDGET = "over budget"
 

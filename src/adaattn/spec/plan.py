@@ -69,19 +69,29 @@ class Plan:
     Args:
         groups: every query head is in exactly one of them.
         num_heads: Hq that the plan was made for.
-        error_budget: what the policy allowed.
+        error_budget: what the policy allowed; None where the caller gave what is lost, so that
+            no budget is checked.
         audit_rows: rows per head to check after an approximation.
 
     It holds nothing that was estimated or timed: equal plans are equal on every rank.
+
+    Raises:
+        ArgumentError: the groups do not cover each head once, or rows are to be audited without
+            an error budget.
     """
 
     groups: tuple[HeadGroup, ...]
     num_heads: int
-    error_budget: float = 0.0
+    error_budget: float | None = 0.0
     audit_rows: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the groups cover each head once."""
+        """Check that the groups cover each head once, and that audits have a budget."""
+        if self.error_budget is None and self.audit_rows:
+            hint = "an audit holds errors against a budget"
+            raise ArgumentError.got(
+                "audit_rows of a plan without an error budget", 0, self.audit_rows, hint
+            )
         if not self.groups:
             raise ArgumentError.got("plan groups", "at least one", "none")
         if len(self.groups) == 1 and not self.groups[0].heads:
@@ -98,6 +108,20 @@ class Plan:
     def is_exact(self) -> bool:
         """True when no group approximates (its scheme is checked against the input apart)."""
         return all(isinstance(group.method, Exact) for group in self.groups)
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """The error budget of each head, for audits; () where none is checked."""
+        return () if self.error_budget is None else (self.error_budget,) * self.num_heads
+
+    @property
+    def shown_budget(self) -> str:
+        """The error budget in words."""
+        return (
+            "no error budget"
+            if self.error_budget is None
+            else f"error budget {self.error_budget:g}"
+        )
 
     def variants(self, own: Precision, repaired: tuple[int, ...] = ()) -> tuple[Variant, ...]:
         """Return how each head is computed.

@@ -9,7 +9,7 @@ import torch
 from adaattn import Policy, record_events
 from adaattn.attention.adaptive_precision import AdaptivePrecisionAttention
 from adaattn.attention.dense import DenseAttention
-from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
+from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError, UnsupportedError
 from adaattn.testing import assert_matches
 
 EMBED, HEADS, LENGTH = 128, 2, 1024
@@ -123,20 +123,27 @@ class TestModes:
             ("cpu", "bf16", "computes fp64, fp32 natively, not it"),
             ("v100", "bf16", "computes fp64, fp32, fp16 natively, not it"),
             ("pascal", "fp16", "natively, not it"),
-            ("a100", "fp8", "natively, not it"),
-            ("h200", "fp8", "no executor of this version computes in fp8_e4m3"),
         ],
     )
-    def test_where_it_does_not_the_format_stays_and_the_statistics_say_why(
+    def test_where_it_does_not_the_format_is_used_and_the_statistics_say_so(
         self, pretend: Callable[[str], Any], machine: str, mode: str, said: str
     ) -> None:
         pretend(machine)
         module = AdaptivePrecisionAttention(EMBED, HEADS, precision_mode=mode)
         module(torch.randn(2, 50, EMBED))
         statistics = module.get_statistics()
-        assert statistics["share_by_precision"] == {"fp32": 1.0}
+        assert statistics["share_by_precision"] == {mode: 1.0}
         ((note, count),) = statistics["precision_notes"].items()
         assert said in note and count == 1
+
+    @pytest.mark.parametrize("machine", ["cpu", "a100", "h200"])
+    def test_a_format_in_which_nothing_computes_is_refused_by_the_call(
+        self, pretend: Callable[[str], Any], machine: str
+    ) -> None:
+        pretend(machine)
+        module = AdaptivePrecisionAttention(EMBED, HEADS, precision_mode="fp8")
+        with pytest.raises(UnsupportedError, match="precision_mode 'fp8' cannot serve"):
+            module(torch.randn(2, 50, EMBED))
 
     @pytest.mark.parametrize(
         ("settings", "error", "message"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn._dtypes import torch_dtype
 from adaattn.attention import precision_mode
 from adaattn.attention.precision_mode import (
     MODES,
@@ -17,7 +18,7 @@ from adaattn.attention.precision_mode import (
     why_not,
 )
 from adaattn.backends import capabilities
-from adaattn.errors import ArgumentError, ArgumentTypeError
+from adaattn.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from adaattn.spec import Precision
 from adaattn.testing import fake_facts
 
@@ -176,8 +177,8 @@ class TestCalls:
         assert torch.equal(output, (tensors[0].to(inside) + 1).to(dtype))
 
     @pytest.mark.parametrize("machine", MACHINES)
-    @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "fp8"])
-    def test_where_the_device_lacks_it_the_call_is_made_as_it_is_and_told(
+    @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+    def test_where_the_device_lacks_it_the_call_is_made_in_it_and_that_is_told(
         self,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
@@ -190,14 +191,42 @@ class TestCalls:
             found, note = in_mode(mode, *tensors, call)
         precision = MODES[mode]
         assert precision is not None and found.dtype is torch.float32
-        refusal = "" if precision is FP32 else why_not(precision, "cpu")
-        assert bool(note) is bool(refusal)
-        if refusal:
-            assert note == f"precision_mode '{mode}': {refusal}; torch.float32 is kept"
-            assert caplog.messages == [note]
-            assert call.seen[0][0] is tensors[0]
-        else:
-            assert caplog.messages == []
+        assert {tensor.dtype for tensor in call.seen[0]} == {torch_dtype(precision)}
+        reason = "" if precision is FP32 else why_not(precision, "cpu")
+        asked = f"precision_mode '{mode}' is computed in as asked, though {reason}"
+        assert note == (asked if reason else "")
+        assert caplog.messages == ([asked] if reason else [])
+
+    @pytest.mark.parametrize("machine", MACHINES)
+    def test_a_format_without_an_executor_is_refused_on_every_device(
+        self, monkeypatch: pytest.MonkeyPatch, machine: str
+    ) -> None:
+        pretend(monkeypatch, machine)
+        call = Notes()
+        with pytest.raises(UnsupportedError, match="precision_mode 'fp8' cannot serve") as raised:
+            in_mode("fp8", *draw(), call)
+        assert raised.value.reasons == (
+            "expected a format in which an executor computes here ('fp32', 'bf16', 'fp16'), "
+            "got fp8_e4m3",
+        )
+        assert str(raised.value).endswith("Name one of these, or leave the format to the policy.")
+        assert not call.seen
+
+    def test_executors_of_other_devices_and_uninstalled_ones_do_not_count(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pretend(monkeypatch, "cpu")
+        known = capabilities()
+        formats = (FP32, Precision.FP8_E4M3)
+        elsewhere = replace(known[0], device_types=("cuda",), precisions=formats)
+        missing = replace(known[0], unavailable="not installed", precisions=formats)
+        monkeypatch.setattr(precision_mode, "capabilities", lambda: (*known, elsewhere, missing))
+        with pytest.raises(UnsupportedError, match="got fp8_e4m3"):
+            in_mode("fp8", *draw(), Notes())
+        here = replace(missing, unavailable="")
+        monkeypatch.setattr(precision_mode, "capabilities", lambda: (*known, here))
+        found, _ = in_mode("fp8", *draw(), lambda *tensors: tensors)
+        assert {tensor.dtype for tensor in found[1:]} == {torch.float8_e4m3fn}
 
     def test_the_inputs_own_format_by_name_needs_nothing(
         self, monkeypatch: pytest.MonkeyPatch

@@ -524,17 +524,24 @@ class TestFormats:
         assert runner.statistics["share_by_precision"] == {"bf16": 1.0}
         assert runner.statistics["precision_notes"] == {}
 
-    @pytest.mark.parametrize("mode", ["fp16", "fp8"])
-    def test_a_mode_that_it_lacks_is_noted_and_the_inputs_own_kept(self, mode: str) -> None:
+    def test_a_mode_that_it_lacks_is_used_and_noted(self) -> None:
         tensors = draw()
-        runner = Runner("quality", precision_mode=mode)
+        runner = Runner("quality", precision_mode="fp16")
         for _ in range(2):
             output, _ = runner.run(*tensors)
-            assert torch.equal(output, attend(*tensors))
+            assert torch.equal(output, attend(*(t.half() for t in tensors)).float())
+        assert runner.statistics["share_by_precision"] == {"fp16": 1.0}
         ((note, count),) = runner.statistics["precision_notes"].items()
         assert count == 2
-        assert note.startswith(f"precision_mode '{mode}': Intel Xeon Platinum 8480+ computes fp64")
-        assert note.endswith("natively, not it; torch.float32 is kept")
+        assert note.startswith("precision_mode 'fp16' is computed in as asked, though Intel Xeon")
+        assert note.endswith("8480+ computes fp64, fp32, bf16, int8 natively, not it")
+
+    def test_a_mode_in_which_nothing_computes_is_refused_by_each_call(self) -> None:
+        runner = Runner("quality", precision_mode="fp8")
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="precision_mode 'fp8' cannot serve"):
+                runner.run(*draw())
+        assert runner.statistics["calls"] == 0
 
     def test_a_mode_and_a_budget_go_together(self, events: list[AttentionEvent]) -> None:
         runner = Runner(LOSSY, precision_mode="bf16")

@@ -124,8 +124,26 @@ class TestAdaptive:
             4,
             4,
         )
-        assert "given with the call" in decision.notes[0]
-        assert "taken because its rank was asked for; the error budget bounds" in decision.explain()
+        assert decision.notes == (
+            "the rank was given with the call; policy 'balanced' chose the format",
+        )
+
+    @pytest.mark.parametrize("policy", ["quality", "balanced", "speed"])
+    @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
+    def test_a_given_rank_claims_no_error_budget(self, policy: str, precision: str | None) -> None:
+        """It claimed the policy's, which nothing holds against the rank."""
+        events: list[AttentionEvent] = []
+        with record_events(events.append):
+            _, decision = adaptive_attention_kernel(
+                *planted(4), rank=4, precision=precision, policy=policy, return_decision=True
+            )
+        assert (decision.policy, decision.plan.error_budget) == ("given", None)
+        (entry,) = decision.trace
+        assert entry.reason == "its rank was given by the caller, and no error budget is checked"
+        assert decision.explain().startswith("policy given (no error budget)\n")
+        assert decision.to_dict()["plan"]["error_budget"] is None
+        assert events[-1].decision.plan == decision.plan
+        assert "no error budget" in str(events[-1])
 
     def test_a_rank_below_the_inputs_loses_something(self) -> None:
         inputs = planted(8)
@@ -147,6 +165,17 @@ class TestAdaptive:
         assert {group.scheme.inputs for group in decision.plan.groups} == {Precision.BF16}
         assert output.dtype == torch.float32
         check(output.bfloat16(), tuple(item.bfloat16() for item in inputs))
+
+    @pytest.mark.parametrize("rank", [None, 4])
+    def test_a_format_that_the_device_lacks_is_computed_in_and_that_is_said(
+        self, draw: Draw, machine: Callable[..., HardwareFacts], rank: int | None
+    ) -> None:
+        machine("cpu_amx")
+        _, decision = adaptive_attention_kernel(
+            *draw(), rank=rank, precision="fp16", return_decision=True
+        )
+        assert {group.scheme.inputs for group in decision.plan.groups} == {Precision.FP16}
+        assert decision.notes[-1].startswith("precision 'fp16' is computed in as asked, though")
 
     def test_rank_and_format_are_one_call(self) -> None:
         inputs = planted(4)
@@ -188,7 +217,7 @@ class TestAdaptive:
         output, decision = adaptive_attention_kernel(
             *inputs, rank=4, policy=none, return_decision=True
         )
-        assert decision.plan.error_budget == 0.0 and not decision.plan.is_exact
+        assert decision.plan.error_budget is None and not decision.plan.is_exact
         assert torch.equal(output, adaptive_attention_kernel(*inputs, rank=4))
 
     def test_without_the_decision_the_output_comes_alone(self, draw: Draw) -> None:
@@ -213,6 +242,7 @@ class TestAdaptive:
             ({"precision": "fp12"}, ArgumentError, "precision: expected one of .* got 'fp12'"),
             ({"precision": "auto"}, ArgumentError, "precision: expected one of .* got 'auto'"),
             ({"precision": 16}, ArgumentTypeError, "precision: expected a Precision or 'fp32'"),
+            ({"precision": "fp8"}, UnsupportedError, "precision 'fp8_e4m3' cannot serve"),
             ({"precision": Precision.INT4}, UnsupportedError, "precision 'int4' cannot serve"),
             ({"rank": 4, "window": (3, 0)}, UnsupportedError, "not support a sliding window"),
             ({"casual": True}, ArgumentTypeError, "keyword arguments: expected some of"),

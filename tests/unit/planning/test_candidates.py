@@ -26,6 +26,7 @@ from adaattn.spec import (
     Policy,
     Precision,
     TensorStats,
+    Why,
 )
 from adaattn.testing import fake_facts, make_errors, make_problem
 
@@ -43,6 +44,7 @@ CHUNKED = Capability(
 LOW_RANK = replace(capability_named("low_rank"), features=ANY)
 SPARSE = replace(capability_named("block_sparse"), name="sparse", features=ANY)
 ALL = (FUSED, NAIVE, CHUNKED, LOW_RANK, SPARSE)
+UNMEASURED = ("nobody measured it", Why.WAITING)
 LOSSY = Policy(name="lossy", error_budget=0.05)
 PROBLEM = make_problem(num_heads=2, len_q=2048, head_dim=64)
 A100 = fake_facts("a100")
@@ -78,7 +80,8 @@ def _judge(
     problem: AttentionProblem = PROBLEM,
 ) -> dict[str, Candidate]:
     found = enumerate_candidates(problem, hardware, LOSSY, ALL)
-    return {item.name: item for item in with_stats(found, problem, stats, hardware, LOSSY, budgets)}
+    judged = with_stats(found, problem, stats, hardware, LOSSY, budgets, lambda item: UNMEASURED)
+    return {item.name: item for item in judged}
 
 
 def test_each_way_appears_once_in_each_usable_format() -> None:
@@ -229,12 +232,25 @@ def test_a_head_that_keeps_more_blocks_costs_more() -> None:
     [
         ("low_rank/fp32 rank=8,8", "expected an error of at most 0.05, got 0.3 to 0.4 over heads"),
         ("sparse/fp32 mass=0.9", "expected an error of at most 0.05, got 0.06 to 0.07 over heads"),
-        ("sparse/fp32 mass=0.99", "even at its best it would not pay for its measurement"),
+        ("sparse/fp32 mass=0.99", "nobody measured it"),
         ("low_rank/fp32 rank=16,16", ""),
     ],
 )
 def test_a_candidate_is_refused_only_if_no_head_may_use_it(name: str, refusal: str) -> None:
     assert _judge()[name].refusal == refusal
+
+
+def test_an_executor_that_predicts_says_itself_why_nobody_measured() -> None:
+    """All others have the reason that planning gives, whose code may be another one."""
+    judged = _judge(replace(STATS, precision_errors=STATS.precision_errors[:1]))
+    for name in ("sparse/fp32 mass=0.99", "fused/fp16", "low_rank/fp16 rank=16,16"):
+        assert (judged[name].refusal, judged[name].why) == UNMEASURED
+    tells = replace(LOW_RANK, why_unmeasured=lambda *_: "predicted to lose too much")
+    stats = replace(STATS, method_errors=())
+    found = enumerate_candidates(PROBLEM, A100, LOSSY, (FUSED, tells))
+    told = with_stats(found, PROBLEM, stats, A100, LOSSY, (0.05, 0.05), lambda item: UNMEASURED)
+    low = {item.name: item for item in told}["low_rank/fp32 rank=8,8"]
+    assert (low.refusal, low.why) == ("predicted to lose too much", Why.UNMEASURED)
 
 
 def test_one_error_of_all_heads_is_said_once() -> None:

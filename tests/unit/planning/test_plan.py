@@ -33,6 +33,7 @@ from adaattn.spec import (
     TensorStats,
     TimingTable,
     TraceEntry,
+    Why,
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_errors, make_problem
@@ -619,5 +620,6 @@ def test_what_has_to_be_compiled_waits_until_calls_have_lost_what_that_costs() -
     decision, taken = _taken({"best": _time(0.5, compile_ms=100.0), "pytorch": _time(1.0)})
     assert taken == "pytorch" and decision.calls_before == 200
     assert decision.later is not None and decision.later.groups[0].capability == "best"
-    reason = next(entry.reason for entry in decision.trace if "best" in entry.candidate)
-    assert reason.startswith("taken from call 201 on, when calls have lost the 100 ms of compiling")
+    (entry,) = (entry for entry in decision.trace if "best" in entry.candidate)
+    assert entry.why is Why.WAITING
+    assert entry.reason.startswith("taken from call 201 on, when calls have lost the 100 ms of ")

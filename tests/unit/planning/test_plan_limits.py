@@ -9,18 +9,24 @@ from adaattn.backends import capability_named
 from adaattn.backends.low_rank.ranks import methods
 from adaattn.errors import PlanError
 from adaattn.planning import decide, worth_measuring
+from adaattn.planning.trace import format_ms
 from adaattn.spec import (
     AttentionProblem,
     Capability,
+    Cell,
     Decision,
     Feature,
     KVKind,
+    Measured,
     Method,
     Policy,
     Precision,
     TensorStats,
+    TimingTable,
     TraceEntry,
+    Why,
 )
+from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_errors, make_problem
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
@@ -32,6 +38,22 @@ def _problem(machine: str, **values: object) -> AttentionProblem:
     return make_problem(
         **{"num_heads": 4, "len_q": 8192, "head_dim": 64, "device_type": device, **values}
     )
+
+
+def _table(problem: AttentionProblem, times_ms: dict[str, float]) -> TimingTable:
+    """Return a table with one cell, that of a problem."""
+    times = {name: Measured(device_ms=ms, host_ms=ms) for name, ms in times_ms.items()}
+    cell = Cell(
+        problem_class=problem_class(problem),
+        heads=problem.batch * problem.num_heads,
+        group_size=problem.group_size,
+        len_q=problem.len_q,
+        len_k=problem.len_k,
+        head_dim=problem.head_dim,
+        visible=problem.visible_pairs / problem.len_q,
+        times=times,
+    )
+    return TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})
 
 
 def _stats(problem: AttentionProblem, rank: tuple[float, ...]) -> TensorStats:
@@ -127,7 +149,7 @@ def test_a_memory_budget_turns_the_plan_from_the_fast_to_the_small() -> None:
         (
             Policy(error_budget=0.05),
             {"len_q": 128},
-            "even at its best, ",
+            "no gain by estimate: ",
         ),
     ],
 )
@@ -141,20 +163,78 @@ def test_what_is_not_measured_says_why(
     assert decision.plan.is_exact and decision.plan.audit_rows == 0
 
 
-def test_what_could_not_pay_names_both_times(executors: Executors) -> None:
-    policy = Policy(error_budget=0.05)
-    decision = decide(_problem("cpu", len_q=256), None, fake_facts("cpu"), policy, executors)
-    reason = _entries(decision)["block_sparse/fp32 mass=0.9"].reason
-    assert "ms of checking, it would not beat sdpa.flash/fp32: " in reason
+LOSING = {
+    Why.SLOWER: "no gain by estimate: ",
+    Why.WAITING: "it is tried when exact calls have paid",
+}
 
 
-def test_what_could_pay_waits_for_exact_calls(executors: Executors) -> None:
-    """One sentence named both causes, joined by "or"."""
-    policy, problem = Policy(error_budget=0.05), _problem("cpu", len_q=8192)
-    assert worth_measuring(problem, fake_facts("cpu"), policy, executors)
-    decision = decide(problem, None, fake_facts("cpu"), policy, executors)
-    reasons = {entry.reason for entry in decision.trace}
-    assert "it is tried when exact calls have paid for a try" in reasons
+@pytest.mark.parametrize("machine", ["cpu", "cpu_amx", "a100", "h200"])
+@pytest.mark.parametrize("length", [128, 256, 2048, 8192, 65536])
+@pytest.mark.parametrize("measured_ms", [None, 1e-3, 1e3])
+def test_what_waits_and_what_brings_no_gain_have_codes_of_their_own(
+    executors: Executors, machine: str, length: int, measured_ms: float | None
+) -> None:
+    """Both were `UNMEASURED`, and a sentence could name another time than the trace beside it."""
+    facts, policy = fake_facts(machine), Policy(error_budget=0.05)
+    problem = _problem(machine, len_q=length, head_dim=128, sdpa_default="sdpa.flash")
+    if measured_ms is not None:
+        facts = replace(facts, timings=_table(problem, {"sdpa.flash": measured_ms}))
+    decision = decide(problem, None, facts, policy, executors)
+    entries = _entries(decision)
+    codes = {entry.why for entry in decision.trace}
+    assert Why.UNMEASURED not in codes
+    assert (Why.WAITING in codes) == bool(worth_measuring(problem, facts, policy, executors))
+    found = 0
+    for entry in decision.trace:
+        if entry.cost is None or entry.accepted or " ms at its best" not in entry.reason:
+            continue
+        found += 1
+        assert entry.reason.startswith(LOSING[entry.why])
+        mine, theirs = entry.reason.split(" at its best and ")
+        assert mine.endswith(format_ms(entry.time_ms))
+        (rival,) = [other for other in decision.trace if f", {other.candidate} " in theirs]
+        shown = theirs.split(f", {rival.candidate} ")[1]
+        assert shown.startswith(format_ms(rival.cost.time_ms))
+        assert format_ms(rival.time_ms) in shown and (
+            rival.source == "estimated" or rival.source in shown
+        )
+    assert found and entries
+
+
+def test_a_lower_format_that_surely_holds_is_what_the_others_wait_for(
+    executors: Executors,
+) -> None:
+    """A way that loses to it by estimate was said to be tried some day, and never was."""
+    facts, problem = fake_facts("cpu_amx"), _problem("cpu_amx", **LONG)
+    decision = decide(problem, None, facts, Policy(error_budget=0.05), executors)
+    entries = _entries(decision)
+    assert entries["sdpa.flash/bf16"].why is Why.WAITING
+    sparse = entries["block_sparse/fp32 mass=0.9"]
+    assert sparse.why is Why.SLOWER and "checking, sdpa.flash/bf16 " in sparse.reason
+
+
+def test_a_layer_without_a_budget_waits_for_nothing(executors: Executors) -> None:
+    """A calibrated policy has budgets for some layers alone."""
+    policy = Policy(error_budget=0.0, head_budgets=((1, 0, 0.05),))
+    problem, facts = _problem("cpu", **LONG), fake_facts("cpu")
+    for layer, why in ((0, Why.POLICY), (1, Why.WAITING)):
+        decision = decide(problem, None, facts, policy, executors, layer=layer)
+        assert _entries(decision)["block_sparse/fp32 mass=0.9"].why is why
+
+
+@pytest.mark.parametrize("len_q", [256, 8192])
+def test_what_an_earlier_measurement_left_out_has_the_same_codes(
+    executors: Executors, len_q: int
+) -> None:
+    problem = _problem("cpu", len_q=len_q)
+    facts, policy = fake_facts("cpu"), Policy(error_budget=0.05)
+    before = _entries(decide(problem, None, facts, policy, executors))
+    numbers = TensorStats(sampled_rows=32, max_magnitude=1.0)
+    after = _entries(decide(problem, numbers, facts, policy, executors))
+    name = "block_sparse/fp32 mass=0.9"
+    assert after[name].why is (Why.SLOWER if len_q == 256 else Why.WAITING)
+    assert (after[name].reason, after[name].why) == (before[name].reason, before[name].why)
 
 
 def test_packed_sequences_say_that_their_errors_are_not_measured_yet() -> None:

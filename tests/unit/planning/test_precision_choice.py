@@ -126,14 +126,13 @@ def test_the_inputs_own_format_comes_first_and_loses_nothing() -> None:
     assert {item.precision: item.errors for item in lower} == dict(STATS.precision_errors)
 
 
-def test_unmeasured_formats_are_allowed_before_measuring_and_refused_after_it() -> None:
+def test_formats_without_numbers_are_told_apart_after_measuring_and_not_before_it() -> None:
     problem, facts = make_problem(), fake_facts("a100")
     before = choose_precisions(problem, None, facts, LOSSY)
-    assert {item.refusal for item in before} == {""}
     after = choose_precisions(problem, TensorStats(), facts, LOSSY)
-    assert [item.refusal for item in after[1:]] == [
-        "even at its best it would not pay for its measurement"
-    ] * 2
+    assert {item.refusal for item in (*before, *after)} == {""}
+    assert all(item.is_measured for item in before)
+    assert [item.is_measured for item in after] == [True, False, False]
 
 
 @pytest.mark.parametrize(

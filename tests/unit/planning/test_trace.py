@@ -143,6 +143,28 @@ def test_the_word_for_not_taken_is_true(time_ms: float, reason: str) -> None:
     assert _reasons([EXACT, other], [EXACT] * NUM_HEADS, EXACT)[1] == reason
 
 
+def test_a_measured_time_stands_beside_the_estimate_that_was_compared() -> None:
+    """The sentence named the estimate alone, and the entry beside it another time."""
+    measured = Measured(device_ms=9.0, host_ms=9.0)
+    known = replace(EXACT, measured=measured, source="measured here")
+    shown = "8 ms (estimated), 9 ms (measured here)"
+    taken, exact = trace_of([LOW, known], [LOW] * NUM_HEADS, known, WHY)
+    assert taken.reason.endswith(f"; fused/fp32 would take {shown} for all")
+    assert exact.reason == f"slower: {shown}, low_rank/fp32 rank=8 4 ms"
+    assert exact.time_ms == 9.0
+    other = _lossy("other", 7.8, (0.01,) * NUM_HEADS)
+    assert _reasons([known, other], [known] * NUM_HEADS, known)[1] == (
+        f"not faster by enough: 7.8 ms, fused/fp32 {shown}"
+    )
+
+
+def test_the_time_of_heads_that_differ_is_their_sum() -> None:
+    """The entry held the time at the lowest density, the sentence that of the measured ones."""
+    other = _lossy("other", 2.0, (0.01,) * NUM_HEADS, head_costs_ms=(2.0, 2.0, 3.0, 3.0))
+    _, entry = trace_of([EXACT, other], [EXACT] * NUM_HEADS, EXACT, WHY)
+    assert entry.reason == "slower: 10 ms, fused/fp32 8 ms" and entry.time_ms == 10.0
+
+
 def test_an_approximation_asked_for_by_name_says_so() -> None:
     (reason,) = _reasons([LOW], [LOW] * NUM_HEADS, None)
     assert reason.endswith("estimated error 0.03 of 0.05 allowed; it was asked for by name")
