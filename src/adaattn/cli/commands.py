@@ -68,6 +68,9 @@ def evaluate(
 ) -> None:
     """Measure what exact attention and each policy cost and lose on a model and a text."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device)
         from adaattn.cli.evaluate import run_evaluate
         from adaattn.evaluation.perplexity import EvaluationRequest
 
@@ -131,6 +134,9 @@ def plan(
 ) -> None:
     """Print what a call would run, and why each other way was refused."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device, or_card=True)
         from adaattn.cli.plan import PlanRequest, run_plan
 
         run_plan(
@@ -185,6 +191,9 @@ def tune(
 ) -> None:
     """Time every exact executor on this machine; calls are planned by these times from then on."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device)
         from adaattn.cli.plan import PlanRequest
         from adaattn.cli.tune import TuneRequest, run_tune
 

@@ -1,4 +1,4 @@
-"""What all commands share: one-line errors, the ``--json`` option, files written whole."""
+"""What all commands share: errors without traceback, ``--json``, files written whole."""
 
 import contextlib
 import json
@@ -10,9 +10,17 @@ import typer
 from typer.core import TyperCommand
 
 from adaattn._files import replace_file
-from adaattn.errors import AdaAttnError, AssetError
+from adaattn.errors import AdaAttnError, AssetError, PlanError
 
-__all__ = ["JsonOption", "check_outputs", "one_line", "one_line_errors", "write_json", "write_text"]
+__all__ = [
+    "JsonOption",
+    "check_outputs",
+    "one_line",
+    "one_line_errors",
+    "refusal",
+    "write_json",
+    "write_text",
+]
 
 STDOUT = "-"
 
@@ -34,9 +42,19 @@ class JsonOption(TyperCommand):
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the library's errors into one line and exit status 2, Ctrl-C into 130."""
+    """Turn the library's errors into one line and exit status 2, Ctrl-C into 130.
+
+    Below the line of a `PlanError` each candidate has its own, with the reason against it.
+    """
     try:
         yield
+    except PlanError as error:
+        found = refusal(error)
+        typer.echo(f"error: {found['error']}", err=True)
+        width = max((len(entry["candidate"]) for entry in found["trace"]), default=0)
+        for entry in found["trace"]:
+            typer.echo(f"  - {entry['candidate']:<{width}}  {entry['reason']}", err=True)
+        raise typer.Exit(2) from error
     except AdaAttnError as error:
         typer.echo(f"error: {one_line(str(error))}", err=True)
         raise typer.Exit(2) from error
@@ -56,6 +74,19 @@ def one_line(message: str) -> str:
     if len(lines) > 1 and lines[0].endswith(":"):
         lines[:2] = [f"{lines[0]} {lines[1]}"]
     return "; ".join(lines)
+
+
+def refusal(error: PlanError) -> dict[str, Any]:
+    """Return a refused plan as JSON values: the sentence, and the reason of each candidate.
+
+    Example:
+        >>> from adaattn.errors import PlanError
+        >>> refusal(PlanError("nothing fits", ["reference/fp32: too large"]))["trace"]
+        [{'candidate': 'reference/fp32', 'accepted': False, 'reason': 'too large'}]
+    """
+    told = [line.partition(": ") for line in error.trace]
+    trace = [{"candidate": name, "accepted": False, "reason": reason} for name, _, reason in told]
+    return {"error": str(error).partition("\n")[0], "trace": trace}
 
 
 def check_outputs(*targets: str | Path | None) -> None:

@@ -93,6 +93,49 @@ def test_ctrl_c_inside_a_command_exits_with_130(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "interrupted\n"
 
 
+NO_GPU = "error: device: expected 'cpu', got cuda:0; this PyTorch sees no CUDA device"
+UNKNOWN = "error: device: expected one of auto, cpu, cuda, cuda:N"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", NO_GPU), ("abacus", UNKNOWN), ("", UNKNOWN), ("mps", UNKNOWN), ("cuda:x", UNKNOWN)],
+)
+@pytest.mark.parametrize(
+    "mistakes",
+    [
+        ("evaluate", "--dtype", "int3", "--tokens", "0", "--policies", "none", "--html", "/"),
+        ("plan", "--shape", "1,2", "--dtype", "int3", "--policy", "none", "--json", "/"),
+        ("tune", "--shape", "1,2", "--dtype", "int3", "--budget", "0", "--out", "/"),
+    ],
+    ids=lambda mistakes: mistakes[0],
+)
+def test_a_device_that_is_not_here_is_refused_before_anything_else(
+    invoke: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    mistakes: tuple[str, ...],
+    device: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke(*mistakes, "--device", device)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_device_costs_no_import_of_the_evaluation() -> None:
+    done = python(
+        "import sys, torch; torch.cuda.is_available = lambda: False\n"
+        "sys.argv = ['adaattn', 'evaluate', '--device', 'cuda']\n"
+        "from adaattn.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as end: code = end.code\n"
+        "print('adaattn.evaluation.perplexity' in sys.modules, code)"
+    )
+    assert done.stdout == "False 2\n", done.stderr
+
+
 def test_several_reasons_become_one_line() -> None:
     error = UnsupportedError("sdpa.flash", ["D is too large", "no mask"], "use auto")
     assert one_line(str(error)) == (

@@ -119,7 +119,10 @@ def test_a_table_written_to_a_file_can_be_taken_over(
         ((*SHAPE, "--window", "1"), "error: window: expected LEFT,RIGHT"),
         ((*SHAPE, "--budget", "0"), "error: budget_s: expected a positive number of seconds"),
         ((*SHAPE, "--rounds", "0"), "error: rounds: expected an integer of at least 1"),
-        (("--device", "h200"), "error: device: expected 'cpu' or 'cuda'"),
+        (
+            ("--device", "h200"),
+            "error: device: expected one of auto, cpu, cuda, cuda:N, got 'h200'",
+        ),
         ((*SHAPE, "--table", "none.json"), "error: timing table none.json: expected a readable"),
         ((*SHAPE, "--out", "none/x.json"), "error: output file none/x.json: expected a file in"),
         ((*SHAPE, "--json", "none/x.json"), "error: output file none/x.json: expected a file in"),
