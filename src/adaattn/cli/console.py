@@ -15,6 +15,7 @@ from adaattn.errors import AdaAttnError, AssetError, PlanError
 __all__ = [
     "JsonOption",
     "check_outputs",
+    "counted",
     "one_line",
     "one_line_errors",
     "refusal",
@@ -87,6 +88,16 @@ def refusal(error: PlanError) -> dict[str, Any]:
     told = [line.partition(": ") for line in error.trace]
     trace = [{"candidate": name, "accepted": False, "reason": reason} for name, _, reason in told]
     return {"error": str(error).partition("\n")[0], "trace": trace}
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something.
+
+    Example:
+        >>> counted(1, "problem"), counted(2, "problem")
+        ('1 problem', '2 problems')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def check_outputs(*targets: str | Path | None) -> None:
