@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,27 @@ def check_outputs(*targets: str | Path | None) -> None:
         targets: files; None and stdout (``-``) pass.
 
     Raises:
-        AssetError: one is a folder, or would lie in none.
+        AssetError: one is a folder, would lie in none, may not be written, or is named twice.
     """
+    seen: set[Path] = set()
     for path in (Path(target) for target in targets if target not in (None, STDOUT)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            found = "a folder" if path.is_dir() else "no such folder"
-            wanted = "a file in an existing folder"
-            raise AssetError.got(f"output file {path}", wanted, found)
+        folder, found = path.absolute().parent, ""
+        if path.is_dir():
+            found = "a folder"
+        elif not folder.is_dir():
+            found = "no such folder"
+        elif not os.access(path if _is_device(path) else folder, os.W_OK):
+            found = "one that may not be written"
+        elif path.resolve() in seen:
+            found = "the same file twice"
+        if found:
+            raise AssetError.got(f"output file {path}", "a file in an existing folder", found)
+        seen.add(path.resolve())
+
+
+def _is_device(path: Path) -> bool:
+    """Return whether a path is neither a file nor a folder: /dev/null, a pipe, a terminal."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_json(target: str, value: Any) -> None:
@@ -130,13 +145,17 @@ def write_json(target: str, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all; a device such as /dev/null stays what it is.
 
     Raises:
         AssetError: it cannot be written.
     """
     try:
-        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        if _is_device(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            target = path.resolve()  # a link goes on to point there
+            replace_file(target, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise AssetError.got(
             f"output file {path}",

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 
 from adaattn.backends import capabilities
-from adaattn.cli.console import STDOUT, refusal, write_json
+from adaattn.cli.console import STDOUT, check_outputs, refusal, write_json
 from adaattn.cli.machines import facts_of
 from adaattn.errors import ArgumentError, DTypeError, PlanError, ShapeError
 from adaattn.planning import decide
@@ -59,6 +59,7 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
     Raises:
         AdaAttnError: an option cannot be understood, or nothing can serve the call.
     """
+    check_outputs(json_path)
     try:
         problem, hardware, decision = decision_for(request)
     except PlanError as error:

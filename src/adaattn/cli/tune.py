@@ -65,6 +65,8 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
     facts = describe(device)
     problems = [problem_of(item, facts.device_type) for item in request.problems]
     check_outputs(request.out, json_path)
+    if not request.budget_s > 0:
+        raise ArgumentError.got("--budget", "a positive number of seconds", request.budget_s)
     if request.load is not None:
         read(request.load, facts)
         if problems:

@@ -118,7 +118,7 @@ def test_a_table_written_to_a_file_can_be_taken_over(
         (("--shape", "1,2,3"), "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
         ((*SHAPE, "--dtype", "int3"), "error: dtype: expected one of float64"),
         ((*SHAPE, "--window", "1"), "error: window: expected LEFT,RIGHT"),
-        ((*SHAPE, "--budget", "0"), "error: budget_s: expected a positive number of seconds"),
+        ((*SHAPE, "--budget", "0"), "error: --budget: expected a positive number of seconds"),
         ((*SHAPE, "--rounds", "0"), "error: rounds: expected an integer of at least 1"),
         (
             ("--device", "h200"),
