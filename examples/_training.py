@@ -1,11 +1,15 @@
 """What train_decoder.py and training_memory.py share: a small byte-level decoder in training."""
 
+import argparse
+from pathlib import Path
+
 import torch
+from _options import add_numbers
 
 from adaattn.evaluation.corpus import load_text
 from adaattn.models import Decoder, TransformerConfig
 
-__all__ = ["WAYS", "add_options", "train"]
+__all__ = ["WAYS", "add_options", "output_file", "train"]
 
 WAYS = ("written out", "exact", "adaptive rank")
 SIZES = {"vocab_size": 256, "num_layers": 2, "embed_dim": 64, "num_heads": 2, "head_dim": 128}
@@ -13,9 +17,15 @@ SIZES = {"vocab_size": 256, "num_layers": 2, "embed_dim": 64, "num_heads": 2, "h
 
 def add_options(parser, steps):
     """Add the options of the training to a command line."""
-    numbers = {"steps": steps, "length": 4096, "seed": 0, "error-budget": 0.05}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default}")
+    longest = len(load_text("opticks").encode()) - 1
+    add_numbers(parser, longest, steps=steps, length=4096, error_budget=0.05)
+
+
+def output_file(path):
+    """Return the path of a file to write, its folder checked."""
+    if not Path(path).is_dir() and Path(path).absolute().parent.is_dir():
+        return path
+    raise argparse.ArgumentTypeError(f"expected a file in an existing folder, got {path}")
 
 
 def written_out(query, key, value, **_):

@@ -1,12 +1,13 @@
 """Train a small encoder to tell passages of *Opticks* from the same letters in another order.
 
-Its classifier reads the first token's state: attention must bring it what the others know.
+The classifier reads the first token's state, to which attention must bring what the others know.
 Printed is how often it is right on passages that it never saw; guessing is right in half.
 """
 
 import argparse
 
 import torch
+from _options import add_numbers
 
 from adaattn.evaluation.corpus import load_text
 from adaattn.models import Encoder, TransformerConfig
@@ -32,12 +33,11 @@ def accuracy(model, text, options):
 def main():
     """Train, and print what the model learned and how its attention ran."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in (("steps", 120), ("batch", 32), ("length", 64), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
     text = torch.tensor(list(load_text("opticks").encode("ascii", "replace")))
     training, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    add_numbers(parser, longest=len(unseen) - 1, steps=120, batch=32, length=64)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
     sizes = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "pooler": True, "num_labels": 2}
     model = Encoder(TransformerConfig(vocab_size=128 * 128, attention="ada", **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

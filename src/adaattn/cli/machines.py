@@ -1,14 +1,16 @@
-"""Cards that ``adaattn plan --device`` knows without having them, by data sheets and tables."""
+"""What ``--device`` means, and the cards that ``adaattn plan`` knows without having them."""
 
+import re
 from dataclasses import replace
 
 from adaattn.errors import DeviceError
 from adaattn.hardware import probe
 from adaattn.hardware.datasheet import datasheet_rates
+from adaattn.hardware.probe import resolve
 from adaattn.hardware.tables import timings_of
 from adaattn.spec import HardwareFacts, Precision
 
-__all__ = ["CARDS", "facts_of"]
+__all__ = ["CARDS", "check_device", "facts_of"]
 
 _GIB = 1024**3
 _MIB = 1024**2
@@ -33,6 +35,25 @@ CARDS: dict[str, tuple[str, tuple[int, int], int, int, int, tuple[Precision, ...
 }
 
 
+def check_device(name: str, *, or_card: bool = False) -> None:
+    """Refuse a device that nothing has the name of, or that is not here.
+
+    Args:
+        name: what came with ``--device``.
+        or_card: one of `CARDS` will do.
+
+    Raises:
+        DeviceError: so it is.
+    """
+    if or_card and name.lower() in CARDS:
+        return
+    if re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", name) is None:
+        known = ", ".join(["auto", "cpu", "cuda", "cuda:N", *(CARDS if or_card else ())])
+        hint = "adaattn plan alone knows cards that are not here" if name.lower() in CARDS else ""
+        raise DeviceError.got("device", f"one of {known}", repr(name), hint)
+    resolve(None if name == "auto" else name)
+
+
 def facts_of(name: str) -> HardwareFacts:
     """Return the facts of a device of this machine, or of a card by its name.
 
@@ -42,13 +63,9 @@ def facts_of(name: str) -> HardwareFacts:
     Raises:
         DeviceError: nothing has that name.
     """
-    if name == "auto":
-        return probe()
+    check_device(name, or_card=True)
     if name.lower() not in CARDS:
-        if name.split(":")[0] not in ("cpu", "cuda"):
-            known = ", ".join(CARDS)
-            raise DeviceError.got("device", f"auto, cpu, cuda, cuda:N, {known}", name)
-        return probe(name)
+        return probe(None if name == "auto" else name)
     driver_name, capability, memory, processors, cache, formats = CARDS[name.lower()]
     rates = datasheet_rates(driver_name)
     assert rates is not None, f"{driver_name} has no data sheet"

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, replace
 
 from adaattn.backends import capabilities
-from adaattn.cli.console import STDOUT, write_json
+from adaattn.cli.console import STDOUT, check_outputs, refusal, write_json
 from adaattn.cli.machines import facts_of
-from adaattn.errors import ArgumentError, DTypeError, ShapeError
+from adaattn.errors import ArgumentError, DTypeError, PlanError, ShapeError
 from adaattn.planning import decide
 from adaattn.policies import resolve_policy
 from adaattn.spec import Align, AttentionProblem, Decision, HardwareFacts, Policy, Precision
@@ -54,12 +54,18 @@ class PlanRequest:
 
 
 def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
-    """Print a decision as text, or write it as JSON.
+    """Print a decision as text, or write it as JSON; a refused plan is JSON too.
 
     Raises:
         AdaAttnError: an option cannot be understood, or nothing can serve the call.
     """
-    problem, hardware, decision = decision_for(request)
+    check_outputs(json_path)
+    try:
+        problem, hardware, decision = decision_for(request)
+    except PlanError as error:
+        if json_path is not None:
+            write_json(json_path, refusal(error))
+        raise
     if json_path is not None:
         write_json(json_path, decision.to_dict() | {"device": hardware.name})
     if json_path == STDOUT:

@@ -1,18 +1,24 @@
 """``adaattn tune``: executors timed on this machine, the fastest of each problem printed."""
 
+import contextlib
 import math
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from adaattn.cli.console import STDOUT, check_outputs, write_json, write_text
+from adaattn.cli.console import STDOUT, check_outputs, counted, write_json, write_text
 from adaattn.cli.plan import PlanRequest, problem_of
+from adaattn.cli.tables import make_room, read
+from adaattn.errors import ArgumentError
 from adaattn.hardware.probe import describe
 from adaattn.hardware.tables import own_path, table_text
 from adaattn.spec import Cell, TimingTable
@@ -48,29 +54,45 @@ class TuneRequest:
 def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: bool) -> None:
     """Measure or load, then print the table to stdout (to stderr when JSON goes to stdout).
 
+    After Ctrl-C it does the same with what was measured until then.
+
     Raises:
         AdaAttnError: an option cannot be understood, or a file cannot be read or written.
+        KeyboardInterrupt: Ctrl-C came before anything was measured; no file is touched.
+        typer.Exit: it came later; with status 130.
     """
     device = None if request.device == "auto" else request.device
     facts = describe(device)
     problems = [problem_of(item, facts.device_type) for item in request.problems]
     check_outputs(request.out, json_path)
+    if not request.budget_s > 0:
+        raise ArgumentError.got("--budget", "a positive number of seconds", request.budget_s)
+    if request.load is not None:
+        read(request.load, facts)
+        if problems:
+            shapes = counted(len(problems), "shape")
+            raise ArgumentError.got("--table", "no --shape beside it", shapes)
+    if request.out is None and (moved := make_room(facts)):
+        print(f"note: {moved}", file=sys.stderr)
     errors = Console(stderr=True)
     shown = _Progress(errors, request.budget_s) if shows_progress and not request.load else None
-    try:
-        table = tune(
-            problems or None,
-            device=device,
-            budget_s=request.budget_s,
-            rounds=request.rounds,
-            save=request.out is None,
-            load=request.load,
-            progress=shown,
-        )
-    finally:
-        if shown is not None:
-            shown.stop()
-    if request.out is not None:
+    with _interrupts() as interrupts:
+        try:
+            table = tune(
+                problems or None,
+                device=device,
+                budget_s=request.budget_s,
+                rounds=request.rounds,
+                save=request.out is None,
+                load=request.load,
+                progress=shown,
+            )
+        finally:
+            if shown is not None:
+                shown.stop()
+    if interrupts and not table.cells:
+        raise KeyboardInterrupt
+    if request.out is not None and table.cells:
         write_text(request.out, table_text(facts, table))
     if json_path is not None:
         write_json(json_path, table.to_dict())
@@ -78,7 +100,26 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
     if not console.is_terminal:
         console.width = max(console.width, _MIN_WIDTH)
     console.print(_printed(table))
-    console.print(f"{_count(table)} problems; written to {request.out or own_path(facts)}")
+    where = f"written to {request.out or own_path(facts)}" if table.cells else "nothing is written"
+    console.print(f"{counted(_count(table), 'problem')}; {where}")
+    if interrupts:
+        raise typer.Exit(130)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Yield a list that tells of Ctrl-C, which `tune` answers by returning what it has."""
+    seen: list[int] = []
+
+    def noted(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, noted)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _printed(table: TimingTable) -> Table:

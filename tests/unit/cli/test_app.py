@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from adaattn.cli import app
-from adaattn.cli.console import one_line, one_line_errors, write_text
+from adaattn.cli.console import check_outputs, one_line, one_line_errors, write_text
 from adaattn.errors import AssetError, UnsupportedError
 
 
@@ -24,11 +24,16 @@ def test_version_is_that_of_the_package(invoke: Callable[..., Any]) -> None:
     assert invoke("--version").stdout == f"adaattn {adaattn.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "info", "plan"])
+@pytest.mark.parametrize("command", ["evaluate", "info", "plan", "tune"])
 def test_help_explains_every_option(invoke: Callable[..., Any], command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
     assert "--json" in result.stdout
+    printed = " ".join(result.stdout.replace("│", " ").split())
+    if command in ("evaluate", "plan"):
+        assert "quality, balanced, speed" in printed
+    if command in ("plan", "tune"):
+        assert "Batch, heads of q" in printed
 
 
 def test_help_imports_neither_torch_nor_transformers_nor_plotly() -> None:
@@ -93,6 +98,49 @@ def test_ctrl_c_inside_a_command_exits_with_130(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "interrupted\n"
 
 
+NO_GPU = "error: device: expected 'cpu', got cuda:0; this PyTorch sees no CUDA device"
+UNKNOWN = "error: device: expected one of auto, cpu, cuda, cuda:N"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda", NO_GPU), ("abacus", UNKNOWN), ("", UNKNOWN), ("mps", UNKNOWN), ("cuda:x", UNKNOWN)],
+)
+@pytest.mark.parametrize(
+    "mistakes",
+    [
+        ("evaluate", "--dtype", "int3", "--tokens", "0", "--policies", "none", "--html", "/"),
+        ("plan", "--shape", "1,2", "--dtype", "int3", "--policy", "none", "--json", "/"),
+        ("tune", "--shape", "1,2", "--dtype", "int3", "--budget", "0", "--out", "/"),
+    ],
+    ids=lambda mistakes: mistakes[0],
+)
+def test_a_device_that_is_not_here_is_refused_before_anything_else(
+    invoke: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    mistakes: tuple[str, ...],
+    device: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke(*mistakes, "--device", device)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_device_costs_no_import_of_the_evaluation() -> None:
+    done = python(
+        "import sys, torch; torch.cuda.is_available = lambda: False\n"
+        "sys.argv = ['adaattn', 'evaluate', '--device', 'cuda']\n"
+        "from adaattn.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit as end: code = end.code\n"
+        "print('adaattn.evaluation.perplexity' in sys.modules, code)"
+    )
+    assert done.stdout == "False 2\n", done.stderr
+
+
 def test_several_reasons_become_one_line() -> None:
     error = UnsupportedError("sdpa.flash", ["D is too large", "no mask"], "use auto")
     assert one_line(str(error)) == (
@@ -110,6 +158,56 @@ def test_python_dash_m_is_the_same_command() -> None:
         check=False,
     )
     assert done.stdout.startswith("adaattn ")
+
+
+SHAPE = ("--shape", "1,2,2,16,16,16", "--device", "cpu")
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", *SHAPE), ("tune", *SHAPE)])
+@pytest.mark.parametrize("target", ["/no/such/folder/x.json", "/"])
+def test_an_output_that_cannot_be_written_is_refused_in_the_same_words(
+    invoke: Callable[..., Any], command: tuple[str, ...], target: str
+) -> None:
+    result = invoke(*command, "--json", target)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(
+        f"error: output file {target}: expected a file in an existing folder, got "
+    )
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_without_permission_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(AssetError, match="got one that may not be written"):
+        check_outputs(tmp_path / "x.json")
+
+
+def test_two_outputs_are_not_written_to_one_file(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The table was lost: the JSON was written over it."""
+    path = str(tmp_path / "x.json")
+    result = invoke("tune", *SHAPE, "--out", path, "--json", path)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("got the same file twice\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    """A link became a file, and so would /dev/null for whoever may write to /dev."""
+    link, target, pipe = tmp_path / "link", tmp_path / "target", tmp_path / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    check_outputs(link, pipe)
+    write_text(link, "text")
+    assert link.is_symlink() and target.read_text() == "text"
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_file_is_written_whole_or_not_at_all(

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,10 @@ def test_a_number_is_a_policy() -> None:
         (["--shape", "1,2,2,0,4,8"], "error: shape: expected sizes of at least 1"),
         (["--shape", "1,8,3,4,4,8"], "error: Hq: expected a multiple of Hkv (3), got 8"),
         (["--shape", SHAPE, "--dtype", "int3"], "error: dtype: expected one of float64"),
-        (["--shape", SHAPE, "--device", "abacus"], "error: device: expected auto, cpu, cuda"),
+        (
+            ["--shape", SHAPE, "--device", "abacus"],
+            "error: device: expected one of auto, cpu, cuda, cuda:N, v1",
+        ),
         (["--shape", SHAPE, "--window", "1"], "error: window: expected LEFT,RIGHT"),
         (["--shape", SHAPE, "--window", "-2,0"], "error: window: expected LEFT,RIGHT"),
         (["--shape", SHAPE, "--align", "middle"], "error: align: expected top_left or bottom"),
@@ -130,17 +134,40 @@ def test_bad_options_print_one_line_and_exit_with_2(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_budget_that_nothing_fits_lists_every_reason_on_one_line(
+NOTHING_FITS = ("plan", "--shape", SHAPE, "--device", "cpu", "--memory-budget", "1")
+
+
+def test_a_budget_that_nothing_fits_has_a_line_for_each_candidate(
     invoke: Callable[..., Any],
 ) -> None:
-    result = invoke(
-        *("plan", "--shape", "1,8,8,64,64,64", "--softcap", "30"),
-        *("--device", "cpu", "--memory-budget", "1"),
+    result = invoke(*NOTHING_FITS)
+    first, *others = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert first == (
+        "error: no executor can serve this call under policy 'quality'; "
+        "raise the memory budget, or drop the feature that no executor has"
     )
+    assert "expected at most 1 byte of workspace" in others[0]
+    names = [line.split()[1] for line in others]
+    assert {"sdpa.flash/fp32", "chunked/fp32", "reference/fp32"} <= set(names)
+    assert all(line.startswith("  - ") for line in others)
+    starts = {re.search(r"  +(?=\S)", line[4:]).end() for line in others}
+    assert len(starts) == 1  # reasons stand below one another, as in a decision
+
+
+def test_a_refused_plan_is_json_where_that_was_asked_for(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    result = invoke(*NOTHING_FITS, "--json")
+    found = json.loads(result.stdout)
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.count("; ") > 3
+    assert found["error"].startswith("no executor can serve this call")
+    assert len(found["trace"]) == len(result.stderr.splitlines()) - 1
+    for entry in found["trace"]:
+        assert entry["candidate"] and entry["reason"] and entry["accepted"] is False
+    path = tmp_path / "plan.json"
+    assert invoke(*NOTHING_FITS, "--json", str(path)).exit_code == 2
+    assert json.loads(path.read_text()) == found
 
 
 @pytest.mark.parametrize(
@@ -153,7 +180,7 @@ def test_memory_is_read_with_its_unit(text: str, expected: int) -> None:
 
 
 def test_an_unknown_machine_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(DeviceError, match=r"expected auto, .*h200.*got abacus"):
+    with pytest.raises(DeviceError, match=r"expected one of auto, .*h200.*got 'abacus'"):
         facts_of("abacus")
 
 

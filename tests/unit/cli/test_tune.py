@@ -1,4 +1,5 @@
 import json
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("rich")
 
 from adaattn.cli import tune as command
-from adaattn.spec import AttentionProblem
+from adaattn.spec import AttentionProblem, TimingTable
 from adaattn.tuning import tune
 
 SHAPE = ("--shape", "1,4,2,32,32,16", "--device", "cpu", "--rounds", "1")
@@ -87,7 +88,7 @@ def test_without_a_shape_the_usual_problems_are_measured_within_the_budget(
     result = invoke("tune", *arguments)
     assert result.exit_code == 0, result.stderr
     assert asked == [None]
-    assert "1 problems" in result.stdout
+    assert "1 problem; written to" in words(result.stdout)
 
 
 def test_json_alone_goes_to_stdout_and_the_table_to_stderr(invoke: Callable[..., Any]) -> None:
@@ -117,9 +118,12 @@ def test_a_table_written_to_a_file_can_be_taken_over(
         (("--shape", "1,2,3"), "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
         ((*SHAPE, "--dtype", "int3"), "error: dtype: expected one of float64"),
         ((*SHAPE, "--window", "1"), "error: window: expected LEFT,RIGHT"),
-        ((*SHAPE, "--budget", "0"), "error: budget_s: expected a positive number of seconds"),
+        ((*SHAPE, "--budget", "0"), "error: --budget: expected a positive number of seconds"),
         ((*SHAPE, "--rounds", "0"), "error: rounds: expected an integer of at least 1"),
-        (("--device", "h200"), "error: device: expected 'cpu' or 'cuda'"),
+        (
+            ("--device", "h200"),
+            "error: device: expected one of auto, cpu, cuda, cuda:N, got 'h200'",
+        ),
         ((*SHAPE, "--table", "none.json"), "error: timing table none.json: expected a readable"),
         ((*SHAPE, "--out", "none/x.json"), "error: output file none/x.json: expected a file in"),
         ((*SHAPE, "--json", "none/x.json"), "error: output file none/x.json: expected a file in"),
@@ -133,6 +137,150 @@ def test_bad_options_print_one_line_and_exit_with_2(
     assert result.stdout == ""
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
+
+
+DAMAGED = {
+    "": "an empty file",
+    "{\n": "text that is no JSON from line 2 on",
+    "\xff\xfe": "a file that is no text",
+    "[1, 2]": "JSON of another kind",
+    '{"policy": {}}': "JSON of another kind",
+    '{"format": 2, "cells": {}}': "one with damaged entries",
+    "[" * 100_000: "JSON of another kind",
+}
+
+
+@pytest.mark.parametrize(("text", "found"), DAMAGED.items(), ids=range(len(DAMAGED)))
+def test_a_damaged_table_is_told_in_plain_words(
+    invoke: Callable[..., Any], cache: Path, tmp_path: Path, text: str, found: str
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(text.encode("latin-1"))
+    result = invoke("tune", "--device", "cpu", "--table", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: timing table {path}: expected a table that adaattn tune wrote, got {found}; "
+        "measure again with adaattn tune\n"
+    )
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": 9}, "expected format 2, got format 9"),
+        ({"format": "adaattn-policy"}, "expected format 2, got format adaattn-policy"),
+        ({"cells": {"fp32": [[10**400]]}}, "got one with damaged entries"),
+        ({"hardware": {"device_type": "cuda"}, "device": "NVIDIA H200"}, "got NVIDIA H200 (dev"),
+    ],
+)
+def test_a_table_of_something_else_is_told_in_plain_words(
+    invoke: Callable[..., Any], tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "table.json"
+    invoke("tune", *SHAPE, "--out", str(path))
+    if "cells" in changes:  # a number that no float holds
+        row = json.loads(path.read_text())["cells"]["fp32"][0]
+        changes = {"cells": {"fp32": [[10**400, *row[1:]]]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    result = invoke("tune", "--device", "cpu", "--table", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert str(path) in result.stderr and words in result.stderr
+    assert result.stderr.count("\n") == 1 and "measure again" in result.stderr
+
+
+def test_an_own_table_that_cannot_be_read_is_kept_beside_the_new_one(
+    invoke: Callable[..., Any], cache: Path
+) -> None:
+    """It was written over, be it of a later format."""
+    assert invoke("tune", *SHAPE).exit_code == 0
+    (path,) = cache.iterdir()
+    for number, text in enumerate(('{"format": 9}', "{"), start=1):
+        path.write_text(text)
+        result = invoke("tune", *SHAPE, "--no-progress")
+        kept = path.with_suffix(f".damaged-{number}")
+        assert result.exit_code == 0
+        assert result.stderr.startswith(f"note: timing table {path}: expected ")
+        assert result.stderr.endswith(f"; it is kept as {kept}\n")
+        assert kept.read_text() == text
+        assert json.loads(path.read_text())["format"] == 2
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_measuring(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It measured, failed to save, and said that it had."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ADAATTN_CACHE", str(tmp_path / "file"))
+    result = invoke("tune", *SHAPE)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: folder {tmp_path / 'file' / 'timings'}: expected one that can be made, "
+        "got Not a directory; set ADAATTN_CACHE to another, or use --out\n"
+    )
+    assert invoke("tune", *SHAPE, "--out", str(tmp_path / "table.json")).exit_code == 0
+
+
+def test_shapes_beside_a_table_are_refused(invoke: Callable[..., Any], tmp_path: Path) -> None:
+    """They were left out without a word."""
+    path = tmp_path / "table.json"
+    invoke("tune", *SHAPE, "--out", str(path))
+    result = invoke("tune", *SHAPE, "--table", str(path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: --table: expected no --shape beside it, got 1 shape\n"
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return what lets Ctrl-C come after so many problems."""
+
+    def after(number: int) -> None:
+        def report(problem: str, done: int, total: int) -> None:
+            if done == number:
+                signal.raise_signal(signal.SIGINT)
+
+        def seen(problems: Any, **options: Any) -> Any:
+            return tune(problems, **{**options, "progress": report})
+
+        monkeypatch.setattr(command, "tune", seen)
+
+    return after
+
+
+def test_ctrl_c_keeps_what_was_measured_and_exits_with_130(
+    invoke: Callable[..., Any], interrupted: Callable[[int], None], tmp_path: Path
+) -> None:
+    path, before = tmp_path / "table.json", signal.getsignal(signal.SIGINT)
+    interrupted(1)
+    result = invoke("tune", *SHAPE, "--shape", "1,2,2,16,16,16", "--out", str(path))
+    assert result.exit_code == 130
+    assert "1 problem; written to" in words(result.stdout)
+    assert len(json.loads(path.read_text())["cells"]["fp32"]) == 1
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_anything_was_measured_touches_no_file(
+    invoke: Callable[..., Any], interrupted: Callable[[int], None], tmp_path: Path
+) -> None:
+    """It wrote an empty table over the file, and exited with 0."""
+    path = tmp_path / "table.json"
+    path.write_text("what was there")
+    interrupted(0)
+    result = invoke("tune", *SHAPE, "--out", str(path), "--json", str(tmp_path / "out.json"))
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr.endswith("interrupted\n")
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+    assert path.read_text() == "what was there"
+
+
+def test_nothing_measured_is_not_called_written(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, empty = tmp_path / "table.json", TimingTable(source="measured here", device="a CPU")
+    monkeypatch.setattr(command, "tune", lambda *_, **__: empty)
+    result = invoke("tune", *SHAPE, "--out", str(path))
+    assert "0 problems; nothing is written" in words(result.stdout)
+    assert not path.exists()
 
 
 def test_the_time_that_is_left_is_the_budget_or_the_rest_of_the_problems(
