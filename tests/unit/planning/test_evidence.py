@@ -1,5 +1,6 @@
 """What measured times say: of their own problems, of larger ones, and with one of them left out."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +16,16 @@ from adaattn.cli.machines import facts_of
 from adaattn.hardware.tables import read_table
 from adaattn.planning.evidence import DISPLACES, fastest, interpolated, ratio
 from adaattn.planning.stand_ins import GROUPED, MARGIN, stand_ins
-from adaattn.spec import Align, AttentionProblem, Aux, Cell, MaskKind, Measured, TimingTable
+from adaattn.spec import (
+    Align,
+    AttentionProblem,
+    Aux,
+    Cell,
+    MaskKind,
+    Measured,
+    Precision,
+    TimingTable,
+)
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import make_problem
 from adaattn.tuning_cell import cell_of
@@ -132,6 +142,22 @@ def test_a_problem_that_was_measured_is_expected_to_take_as_long(card: str) -> N
             assert found == cell.problem_class
             assert measured.device_ms == pytest.approx(time.device_ms), (cell.label, name)
     assert len(known) > 15
+
+
+@pytest.mark.parametrize("mask", [MaskKind.BOOLEAN, MaskKind.ADDITIVE])
+def test_masks_over_the_keys_of_a_cache_are_in_the_tables(mask: MaskKind) -> None:
+    """No table had them: decoding of padded prompts stayed with a kernel 10 times as slow."""
+    cpu = resources.files("adaattn") / "hardware" / "tables" / "cpu-2-cores-avx512.json"
+    on_cpu = TimingTable.from_dict(json.loads(cpu.read_text(encoding="utf-8")), "cpu")
+    decoding = make_problem(
+        batch=4, num_heads=32, num_kv_heads=8, len_q=1, len_k=1500, head_dim=128, mask=mask,
+        mask_shape=(4, 1, 1, 1500), precision=Precision.BF16,
+    )  # fmt: skip
+    share = ratio(on_cpu, decoding, "grouped", "sdpa.flash")
+    assert share is not None and share < DISPLACES
+    on_card = replace(decoding, precision=Precision.FP32, device_type="cuda")
+    share = ratio(shipped("h200"), on_card, "triton", on_card.sdpa_default)
+    assert share is not None and share < DISPLACES
 
 
 SMALL: dict[str, Any] = {
