@@ -36,6 +36,9 @@ _BETWEEN: Final = 2.0
 
 _CELLS: Final = 4
 
+_WIDE: Final = 256
+"""Above this D other kernels serve: what one side's cells leave out, the other's may have."""
+
 _COLUMNS: Final = 4
 """Where D stands in a place."""
 
@@ -188,6 +191,8 @@ def _near(
         if (point, cell.num_sequences) in known or not all(name in cell.times for name in names):
             continue
         known.add((point, cell.num_sequences))
+        if (cell.head_dim > _WIDE) is not (problem.head_dim > _WIDE):
+            continue
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
         fewer = min(mine, (cell.heads, cell.len_q))
         heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
