@@ -21,9 +21,8 @@ def read(path: Path, facts: HardwareFacts) -> TimingTable:
     """
     try:
         return read_table(path, facts)
-    except (TableError, ArithmeticError, RecursionError) as error:
-        cause = error.__cause__ if isinstance(error, TableError) else error
-        if cause is None or isinstance(cause, OSError):
+    except TableError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, OSError):
             raise
         wanted = "a table that adaattn tune wrote"
         raise TableError.got(f"timing table {path}", wanted, _damage(path), _HINT) from error

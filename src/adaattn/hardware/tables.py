@@ -50,6 +50,12 @@ host's, which was no faster on the one than on the other."""
 
 _HERE: Final = "measured here"
 
+_DAMAGES: Final = (
+    *(LookupError, TypeError, AttributeError, ValueError),
+    *(ArithmeticError, RecursionError),
+)
+"""What reading a damaged file may raise: sizes beyond a float, and endless lists, too."""
+
 
 def timings_of(facts: HardwareFacts) -> TimingTable | None:
     """Return the measured times for a device, or None where there are none.
@@ -99,7 +105,7 @@ def read_table(path: Path, facts: HardwareFacts) -> TimingTable:
             other = _why_other(data["hardware"], table.device, facts)
     except OSError as error:
         raise TableError.got(subject, "a readable file", error.strerror, hint) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGES as error:
         wrote = "what adaattn.tune wrote"
         raise TableError.got(subject, wrote, repr(error), hint) from error
     if version != _FORMAT:

@@ -212,6 +212,8 @@ DAMAGE = {
     "a negative time": lambda text: damaged(text, "[1.5,", "[-1.5,"),
     "no number": lambda text: damaged(text, "[1.5,", "[NaN,"),
     "no end": lambda text: damaged(text, "[1.5,", "[Infinity,"),
+    "a huge number": lambda text: damaged(text, "[1.5,", "[" + "9" * 400 + ","),
+    "endless lists": lambda text: "[" * 200_000,
     "a word": lambda text: damaged(text, "[1.5,", '["fast",'),
     "a time too few": lambda text: damaged(text, "[1.5, 1.5,", "[1.5,"),
     "a size too few": lambda text: damaged(text, "[8, 2,", "[8,"),
