@@ -10,7 +10,6 @@ whichever is less: 1 is the best choice.
 """
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import asdict, replace
@@ -22,11 +21,11 @@ import torch
 from adaattn.call.arguments import Arguments
 from adaattn.call.choose import decided
 from adaattn.call.describe import build_call
-from adaattn.hardware import probe
 from adaattn.hardware.probe import describe
 from adaattn.planning import simplify
+from adaattn.planning.evidence import DISPLACES
 from adaattn.policies import PRESETS
-from adaattn.spec import Cell, Measured
+from adaattn.spec import Cell
 from adaattn.spec.evidence import problem_class
 from adaattn.tuning_cell import Effort, measure_cell
 from benchmarks.gpu.clock import free_unused
@@ -34,8 +33,8 @@ from benchmarks.regret_calls import our_keywords, tensors_of
 from benchmarks.regret_problems import Problem, draw
 from benchmarks.timing import arguments, save
 
-WORTH = 1 / 0.95
-"""A larger gain is one that was missed: planning displaces nothing for less."""
+WORTH = 1 / DISPLACES
+"""A larger gain is one that was missed: planning takes nothing for less."""
 
 _SAVE_EVERY = 50
 _NEAREST = 12
@@ -50,7 +49,6 @@ def measure(problem: Problem, options: argparse.Namespace) -> dict[str, Any] | N
     call = build_call(*inputs, given)
     decision = decided(call, PRESETS["quality"], "auto", -1, None)
     asked = simplify(replace(call.problem, may_wait=True))
-    probe(device)
     effort = Effort(rounds=options.rounds, compiles=options.compiles)
     cell = measure_cell(asked, device, describe(device), effort)
     chosen = (decision.later or decision.plan).groups[0].capability  # once it has been compiled
@@ -71,11 +69,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> dict[str, Any] | N
 def gain(cell: Cell, chosen: str, other: str) -> float:
     """Return how many times faster another executor is, on the device and for who waits."""
     mine, its = cell.times[chosen], cell.times[other]
-    return min(mine.device_ms / its.device_ms, _waited(mine) / _waited(its))
-
-
-def _waited(time: Measured) -> float:
-    return max(time.device_ms, time.host_ms)
+    return min(mine.device_ms / its.device_ms, mine.wall_ms / its.wall_ms)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,12 +123,8 @@ def run(options: argparse.Namespace) -> Path:
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     """Write the rows, the options and their summary, and return the path."""
-    path = save(f"choices_{options.through}_{options.device}", options, rows)
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["summary"] = summary(rows)
-    document["options"] = {key: value for key, value in vars(options).items() if key != "out"}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
+    name = f"choices_{options.through}_{options.device}"
+    return save(name, options, rows, summary=summary(rows))
 
 
 def main(given: list[str] | None = None) -> Path:

@@ -166,9 +166,7 @@ def _name(options: argparse.Namespace) -> str:
 def write(totals: Totals, options: argparse.Namespace) -> Path:
     """Write the failures and the totals, and return the path."""
     part = f"_{options.share[0]}" if options.share else ""
-    path = save(_name(options) + part, options, totals.failures)
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["summary"] = {
+    summary = {
         "checked": totals.checked,
         "refused": totals.refused,
         "failed": len(totals.failures),
@@ -177,9 +175,7 @@ def write(totals: Totals, options: argparse.Namespace) -> Path:
         "executors": dict(totals.executors),
         "refusals": dict(totals.reasons.most_common()),
     }
-    document["options"] = {key: value for key, value in vars(options).items() if key != "out"}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
+    return save(_name(options) + part, options, totals.failures, summary=summary)
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ softcaps (``--through written``) are attention written out. The ratio is the pee
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -283,12 +282,7 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     """Write the rows, the options and their summary, and return the path."""
     state = "_compiled" if options.compiled else ""
     name = f"regret_{options.through}_{options.policy}{state}_{options.device}"
-    path = save(name, options, rows)
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["summary"] = summary(rows, options.device)
-    document["options"] = {key: value for key, value in vars(options).items() if key != "out"}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
+    return save(name, options, rows, summary=summary(rows, options.device))
 
 
 def main(given: list[str] | None = None) -> Path:

@@ -187,14 +187,25 @@ def _version(package: str) -> str | None:
         return None
 
 
-def save(name: str, options: argparse.Namespace, rows: list[dict[str, Any]]) -> Path:
-    """Write rows with machine facts to ``results/<name>.json`` and return the path."""
+def save(
+    name: str, options: argparse.Namespace, rows: list[dict[str, Any]], **sections: Any
+) -> Path:
+    """Write rows with machine facts to ``results/<name>.json`` and return the path.
+
+    Args:
+        name: of the benchmark.
+        options: its command line.
+        rows: what it found.
+        **sections: what stands behind the rows; the options then follow.
+    """
     device = options.device
     target = (options.out or RESULTS) / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     machine = dict(machine_facts(device))
     machine["commit"] = options.commit or machine["commit"]
-    document = {"benchmark": name, "machine": machine, "rows": rows}
+    document = {"benchmark": name, "machine": machine, "rows": rows, **sections}
+    if sections:
+        document["options"] = {key: it for key, it in vars(options).items() if key != "out"}
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return target
 

@@ -10,7 +10,6 @@ one run. What refuses, fails, runs out of memory or is wrong has its reason in t
 
 import argparse
 import gc
-import json
 import math
 import sys
 import time
@@ -199,13 +198,8 @@ def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     """Write what is there, rows without times apart, and return the path."""
     name = f"ops_{options.device}" + (f"_{options.part}" if options.part else "")
     timed = [row for row in rows if "failed" not in row]
-    path = save(name, options, timed)
-    document = json.loads(path.read_text(encoding="utf-8"))
-    document["failed"] = [row for row in rows if "failed" in row]
-    document["method"] = METHOD
-    document["options"] = {key: value for key, value in vars(options).items() if key != "out"}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return path
+    failed = [row for row in rows if "failed" in row]
+    return save(name, options, timed, failed=failed, method=METHOD)
 
 
 def run(options: argparse.Namespace) -> tuple[Path, int]:

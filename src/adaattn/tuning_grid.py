@@ -290,20 +290,14 @@ def _square(grid: _Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
         if name in _COMPILED:
             for place, values in _long(grid):
                 yield place + _class_place(name), _problem(name, *values), True
-        if name in _SHORT:
-            for place, values in chain.from_iterable(grid.short):
+        seldom = (_SHORT, grid.short), (_WIDE, grid.wide), (_WIDE_FEATURES, grid.wide_features)
+        for lists in chain.from_iterable(lists for names, lists in seldom if name in names):
+            for place, values in lists:
                 problem = _problem(name, *values)
                 yield place + _class_place(name) + 1.0, problem, False
                 if name in grid.trained:
                     training = replace(problem, requires_grad=True)
                     yield place + _class_place(name) + 1.5, training, False
-        if name in (*_WIDE, *_WIDE_FEATURES):
-            lists = chain.from_iterable(grid.wide if name in _WIDE else grid.wide_features)
-            for place, values in lists:
-                problem = _problem(name, *values)
-                yield place + _class_place(name) + 1.0, problem, False
-                training = replace(problem, requires_grad=True)
-                yield place + _class_place(name) + 1.5, training, False
         if name in grid.trained:
             for place, values in grid.masked if masked else grid.training:
                 problem = replace(_problem(name, *values), requires_grad=True)

@@ -19,7 +19,6 @@ from adaattn.spec import (
     AttentionProblem,
     Aux,
     Capability,
-    Cell,
     Decision,
     Feature,
     HeadGroup,
@@ -37,6 +36,7 @@ from adaattn.spec import (
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_errors, make_problem
+from adaattn.tuning_cell import cell_of
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 MACHINES = ("h200", "l40s", "a100", "v100", "pascal", "cpu", "cpu_amx")
@@ -467,16 +467,7 @@ def test_short_windows_in_training_are_a_mask_for_sdpa_on_a_gpu(
 
 def _table(problem: AttentionProblem, times: dict[str, Measured]) -> TimingTable:
     """Return a table with one cell, that of a problem."""
-    cell = Cell(
-        problem_class=problem_class(problem),
-        heads=problem.batch * problem.num_heads,
-        group_size=problem.group_size,
-        len_q=problem.len_q,
-        len_k=problem.len_k,
-        head_dim=problem.head_dim,
-        visible=problem.visible_pairs / problem.len_q,
-        times=times,
-    )
+    cell = cell_of(problem, times)
     return TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})
 
 

@@ -13,7 +13,6 @@ from adaattn.planning.trace import format_ms
 from adaattn.spec import (
     AttentionProblem,
     Capability,
-    Cell,
     Decision,
     Feature,
     KVKind,
@@ -26,8 +25,8 @@ from adaattn.spec import (
     TraceEntry,
     Why,
 )
-from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_errors, make_problem
+from adaattn.tuning_cell import cell_of
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 Executors = tuple[Capability, ...]
@@ -43,16 +42,7 @@ def _problem(machine: str, **values: object) -> AttentionProblem:
 def _table(problem: AttentionProblem, times_ms: dict[str, float]) -> TimingTable:
     """Return a table with one cell, that of a problem."""
     times = {name: Measured(device_ms=ms, host_ms=ms) for name, ms in times_ms.items()}
-    cell = Cell(
-        problem_class=problem_class(problem),
-        heads=problem.batch * problem.num_heads,
-        group_size=problem.group_size,
-        len_q=problem.len_q,
-        len_k=problem.len_k,
-        head_dim=problem.head_dim,
-        visible=problem.visible_pairs / problem.len_q,
-        times=times,
-    )
+    cell = cell_of(problem, times)
     return TimingTable(source="table of a test", cells={cell.problem_class: (cell,)})
 
 
