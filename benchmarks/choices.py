@@ -30,7 +30,7 @@ from adaattn.spec.evidence import problem_class
 from adaattn.tuning_cell import Effort, measure_cell
 from benchmarks.gpu.clock import free_unused
 from benchmarks.regret_calls import our_keywords, tensors_of
-from benchmarks.regret_problems import Problem, draw
+from benchmarks.regret_problems import FUNCTIONS, Problem, draw
 from benchmarks.timing import arguments, save
 
 WORTH = 1 / DISPLACES
@@ -132,7 +132,7 @@ def main(given: list[str] | None = None) -> Path:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--problems", type=int, default=300, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--through", default="function", choices=("function", "written"))
+    parser.add_argument("--through", default="function", choices=FUNCTIONS)
     parser.set_defaults(rounds=5)
     parser.add_argument("--compiles", action="store_true", help="also what compiles for a length")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no problem begins later")

@@ -4,8 +4,8 @@
 
 Each problem is drawn from a seed, computed by both, checked, and only then timed, in turns in one
 run. What PyTorch's function lacks a word for is a mask that was made before the timing; sinks and
-softcaps (``--through written``) are attention written out. The ratio is the peer's time over ours:
-1 is equal, more is faster.
+softcaps (``--through written``) are attention written out; ``--through cache`` has the last tokens
+of longer keys. The ratio is the peer's time over ours: 1 is equal, more is faster.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from benchmarks.timing import arguments, behind_spin, save
 SIDES = {
     "function": function_calls,
     "written": function_calls,
+    "cache": function_calls,
     "module": module_calls,
     "transformers": transformers_calls,
     "generation": generation_calls,

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 import adaattn
 from adaattn.backends.interface import Result, Tensors
-from adaattn.spec import AttentionProblem, MaskKind
+from adaattn.spec import Align, AttentionProblem, MaskKind
 from adaattn.testing import (
     assert_gradients_match,
     assert_matches,
@@ -83,6 +84,7 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
     peer_keywords: dict[str, Any] = {}
     if problem.softcap or problem.has_sinks:
         hidden = ~visible_keys(tensors, spec)[0, 0]
+        hidden = hidden if bool(hidden.any()) else None
         peer = written_out(*inputs, hidden=hidden, softcap=problem.softcap, sinks=tensors.sinks)
     else:
         peer_keywords = shared | _peer_keywords(problem, tensors, spec)
@@ -208,6 +210,8 @@ def positional(problem: Problem) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "causal" in problem.kind.value:
         found["is_causal"] = True
+        if problem.len_q < problem.len_k:
+            found["align"] = Align.BOTTOM_RIGHT
     if problem.window:
         right = problem.window if problem.kind is Kind.WINDOW else 0
         found["window"] = (problem.window, right)
@@ -235,7 +239,7 @@ def our_keywords(problem: Problem, tensors: Tensors) -> dict[str, Any]:
 def _peer_keywords(problem: Problem, tensors: Tensors, spec: AttentionProblem) -> dict[str, Any]:
     """Return what is passed to PyTorch's function: a mask made before, where it lacks a word."""
     if problem.kind is Kind.CAUSAL:
-        return {"is_causal": True}
+        return _causal(problem)
     if tensors.alibi_slopes is not None:
         slopes = {"alibi_slopes": tensors.alibi_slopes[0]}
         return {"attn_mask": alibi_mask(tensors.query, tensors.key, slopes)}
@@ -244,6 +248,15 @@ def _peer_keywords(problem: Problem, tensors: Tensors, spec: AttentionProblem) -
     if problem.kind is Kind.PLAIN:
         return {}
     return {"attn_mask": visible_keys(tensors, spec)[0, 0]}
+
+
+def _causal(problem: Problem) -> dict[str, Any]:
+    """Return how PyTorch's function is told of causal order: its flag begins at the first key."""
+    if problem.len_q == problem.len_k:
+        return {"is_causal": True}
+    if problem.len_q == 1:
+        return {}
+    return {"attn_mask": causal_lower_right(problem.len_q, problem.len_k)}
 
 
 class _Exact:

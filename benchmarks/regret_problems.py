@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-__all__ = ["Kind", "Problem", "draw", "kinds"]
+__all__ = ["FUNCTIONS", "Kind", "Problem", "draw", "kinds"]
 
 
 _Key = TypeVar("_Key", str, int)
@@ -38,14 +38,21 @@ _KINDS = {
         *(Kind.CAUSAL_WINDOW, Kind.WINDOW, Kind.ALIBI, Kind.PACKED),
     ),
     "written": (Kind.SINKS, Kind.SOFTCAP, Kind.DILATED, Kind.MIX),
+    "cache": (
+        *(Kind.CAUSAL, Kind.MASK, Kind.CAUSAL_WINDOW, Kind.ALIBI),
+        *(Kind.SINKS, Kind.SOFTCAP, Kind.MIX),
+    ),
     "module": (Kind.PLAIN, Kind.CAUSAL, Kind.PADDING, Kind.CAUSAL_WINDOW, Kind.WINDOW),
     "transformers": (Kind.CAUSAL, Kind.PADDING),
     "generation": (Kind.CAUSAL, Kind.PADDING),
 }
-_FUNCTIONS = ("function", "written")
-_MODELS = ("transformers", "generation")
+FUNCTIONS = ("function", "written", "cache")
+"""Ways of drawing calls of the function itself."""
+
+_INFERENCE = ("transformers", "generation", "cache")
 _SOFTCAPS = (10.0, 30.0, 50.0)
 _DILATIONS = (2, 3, 4, 8)
+_BEYOND_MASKS = {Kind.SINKS, Kind.SOFTCAP, Kind.DILATED, Kind.MIX}
 _PADDED = {Kind.PADDING, Kind.PADDING_BIAS}
 _MASKED = {Kind.MASK, Kind.BIAS} | _PADDED
 _WITH_CROSS = {Kind.PLAIN} | _MASKED
@@ -176,7 +183,7 @@ def kinds(through: str) -> tuple[Kind, ...]:
     """Return the kinds that are drawn for the function, the module or a Transformers model.
 
     ``"written"`` are calls of the function that PyTorch's has no word for, so that its users write
-    attention out.
+    attention out; ``"cache"`` those whose queries are the last tokens of the keys.
     """
     return _KINDS[through]
 
@@ -190,7 +197,7 @@ def draw(
         count: how many.
         seed: of Python's generator.
         device: ``"cpu"`` or ``"cuda"``, for dtypes and sizes.
-        through: ``"function"``, ``"written"``, ``"module"``, ``"transformers"``, or
+        through: ``"function"``, ``"written"``, ``"cache"``, ``"module"``, ``"transformers"``, or
             ``"generation"``: one query over all keys but the last, which is its own.
         longest: the greatest length; None is that of the device.
     """
@@ -199,7 +206,7 @@ def draw(
     if longest is not None:
         shortest = min(limits.shortest, longest)
         limits = replace(limits, longest=longest, shortest=shortest)
-    if through not in _FUNCTIONS:
+    if through not in FUNCTIONS:
         limits = replace(limits, **_LAYER[device])
     order: list[Kind] = []
     found = []
@@ -218,7 +225,7 @@ def _problem(
     group = _weighted(source, _GROUPS)
     kv_heads = _between(source, 1, 32 // group)
     len_q, len_k = _lengths(source, kind, through, limits)
-    is_function = through in _FUNCTIONS
+    is_function = through in FUNCTIONS
     drawn = Problem(
         index=index,
         kind=kind,
@@ -229,7 +236,7 @@ def _problem(
         len_q=len_q,
         len_k=len_k,
         dim=_weighted(source, _DIMS),
-        training=through not in _MODELS and len_q > 1 and source.random() < 1 / 3,
+        training=through not in _INFERENCE and len_q > 1 and source.random() < 1 / 3,
         transposed=is_function and source.random() < 1 / 3,
     )
     made = _shrunk(drawn, device, limits)
@@ -239,7 +246,7 @@ def _problem(
         return replace(made, window=_between(source, 1, max(made.len_k // 2, 1)))
     if kind is Kind.PACKED:
         return replace(made, lengths=_documents(source, made.len_q))
-    if through == "written":
+    if kind in _BEYOND_MASKS:
         return _beyond_masks(source, made)
     if kind not in _MASKED:
         return made
@@ -266,7 +273,14 @@ def _beyond_masks(source: random.Random, problem: Problem) -> Problem:
 
 
 def _lengths(source: random.Random, kind: Kind, through: str, limits: _Limits) -> tuple[int, int]:
-    """Return (Sq, Sk): equal, apart where the kind may be, or one query and many keys."""
+    """Return (Sq, Sk): equal, apart where the kind may be, or one query and many keys.
+
+    Behind a cache: one query, up to 16, or up to half as many as keys.
+    """
+    if through == "cache":
+        keys = _between(source, max(limits.longest // 64, 1), limits.longest)
+        most = source.choice((1, min(keys, 16), max(keys // 2, 1)))
+        return _between(source, 1, most), keys
     length = _between(source, limits.shortest, limits.longest)
     form = source.choice(("self", "self", "cross", "decode"))
     if through != "function" or kind not in _WITH_CROSS or form == "self":

@@ -186,9 +186,9 @@ def _made_mask(cell: Cell, inputs: Inputs) -> torch.Tensor:
 
 
 def alibi_mask(query: torch.Tensor, key: torch.Tensor, semantics: dict[str, Any]) -> torch.Tensor:
-    """Return the additive mask of causal ALiBi."""
-    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    """Return the additive mask of causal ALiBi; the queries are the last tokens of the keys."""
     cols = torch.arange(key.shape[2], device=query.device)
+    rows = cols[key.shape[2] - query.shape[2] :, None]
     slopes = semantics["alibi_slopes"][:, None, None].to(query.dtype)
     bias = -slopes * (rows - cols).abs().to(query.dtype)
     return bias.masked_fill_(rows < cols, float("-inf")).unsqueeze(0)
