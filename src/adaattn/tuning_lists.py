@@ -186,11 +186,15 @@ _SHORT: Final = (
     *("alibi", "softcap", "sinks", "dilation"),
 )
 _SEVERAL: Final = ("causal", "mask")
+_SEVERAL_FEATURES: Final = (
+    *("softcap", "sinks", "alibi"),
+    *("window with sinks", "window with a softcap"),
+)
 _CROSS: Final = ("full", "mask of keys")
 _WIDE: Final = ("causal", "full")
 _WIDE_FEATURES: Final = ("softcap", "sinks", "alibi", "narrow window", "mask", "bias")
 _DECODED_FEATURES: Final = (
-    *("softcap", "sinks", "alibi", "narrow window", "thin window"),
+    *("softcap", "sinks", "alibi", "narrow window", "thin window", "wide window"),
     *("window with sinks", "window with a softcap"),
 )
 
@@ -321,6 +325,10 @@ GRIDS: Final = {
                     rows=(16, 256, 64, 1024, 4),
                     lengths=(8192, 2048, 32768, 512),
                 ),
+            ),
+            Part(
+                names=_SEVERAL_FEATURES,
+                lists=replace(_CUDA_FUSED, rows=(16, 64, 4, 256), lengths=(8192, 2048, 512)),
             ),
         ),
         deterministic=("causal", "full"),

@@ -146,6 +146,40 @@ def test_what_users_write_out_is_softcaps_sinks_dilations_and_mixes(
     assert document["summary"]["failed"] == document["summary"]["failed_elsewhere"] == 0
 
 
+def test_queries_behind_a_cache_are_one_a_few_or_many_at_its_end(
+    regret: ModuleType, problems: ModuleType, tmp_path: Path
+) -> None:
+    drawn = problems.draw(140, seed=4, device="cuda", through="cache")
+    assert {item.kind for item in drawn} == set(problems.kinds("cache"))
+    assert {item.training for item in drawn} == {False}
+    assert all(item.len_q < item.len_k for item in drawn)
+    for low, high in ((1, 1), (2, 16), (17, 4096)):
+        assert sum(low <= item.len_q <= high for item in drawn) > 10, (low, high)
+    document = _run(regret, tmp_path, "--through", "cache", "--problems", "21")
+    assert document["summary"]["count"] == 21
+    assert document["summary"]["failed"] == document["summary"]["failed_elsewhere"] == 0
+
+
+def test_a_first_row_behind_a_cache_sees_all_of_it_on_both_sides(
+    regret: ModuleType, problems: ModuleType
+) -> None:
+    """PyTorch's flag of causal order begins at the first key: of 9 a row would see one."""
+    calls = sys.modules["benchmarks.regret_calls"]
+    for len_q in (1, 4):
+        problem = _problem(problems, len_q=len_q, len_k=12)
+        with calls.function_calls(problem, "cpu", "quality") as both:
+            both.check(0.0)
+            ours, peer = both.ours(), both.peer()
+        tensors = calls.tensors_of(problem, "cpu")
+        seen = tensors.value[:, :, : 12 - len_q + 1].repeat_interleave(2, 1)
+        keys = tensors.key[:, :, : 12 - len_q + 1].repeat_interleave(2, 1)
+        first = torch.nn.functional.scaled_dot_product_attention(
+            tensors.query[:, :, :1], keys, seen
+        )
+        for output in (ours, peer):
+            torch.testing.assert_close(output[:, :, :1], first)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_a_wrong_result_is_a_failure_without_a_time(
     regret: ModuleType, problems: ModuleType, monkeypatch: pytest.MonkeyPatch, training: bool

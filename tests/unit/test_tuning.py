@@ -397,6 +397,22 @@ def test_turns_rotate_and_slow_executors_have_one(monkeypatch: pytest.MonkeyPatc
     assert "".join(order) == "abc" + "ba" + "ab" + "ba" + "ab"
 
 
+def test_one_slow_call_does_not_make_an_executor_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call after another kernel's took 100 us of the host, and the next ones 20."""
+    order: list[str] = []
+
+    def turn(run: tuning_cell._Run, device: torch.device) -> None:
+        order.append(run.name)
+        assert not run.is_slow
+        run.device.append(1.0)
+        run.host.append(1.0)
+
+    monkeypatch.setattr(tuning_cell, "_take_turn", turn)
+    runs = [replace_wall("a", 1.0), replace_wall("b", 9.0)]
+    tuning_cell._timed(runs, torch.device("cuda"), tuning_cell.Effort(rounds=3))
+    assert order.count("b") == 3
+
+
 def replace_wall(name: str, wall_ms: float) -> tuning_cell._Run:
     return tuning_cell._Run(name=name, call=lambda: None, first_ms=wall_ms, wall_ms=wall_ms)
 
@@ -447,6 +463,32 @@ def test_the_usual_problems_come_first() -> None:
         # Booleans of a few keys are in memory as TMA cannot read them, which nobody looks for.
         everything = {problem_class(item.problem) for item in grid if item.problem.len_k > 12}
         assert {name for name in everything if name.startswith(dtype)} <= set(first)
+
+
+def test_queries_at_the_end_of_longer_keys_and_of_other_sequences_are_asked_for() -> None:
+    problems = [item.problem for item in default_grid("cuda")]
+    at_end = [problem for problem in problems if 1 < problem.len_q < problem.len_k]
+    named = {problem_class(problem) for problem in at_end if problem.precision is Precision.BF16}
+    assert named >= {
+        "half causal to_end",
+        "half causal window to_end",
+        "half causal to_end sinks",
+        "half causal to_end softcap",
+        "half mask",
+        "half",
+    }
+    assert all(problem.align is Align.BOTTOM_RIGHT for problem in at_end if problem.is_causal), (
+        "the last query stands at the last key"
+    )
+    cross = [problem for problem in problems if problem.len_q > problem.len_k]
+    assert {problem_class(problem) for problem in cross} == {
+        f"{dtype}{mask}{training}"
+        for dtype in ("half", "fp32")
+        for mask in ("", " mask of_keys")
+        for training in ("", " training")
+    }
+    decoding = {problem_class(p) for p in problems if p.len_q == 1 < p.len_k}
+    assert decoding >= {"half sinks", "half softcap", "half alibi", "half window to_end"}
 
 
 def test_executors_that_compile_take_part_in_about_20_problems_that_sdpa_lacks() -> None:
