@@ -24,7 +24,7 @@ from adaattn.backends.masked import (
 from adaattn.backends.masks import additive_mask, may_keep
 from adaattn.backends.tiles import seen_tile
 from adaattn.errors import UnsupportedError
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem, HeadGroup, MaskKind
 
 __all__ = ["flash_sinks_tile", "has_flash_sinks", "is_untransformed", "whole_flash_sinks"]
 
@@ -42,15 +42,47 @@ of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 66
 """
 
 
+_MOST_HEADS: Final = 32
+_MOST_KEYS: Final = 1 << 14
+_MOST_COLUMNS: Final = 128
+"""Single rows of one head each take the kernel 0.74 to 0.99 of the time beyond so many heads, or
+keys of all heads; fewer tokens than the above of wider heads 0.68 to 1.05.
+
+Within these, in fp32 and inference, scores written out take 1.0 to 3.2 times as long (1.4 in the
+median of 98 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys)."""
+
+
 def has_flash_sinks(problem: AttentionProblem) -> bool:
     """Return whether a chunk is one call of the kernel but for its sinks, and faster by it."""
     if problem.device_type != "cpu" or not problem.has_sinks or problem.scale <= 0:
         return False
+    if problem.precision.bits <= 16:
+        return False
     is_trained_window = problem.requires_grad and problem.window[0] >= 0
     fewest = _FEWEST_IN_WINDOWS if is_trained_window else _FEWEST
-    if problem.precision.bits <= 16 or min(problem.longest) < fewest:
+    if min(problem.longest) < fewest and not _is_fast_of_few(problem):
         return False
     return is_fused(problem) and is_plain(replace(problem, has_sinks=False))
+
+
+def _is_fast_of_few(problem: AttentionProblem) -> bool:
+    """Return whether the kernel is the faster one of few tokens: without gradients and masks."""
+    single = problem.len_q == 1  # a window's keys are a part of all
+    given = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.dilation > 1
+    if given or problem.num_sequences or not (single or problem.window == (-1, -1)):
+        return False
+    if _is_followed(problem) or problem.offset < 0 or 0 in problem.longest:
+        return False
+    if single:
+        heads = problem.batch * problem.num_heads
+        few = heads <= _MOST_HEADS and heads * problem.len_k <= _MOST_KEYS
+        return problem.group_size > 1 or few
+    return problem.group_size == 1 and problem.head_dim <= _MOST_COLUMNS
+
+
+def _is_followed(problem: AttentionProblem) -> bool:
+    """Return whether gradients of anything are wanted."""
+    return problem.requires_grad or problem.sinks_require_grad
 
 
 def is_untransformed(query: torch.Tensor) -> bool:
@@ -84,6 +116,8 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
     square = len(rows) == len(cols) and problem.window == (-1, -1) and problem.dilation == 1
     causal = problem.is_causal and square
     hidden = not causal and not hides_nothing(problem, rows, cols)
+    # Over a growing cache, too: position hides nothing, however many keys there are.
+    is_free = not problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 
     def run(
         query: torch.Tensor,
@@ -93,7 +127,7 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
         sinks: torch.Tensor | None = None,
         *rest: None,
     ) -> Any:
-        if key.shape[2] != problem.len_k or not is_untransformed(query):
+        if not is_untransformed(query) or not (is_free or key.shape[2] == problem.len_k):
             return None
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
@@ -113,11 +147,32 @@ def _attend(
     is_causal: bool,
 ) -> torch.Tensor:
     """Return the output [B, Hq, R, Dv] of rows over keys; the mask is added, sinks are [Hq]."""
-    if problem.group_size > 1:
+    single = query.shape[2] == 1 and problem.group_size > 1 and not _is_followed(problem)
+    if problem.group_size > 1 and not single:
         key, value = (item.repeat_interleave(problem.group_size, 1) for item in (key, value))
-    given = (*(with_dense_columns(item) for item in (query, key, value)), mask, sinks)
+    query, key, value = (with_dense_columns(item) for item in (query, key, value))
+    if not _is_followed(problem):
+        batch, heads = query.shape[:2]
+        if single:  # the heads of a group become rows
+            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        plain, lse = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=problem.scale)
+        if single:
+            plain, lse = plain.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+        return _scaled(plain, _above(lse, sinks))
+    given = (query, key, value, mask, sinks)
     output: torch.Tensor = _FlashWithSinks.apply(*given, is_causal, problem.scale)  # type: ignore[no-untyped-call]
     return output
+
+
+def _above(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return by how much log-sum-exps [B, H, R] are above the sinks, [B, H, R, 1]."""
+    assert sinks is not None
+    return (lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
+
+
+def _scaled(plain: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Return an output times the share of its rows that is not their sinks'."""
+    return (plain * torch.sigmoid(above)).to(plain.dtype)
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -135,8 +190,8 @@ class _FlashWithSinks(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         plain, lse = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-        above = (lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
-        output: torch.Tensor = (plain * torch.sigmoid(above)).to(plain.dtype)
+        above = _above(lse, sinks)
+        output = _scaled(plain, above)
         ctx.save_for_backward(query, key, value, mask, sinks, output, lse, above)
         ctx.fixed = is_causal, scale
         return output

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaattn import hardware
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import chunked, sinks
+from adaattn.backends import Result, chunked, sinks
 from adaattn.backends.sinks import has_flash_sinks, whole_flash_sinks
 from adaattn.errors import UnsupportedError
 from adaattn.spec import Align, HeadGroup, Launch, MaskKind, Precision, Scheme
@@ -110,7 +110,7 @@ def test_the_short_way_computes_the_same(name: str) -> None:
         {"softcap": 5.0},
         {"dropout_p": 0.1},
         {"precision": Precision.BF16},
-        {"len_q": 63},
+        {"len_q": 63, "requires_grad": True},
         {"scale": -0.2},
         {"value_dim": 8},
         {"device_type": "cuda"},
@@ -124,12 +124,64 @@ def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
     assert not has_flash_sinks(replace(make_problem(**SIZES), **other))
 
 
-def test_few_tokens_are_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"len_q": 1, "num_kv_heads": 2},
+        {"len_q": 1, "num_kv_heads": 1, "batch": 1},
+        {"len_q": 1, "window": (20, 0), "is_causal": True, "num_kv_heads": 2},
+        {"len_q": 1},
+        {"len_q": 7, "is_causal": True},
+        {"len_q": 7},
+        {"len_k": 9, "len_q": 9, "is_causal": True},
+    ],
+    ids=lambda sizes: " ".join(f"{name} {size}" for name, size in sizes.items()),
+)
+def test_few_rows_behind_a_cache_take_the_kernel(sizes: dict[str, Any]) -> None:
+    """Their heads are rows of one head of keys where they share it, which is repeated for none."""
+    problem = make_problem(**(SIZES | {"align": Align.BOTTOM_RIGHT} | sizes))
+    tensors = make_tensors(problem)
+    assert has_flash_sinks(problem)
+    run = whole_flash_sinks(problem, group(problem, 0))
+    assert run is not None
+
+    def whole(tensors: Any, problem: Any) -> Result:
+        given = tensors.query, tensors.key, tensors.value, None, tensors.sinks
+        return Result(output=run(*given))
+
+    for way in (whole, lambda *call: chunked.run(*call, group(problem, 0))):
+        with Kernels() as kernels:
+            assert_executor_matches(way, tensors, problem)
+        assert kernels.ran_flash
+        assert not any("repeat" in name or "index_select" in name for name in kernels.names)
+
+
+def test_one_row_takes_a_cache_that_has_grown() -> None:
+    problem = make_problem(**(SIZES | {"len_q": 1, "num_kv_heads": 2}))
+    grown = replace(problem, len_k=problem.len_k + 5)
+    tensors = make_tensors(grown)
+    run = whole_flash_sinks(problem, group(problem, 0))
+    assert run is not None
+
+    def whole(tensors: Any, problem: Any) -> Result:
+        given = tensors.query, tensors.key, tensors.value, None, tensors.sinks
+        return Result(output=run(*given))
+
+    assert_executor_matches(whole, tensors, grown)
+
+
+def test_few_tokens_with_gradients_windows_or_masks_are_written_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.undo()
     for length, others, expected in (
-        (511, {}, False),
+        (511, {}, True),
+        (511, {"num_kv_heads": 2}, False),
+        (511, {"head_dim": 160}, False),
+        (511, {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 511, 511)}, False),
         (512, {}, True),
-        (512, {"len_q": 300}, False),
+        (512, {"len_q": 300, "has_alibi": True}, False),
+        (512, {"len_q": 1, "batch": 16, "align": Align.BOTTOM_RIGHT}, False),
         (300, {"requires_grad": True}, False),
         (300, {"window": (9, 0)}, False),
         (300, {"window": (9, 0), "requires_grad": True}, True),
