@@ -43,13 +43,14 @@ of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 66
 
 
 _MOST_HEADS: Final = 32
-_MOST_KEYS: Final = 1 << 14
+_MOST_KEYS: Final = 1 << 20
 _MOST_COLUMNS: Final = 128
-"""Single rows of one head each take the kernel 0.74 to 0.99 of the time beyond so many heads, or
-keys of all heads; fewer tokens than the above of wider heads 0.68 to 1.05.
+"""Heads of a single row that share no keys, and elements of their keys, and D of several rows,
+up to which the kernel is the faster one of fewer tokens than the above.
 
-Within these, in fp32 and inference, scores written out take 1.0 to 3.2 times as long (1.4 in the
-median of 98 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys)."""
+Within these, in fp32 and inference, scores written out take 0.99 to 3.2 times as long (1.45 in the
+median of 77 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys); beyond 0.68 to
+1.6, and of several rows whose keys would be repeated down to 0.03."""
 
 
 def has_flash_sinks(problem: AttentionProblem) -> bool:
@@ -75,7 +76,7 @@ def _is_fast_of_few(problem: AttentionProblem) -> bool:
         return False
     if single:
         heads = problem.batch * problem.num_heads
-        few = heads <= _MOST_HEADS and heads * problem.len_k <= _MOST_KEYS
+        few = heads <= _MOST_HEADS and heads * problem.len_k * problem.head_dim <= _MOST_KEYS
         return problem.group_size > 1 or few
     return problem.group_size == 1 and problem.head_dim <= _MOST_COLUMNS
 
