@@ -27,7 +27,7 @@ from adaattn.planning.evidence import DISPLACES
 from adaattn.policies import PRESETS
 from adaattn.spec import Cell
 from adaattn.spec.evidence import problem_class
-from adaattn.tuning_cell import Effort, measure_cell
+from adaattn.tuning.cell import Effort, measure_cell
 from benchmarks.gpu.clock import free_unused
 from benchmarks.regret_calls import our_keywords, tensors_of
 from benchmarks.regret_problems import FUNCTIONS, Problem, draw

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.testing import assert_matches
-from adaattn.tuning_inputs import algorithms
+from adaattn.tuning.inputs import algorithms
 from benchmarks.timing import arguments, interleaved, ratio_row, save
 
 FAST, ORDERED, FLASH = "adaattn", "adaattn, deterministic", "F.sdpa/flash, deterministic"

@@ -18,8 +18,8 @@ from adaattn.hardware.probe import resolve
 from adaattn.planning import simplify
 from adaattn.policies import PRESETS
 from adaattn.spec import AttentionProblem, HeadGroup, Plan
-from adaattn.tuning_cell import step_of
-from adaattn.tuning_inputs import random_call
+from adaattn.tuning.cell import step_of
+from adaattn.tuning.inputs import random_call
 
 __all__ = ["warmup"]
 

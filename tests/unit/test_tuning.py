@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import adaattn
-from adaattn import hardware, tuning, tuning_cell
+from adaattn import hardware
 from adaattn.backends import Result, registry
 from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.call import describe
@@ -31,8 +31,10 @@ from adaattn.spec import (
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.testing.inputs import make_problem
-from adaattn.tuning_grid import default_grid
-from adaattn.tuning_inputs import random_call
+from adaattn.tuning import cell as tuning_cell
+from adaattn.tuning import run as tuning
+from adaattn.tuning.grid import default_grid
+from adaattn.tuning.inputs import random_call
 
 PLAIN = make_problem(num_heads=4, num_kv_heads=2, len_q=32, len_k=32, is_causal=True)
 

@@ -18,7 +18,7 @@ from adaattn.call import waiting
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Capability, Feature, HeadGroup, Measured, TimingTable
 from adaattn.testing import attention, make_problem
-from adaattn.tuning_cell import cell_of
+from adaattn.tuning.cell import cell_of
 
 
 @pytest.fixture(autouse=True)

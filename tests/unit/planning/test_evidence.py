@@ -28,8 +28,8 @@ from adaattn.spec import (
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import make_problem
-from adaattn.tuning_cell import cell_of
-from adaattn.tuning_grid import default_grid
+from adaattn.tuning.cell import cell_of
+from adaattn.tuning.grid import default_grid
 
 CARDS = ("h200", "h100")
 OWN_KERNELS = ("hopper", "triton")

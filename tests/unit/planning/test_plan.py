@@ -36,7 +36,7 @@ from adaattn.spec import (
 )
 from adaattn.spec.evidence import problem_class
 from adaattn.testing import fake_facts, make_errors, make_problem
-from adaattn.tuning_cell import cell_of
+from adaattn.tuning.cell import cell_of
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 MACHINES = ("h200", "l40s", "a100", "v100", "pascal", "cpu", "cpu_amx")

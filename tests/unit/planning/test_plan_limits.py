@@ -26,7 +26,7 @@ from adaattn.spec import (
     Why,
 )
 from adaattn.testing import fake_facts, make_errors, make_problem
-from adaattn.tuning_cell import cell_of
+from adaattn.tuning.cell import cell_of
 
 FP32, BF16, FP16 = Precision.FP32, Precision.BF16, Precision.FP16
 Executors = tuple[Capability, ...]

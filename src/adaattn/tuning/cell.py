@@ -44,7 +44,7 @@ from adaattn.spec import (
     Scheme,
 )
 from adaattn.spec.evidence import problem_class
-from adaattn.tuning_inputs import algorithms, random_call
+from adaattn.tuning.inputs import algorithms, random_call
 
 __all__ = ["Effort", "cell_of", "measure_cell", "step_of"]
 

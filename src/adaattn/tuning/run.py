@@ -25,8 +25,8 @@ from adaattn.hardware.tables import read_table, stamped
 from adaattn.hardware.tables import save as save_table
 from adaattn.planning import simplify
 from adaattn.spec import AttentionProblem, Cell, HardwareFacts, Precision, TimingTable
-from adaattn.tuning_cell import Effort, cell_of, measure_cell
-from adaattn.tuning_grid import Asked, default_grid
+from adaattn.tuning.cell import Effort, cell_of, measure_cell
+from adaattn.tuning.grid import Asked, default_grid
 
 __all__ = ["tune"]
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from adaattn.planning import simplify
 from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
-from adaattn.tuning_lists import (
+from adaattn.tuning.lists import (
     BLOCK,
     CLASSES,
     COMPILED,
