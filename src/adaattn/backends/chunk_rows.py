@@ -4,10 +4,11 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from adaattn.backends.common import multiplies_as_is, multiplies_in_tiles
 from adaattn.backends.masked import is_fused, is_plain, sliding_columns
 from adaattn.backends.sinks import has_flash_sinks
 from adaattn.backends.tiles import CPU_BYTES
-from adaattn.backends.written import is_written, multiplies_as_is, multiplies_in_tiles
+from adaattn.backends.written import is_written
 from adaattn.spec import AttentionProblem, Scheme
 
 __all__ = ["choose_chunk_rows", "row_bytes"]

@@ -28,6 +28,7 @@ from adaattn.backends.common import (
     host_bounds,
     key_range,
     mask_part,
+    multiplies_in_tiles,
     part_of,
     sequences,
 )
@@ -53,7 +54,6 @@ from adaattn.backends.sinks import (
 )
 from adaattn.backends.written import (
     is_written,
-    multiplies_in_tiles,
     packed_written,
     whole_written,
     written_tile,

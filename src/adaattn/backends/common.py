@@ -14,7 +14,8 @@ import torch
 from adaattn._constants import LN_2
 from adaattn.backends.interface import Tensors
 from adaattn.errors import UnsupportedError
-from adaattn.spec import Align, AttentionProblem, Aux
+from adaattn.hardware.probe import describe
+from adaattn.spec import Align, AttentionProblem, Aux, Precision
 
 __all__ = [
     "RowStatistics",
@@ -27,6 +28,8 @@ __all__ = [
     "key_range",
     "layout_facts",
     "mask_part",
+    "multiplies_as_is",
+    "multiplies_in_tiles",
     "packed_positions",
     "packed_tile_seen",
     "part_of",
@@ -38,7 +41,7 @@ __all__ = [
     "with_dense_columns",
 ]
 
-
+_CPU: Final = describe("cpu")
 _MOST_ALIGNED: Final = 16
 
 
@@ -272,6 +275,16 @@ def _alignment(*tensors: torch.Tensor) -> int:
 def with_dense_columns(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with adjacent columns; kernels misread any other and say nothing."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def multiplies_as_is(precision: Precision) -> bool:
+    """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
+    return precision.bits > 16 or (precision is Precision.BF16 and precision in _CPU.instructions)
+
+
+def multiplies_in_tiles(problem: AttentionProblem) -> bool:
+    """Return whether a CPU multiplies the inputs by its tiles: more of them in the same time."""
+    return problem.device_type == "cpu" and problem.precision is Precision.BF16 and _CPU.has_tiles
 
 
 def grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

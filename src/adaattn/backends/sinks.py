@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.autograd import forward_ad
 
-from adaattn.backends.common import hides_nothing, with_dense_columns
+from adaattn.backends.common import hides_nothing, multiplies_in_tiles, with_dense_columns
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import (
     is_fused,
@@ -24,7 +24,7 @@ from adaattn.backends.masked import (
 from adaattn.backends.masks import additive_mask, may_keep
 from adaattn.backends.tiles import seen_tile
 from adaattn.errors import UnsupportedError
-from adaattn.spec import AttentionProblem, HeadGroup, MaskKind
+from adaattn.spec import AttentionProblem, HeadGroup, MaskKind, Precision
 
 __all__ = ["flash_sinks_tile", "has_flash_sinks", "is_untransformed", "whole_flash_sinks"]
 
@@ -44,24 +44,26 @@ of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 66
 
 _MOST_HEADS: Final = 32
 _MOST_KEYS: Final = 1 << 20
+_MOST_HALF_KEYS: Final = 1 << 18
 _MOST_COLUMNS: Final = 128
 """Heads of a single row that share no keys, and elements of their keys, and D of several rows,
 up to which the kernel is the faster one of fewer tokens than the above.
 
 Within these, in fp32 and inference, scores written out take 0.99 to 3.2 times as long (1.45 in the
 median of 77 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys); beyond 0.68 to
-1.6, and of several rows whose keys would be repeated down to 0.03."""
+1.6, and of several rows whose keys would be repeated down to 0.03. In bf16 a single row of grouped
+heads takes 1.2 to 4.3 times as long up to so many elements of its keys, beyond 0.56 to 1.8. No CPU
+whose tiles multiply bf16 was asked."""
 
 
 def has_flash_sinks(problem: AttentionProblem) -> bool:
     """Return whether a chunk is one call of the kernel but for its sinks, and faster by it."""
     if problem.device_type != "cpu" or not problem.has_sinks or problem.scale <= 0:
         return False
-    if problem.precision.bits <= 16:
-        return False
     is_trained_window = problem.requires_grad and problem.window[0] >= 0
     fewest = _FEWEST_IN_WINDOWS if is_trained_window else _FEWEST
-    if min(problem.longest) < fewest and not _is_fast_of_few(problem):
+    is_long = problem.precision.bits > 16 and min(problem.longest) >= fewest
+    if not is_long and not _is_fast_of_few(problem):
         return False
     return is_fused(problem) and is_plain(replace(problem, has_sinks=False))
 
@@ -74,11 +76,16 @@ def _is_fast_of_few(problem: AttentionProblem) -> bool:
         return False
     if _is_followed(problem) or problem.offset < 0 or 0 in problem.longest:
         return False
-    if single:
-        heads = problem.batch * problem.num_heads
-        few = heads <= _MOST_HEADS and heads * problem.len_k * problem.head_dim <= _MOST_KEYS
-        return problem.group_size > 1 or few
-    return problem.group_size == 1 and problem.head_dim <= _MOST_COLUMNS
+    grouped = problem.group_size > 1
+    if not single:
+        narrow = problem.head_dim <= _MOST_COLUMNS
+        return narrow and not grouped and problem.precision.bits > 16
+    heads = problem.batch * problem.num_heads
+    keys = problem.batch * problem.num_kv_heads * problem.len_k * problem.head_dim
+    if problem.precision.bits > 16:
+        return grouped or (heads <= _MOST_HEADS and keys <= _MOST_KEYS)
+    half = problem.precision is Precision.BF16 and not multiplies_in_tiles(problem)
+    return half and grouped and keys <= _MOST_HALF_KEYS
 
 
 def _is_followed(problem: AttentionProblem) -> bool:

@@ -6,30 +6,30 @@ multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 
 from dataclasses import replace
 from functools import partial
-from typing import Final
 
 import torch
 import torch.nn.functional as F
 
-from adaattn.backends.common import accumulation_dtype, grouped_product, hides_nothing
+from adaattn.backends.common import (
+    accumulation_dtype,
+    grouped_product,
+    hides_nothing,
+    multiplies_as_is,
+)
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import grown_chunk, only_chunk, tile_masks
 from adaattn.backends.masks import may_keep, stream_of, with_rank
 from adaattn.backends.tiles import kept, made_tile, tile_key
-from adaattn.hardware.probe import describe
-from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind
 
 __all__ = [
     "is_written",
-    "multiplies_as_is",
-    "multiplies_in_tiles",
     "packed_written",
     "whole_written",
     "written_tile",
 ]
 
 _HIDDEN = float("-inf")
-_CPU: Final = describe("cpu")
 
 
 def is_written(problem: AttentionProblem) -> bool:
@@ -113,16 +113,6 @@ def packed_written(
     blind = not problem.packed_square
     query, key, value = tensors.query, tensors.key, tensors.value
     return _attend(query, key, value, tensors.sinks, hidden, problem, blind=blind)
-
-
-def multiplies_as_is(precision: Precision) -> bool:
-    """Return whether this CPU multiplies numbers of a format at least as fast as wider ones."""
-    return precision.bits > 16 or (precision is Precision.BF16 and precision in _CPU.instructions)
-
-
-def multiplies_in_tiles(problem: AttentionProblem) -> bool:
-    """Return whether a CPU multiplies the inputs by its tiles: more of them in the same time."""
-    return problem.device_type == "cpu" and problem.precision is Precision.BF16 and _CPU.has_tiles
 
 
 def _sees_itself(problem: AttentionProblem) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn.backends import written
+from adaattn.backends import common
 from adaattn.backends.chunk_rows import choose_chunk_rows, row_bytes
 from adaattn.backends.masked import sliding_columns
 from adaattn.backends.tiles import CPU_BYTES
@@ -79,7 +79,7 @@ def test_chunks_have_more_rows_where_products_go_by_tiles(
     problem = make_problem(**{**WIDE, **HALF, **values})
     amx = fake_facts("cpu_amx")
     for cpu, expected in zip((replace(amx, has_tiles=False), amx), rows, strict=True):
-        monkeypatch.setattr(written, "_CPU", cpu)
+        monkeypatch.setattr(common, "_CPU", cpu)
         assert choose_chunk_rows(problem, None) == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaattn.backends import chunked, masked, registry, tiles, written
+from adaattn.backends import chunked, common, masked, registry, tiles
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.keys_values import KeysValues
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Launch, MaskKind, Precision
@@ -165,7 +165,7 @@ def test_packed_sequences_are_right_together_and_one_by_one(
 def test_more_packed_sequences_are_one_call_where_products_go_by_tiles(
     precision: Precision, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(written, "_CPU", fake_facts(machine))
+    monkeypatch.setattr(common, "_CPU", fake_facts(machine))
     problem = make_problem(
         lengths_q=(24, 32, 16), num_heads=16, head_dim=128, precision=precision, is_causal=True
     )

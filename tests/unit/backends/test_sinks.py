@@ -130,6 +130,7 @@ def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
         {"len_q": 1, "num_kv_heads": 2},
         {"len_q": 1, "num_kv_heads": 1, "batch": 1},
         {"len_q": 1, "window": (20, 0), "is_causal": True, "num_kv_heads": 2},
+        {"len_q": 1, "num_kv_heads": 2, "precision": Precision.BF16},
         {"len_q": 1},
         {"len_q": 7, "is_causal": True},
         {"len_q": 7},
@@ -137,8 +138,11 @@ def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
     ],
     ids=lambda sizes: " ".join(f"{name} {size}" for name, size in sizes.items()),
 )
-def test_few_rows_behind_a_cache_take_the_kernel(sizes: dict[str, Any]) -> None:
+def test_few_rows_behind_a_cache_take_the_kernel(
+    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their heads are rows of one head of keys where they share it, which is repeated for none."""
+    monkeypatch.setattr(sinks, "multiplies_in_tiles", lambda problem: False)
     problem = make_problem(**(SIZES | {"align": Align.BOTTOM_RIGHT} | sizes))
     tensors = make_tensors(problem)
     assert has_flash_sinks(problem)
@@ -182,6 +186,8 @@ def test_few_tokens_with_gradients_windows_or_masks_are_written_out(
         (512, {}, True),
         (512, {"len_q": 300, "has_alibi": True}, False),
         (512, {"len_q": 1, "batch": 16, "align": Align.BOTTOM_RIGHT}, False),
+        (512, {"len_q": 1, "precision": Precision.BF16, "align": Align.BOTTOM_RIGHT}, False),
+        (512, {"len_q": 9, "precision": Precision.BF16, "align": Align.BOTTOM_RIGHT}, False),
         (300, {"requires_grad": True}, False),
         (300, {"window": (9, 0)}, False),
         (300, {"window": (9, 0), "requires_grad": True}, True),

@@ -9,8 +9,9 @@ import torch
 
 from adaattn import scaled_dot_product_attention
 from adaattn.backends import capability_named, direct, load
+from adaattn.backends.common import multiplies_as_is
 from adaattn.backends.interface import Result, Tensors
-from adaattn.backends.written import is_written, multiplies_as_is, whole_written
+from adaattn.backends.written import is_written, whole_written
 from adaattn.hardware import probe
 from adaattn.planning import decide
 from adaattn.policies import PRESETS
