@@ -242,6 +242,8 @@ def _problem(
     made = _shrunk(drawn, device, limits)
     if through == "generation":
         made = replace(made, len_q=1)
+    elif through == "cache":  # keys may have been shortened
+        made = replace(made, len_q=min(made.len_q, max(made.len_k // 2, 1)))
     if kind in (Kind.WINDOW, Kind.CAUSAL_WINDOW):
         return replace(made, window=_between(source, 1, max(made.len_k // 2, 1)))
     if kind is Kind.PACKED:
@@ -278,7 +280,7 @@ def _lengths(source: random.Random, kind: Kind, through: str, limits: _Limits) -
     Behind a cache: one query, up to 16, or up to half as many as keys.
     """
     if through == "cache":
-        keys = _between(source, max(limits.longest // 64, 1), limits.longest)
+        keys = _between(source, max(limits.longest // 64, 2), limits.longest)
         most = source.choice((1, min(keys, 16), max(keys // 2, 1)))
         return _between(source, 1, most), keys
     length = _between(source, limits.shortest, limits.longest)

@@ -149,10 +149,11 @@ def test_what_users_write_out_is_softcaps_sinks_dilations_and_mixes(
 def test_queries_behind_a_cache_are_one_a_few_or_many_at_its_end(
     regret: ModuleType, problems: ModuleType, tmp_path: Path
 ) -> None:
-    drawn = problems.draw(140, seed=4, device="cuda", through="cache")
-    assert {item.kind for item in drawn} == set(problems.kinds("cache"))
-    assert {item.training for item in drawn} == {False}
-    assert all(item.len_q < item.len_k for item in drawn)
+    for device, seed, longest in (("cpu", 6, None), ("cpu", 1, 16), ("cuda", 4, None)):
+        drawn = problems.draw(140, seed=seed, device=device, through="cache", longest=longest)
+        assert {item.kind for item in drawn} == set(problems.kinds("cache"))
+        assert {item.training for item in drawn} == {False}
+        assert all(item.len_q < item.len_k for item in drawn), "the keys may have been shortened"
     for low, high in ((1, 1), (2, 16), (17, 4096)):
         assert sum(low <= item.len_q <= high for item in drawn) > 10, (low, high)
     document = _run(regret, tmp_path, "--through", "cache", "--problems", "21")
@@ -178,6 +179,15 @@ def test_a_first_row_behind_a_cache_sees_all_of_it_on_both_sides(
         )
         for output in (ours, peer):
             torch.testing.assert_close(output[:, :, :1], first)
+
+
+def test_an_alibi_mask_of_last_rows_is_the_end_of_the_whole_one(regret: ModuleType) -> None:
+    from benchmarks.ops.inputs import alibi_mask
+
+    query, key = torch.randn(1, 3, 12, 8), torch.randn(1, 3, 12, 8)
+    slopes = {"alibi_slopes": torch.rand(3)}
+    whole = alibi_mask(query, key, slopes)
+    assert torch.equal(alibi_mask(query[:, :, 8:], key, slopes), whole[:, :, 8:])
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -399,20 +399,21 @@ def test_turns_rotate_and_slow_executors_have_one(monkeypatch: pytest.MonkeyPatc
     assert "".join(order) == "abc" + "ba" + "ab" + "ba" + "ab"
 
 
-def test_one_slow_call_does_not_make_an_executor_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_slow_call_does_not_make_an_executor_slow() -> None:
     """The first call after another kernel's took 100 us of the host, and the next ones 20."""
-    order: list[str] = []
+    calls = {"a": 0, "b": 0}
 
-    def turn(run: tuning_cell._Run, device: torch.device) -> None:
-        order.append(run.name)
-        assert not run.is_slow
-        run.device.append(1.0)
-        run.host.append(1.0)
+    def counted(name: str) -> tuning_cell._Run:
+        def call() -> None:
+            calls[name] += 1
 
-    monkeypatch.setattr(tuning_cell, "_take_turn", turn)
-    runs = [replace_wall("a", 1.0), replace_wall("b", 9.0)]
-    tuning_cell._timed(runs, torch.device("cuda"), tuning_cell.Effort(rounds=3))
-    assert order.count("b") == 3
+        return tuning_cell._Run(
+            name=name, call=call, first_ms=0.1, wall_ms=0.02 if name == "a" else 0.1
+        )
+
+    late = tuning_cell.Effort(rounds=3, deadline=0.0)  # everyone has the first round alone
+    tuning_cell._timed([counted("a"), counted("b")], torch.device("cpu"), late)
+    assert calls == {"a": 100, "b": 20}, "2 ms of each, as long as its known call takes"
 
 
 def replace_wall(name: str, wall_ms: float) -> tuning_cell._Run:

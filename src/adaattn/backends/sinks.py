@@ -2,7 +2,8 @@
 
 A sink adds exp(sink) to the denominator of each row and nothing to the numerator, so that the
 output is the kernel's times sigmoid(lse - sink). No scores are written; masks, ALiBi and repeated
-heads are. Not served: softcaps, dropout, transforms, forward-mode derivatives, graphs.
+heads are, but for a single row without gradients. Not served: softcaps, dropout, transforms,
+forward-mode derivatives, graphs.
 """
 
 from dataclasses import replace
@@ -33,32 +34,37 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 _FEWEST: Final = 512
 _FEWEST_IN_WINDOWS: Final = 224
-"""Rows and keys below which scores are written out in less time: of all, and with gradients of
-those in a window.
+"""Rows and keys from which on the kernel is the faster one in fp32 and fp64: of all, and with
+gradients of those in a window.
 
-In fp32 scores written out take 0.99 to 1.12 times as long from there on, in training 0.99 to 2.4;
-of fewer tokens 0.76 to 1.5 (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70 to 660 tokens, D 64 to
-512, 2026-11). In bf16 0.43 to 0.85 where the CPU multiplies that by itself.
+Scores written out take 0.99 to 1.12 times as long there, in training 0.99 to 2.4; of fewer tokens
+0.76 to 1.5, windows, masks and training among them (AMD EPYC 9004 with 2 cores, 2 and 8 heads, 70
+to 660 tokens, D 64 to 512, 2026-11). In bf16 0.43 to 0.85 where the CPU multiplies that by itself.
+
+Of fewer tokens, without gradients, masks and windows, 0.99 to 3.2 times within the limits below
+(1.45 in the median of 77 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys);
+beyond 0.68 to 1.6, and of several rows whose keys would be repeated down to 0.03.
 """
 
-
 _MOST_HEADS: Final = 32
-_MOST_KEYS: Final = 1 << 20
-_MOST_HALF_KEYS: Final = 1 << 18
-_MOST_COLUMNS: Final = 128
-"""Heads of a single row that share no keys, and elements of their keys, and D of several rows,
-up to which the kernel is the faster one of fewer tokens than the above.
+"""Heads of a single row, where each has keys of its own."""
 
-Within these, in fp32 and inference, scores written out take 0.99 to 3.2 times as long (1.45 in the
-median of 77 problems; the same CPU, 8 to 128 heads, 1 to 256 rows, 32 to 2048 keys); beyond 0.68 to
-1.6, and of several rows whose keys would be repeated down to 0.03. In bf16 a single row of grouped
-heads takes 1.2 to 4.3 times as long up to so many elements of its keys, beyond 0.56 to 1.8. No CPU
-whose tiles multiply bf16 was asked."""
+_MOST_KEYS: Final = 1 << 20
+"""Elements of the keys of these."""
+
+_MOST_HALF_KEYS: Final = 1 << 18
+"""Elements of the keys of a single bf16 row of grouped heads: written out takes 1.2 to 4.3 times as
+long up to there, beyond 0.56 to 1.8. No CPU whose tiles multiply bf16 was asked."""
+
+_MOST_COLUMNS: Final = 128
+"""D of several rows."""
 
 
 def has_flash_sinks(problem: AttentionProblem) -> bool:
     """Return whether a chunk is one call of the kernel but for its sinks, and faster by it."""
     if problem.device_type != "cpu" or not problem.has_sinks or problem.scale <= 0:
+        return False
+    if 0 in (problem.batch, problem.num_heads):
         return False
     is_trained_window = problem.requires_grad and problem.window[0] >= 0
     fewest = _FEWEST_IN_WINDOWS if is_trained_window else _FEWEST
@@ -155,17 +161,18 @@ def _attend(
     is_causal: bool,
 ) -> torch.Tensor:
     """Return the output [B, Hq, R, Dv] of rows over keys; the mask is added, sinks are [Hq]."""
-    single = query.shape[2] == 1 and problem.group_size > 1 and not _is_followed(problem)
-    if problem.group_size > 1 and not single:
+    folds = problem.len_q == 1 and problem.group_size > 1 and not _is_followed(problem)
+    if problem.group_size > 1 and not folds:
         key, value = (item.repeat_interleave(problem.group_size, 1) for item in (key, value))
     query, key, value = (with_dense_columns(item) for item in (query, key, value))
     if not _is_followed(problem):
         batch, heads = query.shape[:2]
-        if single:  # the heads of a group become rows
-            query = query.reshape(batch, key.shape[1], -1, query.shape[3])
+        if folds:  # the heads of a group become rows
+            query = query.reshape(batch, key.shape[1], problem.group_size, query.shape[3])
         plain, lse = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=problem.scale)
-        if single:
-            plain, lse = plain.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+        if folds:
+            plain = plain.reshape(batch, heads, 1, problem.value_dim)
+            lse = lse.reshape(batch, heads, 1)
         return _scaled(plain, _above(lse, sinks))
     given = (query, key, value, mask, sinks)
     output: torch.Tensor = _FlashWithSinks.apply(*given, is_causal, problem.scale)  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ _FEW_ROUNDS: Final = 3
 _SLOW: Final = 3.0
 _LONG_MS: Final = 50.0
 """An executor this many times slower than the fastest has one round: its time decides nothing.
-A lone call after another kernel's says it of none: 100 us of host time were 20 in a round.
+The first round is whole for all: a lone call may take the host 100 us where the next take 20.
 Calls this long, which average out what disturbs short ones, have the few."""
 
 _SPREAD: Final = 0.15
@@ -97,7 +97,6 @@ class _Run:
     call: Callable[[], object]
     first_ms: float
     wall_ms: float
-    is_slow: bool = False
     device: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
@@ -317,9 +316,7 @@ def _timed(runs: list[_Run], device: torch.device, effort: Effort) -> list[_Run]
     """
     for number in range(_PATIENCE * effort.rounds):
         fastest = min((run.best_ms for run in runs), default=0.0)
-        for run in runs:
-            run.is_slow = number > 0 and run.best_ms > _SLOW * fastest
-        going = [run for run in runs if number == 0 or not run.is_slow]
+        going = [run for run in runs if number == 0 or run.best_ms <= _SLOW * fastest]
         going = [run for run in going if number < _FEW_ROUNDS or run.best_ms <= _LONG_MS]
         if number >= effort.rounds and all(_settled(run, device) for run in going):
             return runs
@@ -333,13 +330,12 @@ def _timed(runs: list[_Run], device: torch.device, effort: Effort) -> list[_Run]
 
 def _take_turn(run: _Run, device: torch.device) -> None:
     """Add the times of one round."""
-    most = 1 if run.is_slow else _MAX_BATCH
-    count = min(max(math.ceil(_BATCH_MS / max(run.best_ms, 1e-3)), 1), most)
+    count = min(max(math.ceil(_BATCH_MS / max(run.best_ms, 1e-3)), 1), _MAX_BATCH)
     if device.type != "cuda":
         run.device.append(min(_host_ms(run.call, 1) for _ in range(count)))
         run.host.append(run.device[-1])
         return
-    few = min(max(int(_HOST_BATCH_MS / max(run.best_ms, 1e-3)), 1), _HOST_BATCH, most)
+    few = min(max(int(_HOST_BATCH_MS / max(run.best_ms, 1e-3)), 1), _HOST_BATCH)
     _wait(device)
     run.host.append(_host_ms(run.call, few))
     _wait(device)

@@ -53,7 +53,7 @@ def default_grid(device_type: str) -> tuple[Asked, ...]:
         (512, True)
     """
     grid = GRIDS[device_type]
-    found = [*_square(grid), *_at_end(grid)]
+    found = [*_classes(grid), *_at_end(grid)]
     found.sort(key=lambda item: item[0])
     asked: dict[AttentionProblem, Asked] = {}
     for _, problem, compiles in found:
@@ -62,8 +62,8 @@ def default_grid(device_type: str) -> tuple[Asked, ...]:
     return tuple(asked.values())
 
 
-def _square(grid: Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
-    """Yield (how unusual, problem, whether to compile) class by class, then with gradients."""
+def _classes(grid: Grid) -> Iterator[tuple[float, AttentionProblem, bool]]:
+    """Yield (how unusual, problem, whether to compile) class by class, and what each seldom has."""
     for name in CLASSES:
         if name in grid.omitted:
             continue

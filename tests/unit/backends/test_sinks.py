@@ -51,16 +51,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Kernels(TorchDispatchMode):
-    """Notes which kernels ran."""
+    """Notes which kernels ran, and of how many heads of keys the flash kernel did."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.key_heads: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         self.names.add(str(func))
+        if "flash_attention_for_cpu" in str(func):
+            self.key_heads.add(args[1].shape[1])
         return func(*args, **(kwargs or {}))
 
     @property
@@ -141,7 +144,7 @@ def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
 def test_few_rows_behind_a_cache_take_the_kernel(
     sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their heads are rows of one head of keys where they share it, which is repeated for none."""
+    """No keys are repeated: the heads that share some are rows of one matrix."""
     monkeypatch.setattr(sinks, "multiplies_in_tiles", lambda problem: False)
     problem = make_problem(**(SIZES | {"align": Align.BOTTOM_RIGHT} | sizes))
     tensors = make_tensors(problem)
@@ -157,26 +160,61 @@ def test_few_rows_behind_a_cache_take_the_kernel(
         with Kernels() as kernels:
             assert_executor_matches(way, tensors, problem)
         assert kernels.ran_flash
-        assert not any("repeat" in name or "index_select" in name for name in kernels.names)
+        assert kernels.key_heads == {problem.num_kv_heads}
 
 
-def test_one_row_takes_a_cache_that_has_grown() -> None:
-    problem = make_problem(**(SIZES | {"len_q": 1, "num_kv_heads": 2}))
-    grown = replace(problem, len_k=problem.len_k + 5)
-    tensors = make_tensors(grown)
+@pytest.mark.parametrize("length", [50, 75])
+def test_a_cache_of_another_length_is_taken_where_position_hides_nothing(length: int) -> None:
+    sizes = SIZES | {"len_q": 1, "num_kv_heads": 2, "align": Align.BOTTOM_RIGHT}
+    problem = make_problem(**sizes)
+    other = replace(problem, len_k=length)
+    tensors = make_tensors(other)
+    given = tensors.query, tensors.key, tensors.value, None, tensors.sinks
     run = whole_flash_sinks(problem, group(problem, 0))
     assert run is not None
+    assert_executor_matches(lambda *_: Result(output=run(*given)), tensors, other)
+    windowed = whole_flash_sinks(
+        replace(problem, window=(20, 0), is_causal=True), group(problem, 0)
+    )
+    assert windowed is not None
+    assert windowed(*given) is None
 
-    def whole(tensors: Any, problem: Any) -> Result:
-        given = tensors.query, tensors.key, tensors.value, None, tensors.sinks
-        return Result(output=run(*given))
 
-    assert_executor_matches(whole, tensors, grown)
+@pytest.mark.parametrize("given", ["slopes", "mask", "window"])
+def test_a_last_chunk_of_one_row_is_one_as_the_others(given: str) -> None:
+    """Its heads have masks of their own, which rows of one matrix would share."""
+    changed = {"mask": {"mask": MaskKind.BOOLEAN, "mask_shape": (2, 4, 65, 65)}}
+    sizes = SIZES | PROBLEMS[given] | changed.get(given, {}) | {"num_kv_heads": 2}
+    problem = make_problem(**(sizes | {"len_q": 65, "len_k": 65}))
+    assert has_flash_sinks(problem)
+    assert_executor_matches(
+        lambda *call: chunked.run(*call, group(problem, 32)), make_tensors(problem), problem
+    )
 
 
-def test_few_tokens_with_gradients_windows_or_masks_are_written_out(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_single_row_with_gradients_of_its_sinks_alone_has_them() -> None:
+    query, key, value = torch.randn(1, 4, 1, 8), torch.randn(1, 4, 70, 8), torch.randn(1, 4, 70, 8)
+    logits = torch.randn(4, requires_grad=True)
+    attend(query, key, value, sinks=logits).sum().backward()
+    wide = logits.detach().double().requires_grad_()
+    tensors = (query.double(), key.double(), value.double())
+    attend(*tensors, sinks=wide, backend="reference").sum().backward()
+    assert logits.grad is not None and wide.grad is not None
+    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "key_shape"), [((0, 8, 1, 16), (0, 2, 70, 16)), ((1, 0, 1, 16), (1, 0, 70, 16))]
+)
+def test_no_batch_and_no_heads_are_an_empty_result(
+    shape: tuple[int, ...], key_shape: tuple[int, ...]
 ) -> None:
+    given = torch.randn(shape), torch.randn(key_shape), torch.randn(key_shape)
+    assert attend(*given, sinks=torch.randn(shape[1]), enable_gqa=True).shape == shape
+
+
+def test_who_serves_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with gradients, windows, masks or groups of several rows are written out."""
     monkeypatch.undo()
     for length, others, expected in (
         (511, {}, True),
@@ -187,6 +225,9 @@ def test_few_tokens_with_gradients_windows_or_masks_are_written_out(
         (512, {"len_q": 300, "has_alibi": True}, False),
         (512, {"len_q": 1, "batch": 16, "align": Align.BOTTOM_RIGHT}, False),
         (512, {"len_q": 1, "precision": Precision.BF16, "align": Align.BOTTOM_RIGHT}, False),
+        (4096, {"len_q": 1, "head_dim": 64, "align": Align.BOTTOM_RIGHT}, False),
+        (256, {"len_q": 1, "head_dim": 64, "align": Align.BOTTOM_RIGHT}, True),
+        (70, {"len_q": 90, "align": Align.BOTTOM_RIGHT}, False),
         (512, {"len_q": 9, "precision": Precision.BF16, "align": Align.BOTTOM_RIGHT}, False),
         (300, {"requires_grad": True}, False),
         (300, {"window": (9, 0)}, False),
