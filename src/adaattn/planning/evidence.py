@@ -39,8 +39,9 @@ _CELLS: Final = 4
 _WIDE: Final = 256
 """Above this D other kernels serve: what one side's cells leave out, the other's may have."""
 
+_KEYS: Final = 3
 _COLUMNS: Final = 4
-"""Where D stands in a place."""
+"""Where Sk and D stand in a place."""
 
 _OF_COLUMNS: Final = 1.0
 """How much more an octave of D counts than one of a length: tiles change with it. With 0, 1, 2, 3
@@ -183,14 +184,28 @@ def _near(
 
     Of two of the same place the first alone: the other is of a card of the same chip.
     """
+    found = []
+    known = set()
+    for distance, reach, cell, place in _around(table, problem):
+        if place not in known and all(name in cell.times for name in names):
+            known.add(place)
+            found.append((distance, reach, cell))
+    if not found or min(reach for _, reach, _ in found) > _REACH:
+        return []
+    return [(distance, cell) for distance, _, cell in found[:_CELLS]]
+
+
+@lru_cache(maxsize=256)
+def _around(
+    table: TimingTable, problem: AttentionProblem
+) -> tuple[tuple[float, float, Cell, object], ...]:
+    """Return distance, octaves in the farthest size, cell and place of those around, near first."""
     place = _place(problem)
     mine = (problem.batch * problem.num_heads, problem.longest[0])
     found = []
-    known = set()
     for cell, point in _points(table, problem_class(problem)):
-        if (point, cell.num_sequences) in known or not all(name in cell.times for name in names):
+        if abs(place[_KEYS] - point[_KEYS]) > _BETWEEN:  # most cells: the rest is not computed
             continue
-        known.add((point, cell.num_sequences))
         if (cell.head_dim > _WIDE) is not (problem.head_dim > _WIDE):
             continue
         steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
@@ -198,11 +213,10 @@ def _near(
         heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
         reach = max(heads, *steps[1:])
         if reach <= _BETWEEN:
-            found.append((sum(steps) + _OF_COLUMNS * steps[_COLUMNS], reach, cell))
+            distance = sum(steps) + _OF_COLUMNS * steps[_COLUMNS]
+            found.append((distance, reach, cell, (point, cell.num_sequences)))
     found.sort(key=lambda item: item[0])
-    if not found or min(item[1] for item in found) > _REACH:
-        return []
-    return [(distance, cell) for distance, _, cell in found[:_CELLS]]
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)
