@@ -30,6 +30,7 @@ __all__ = [
     "mask_part",
     "multiplies_as_is",
     "multiplies_in_tiles",
+    "never_hides",
     "packed_positions",
     "packed_tile_seen",
     "part_of",
@@ -210,6 +211,11 @@ def hides_nothing(problem: AttentionProblem, rows: range, cols: range) -> bool:
     if right >= 0 and cols.stop - 1 > rows.start + problem.offset + right:
         return False
     return not (left >= 0 and cols.start < rows.stop - 1 + problem.offset - left)
+
+
+def never_hides(problem: AttentionProblem) -> bool:
+    """Return whether position hides nothing however many keys there are: of a growing cache too."""
+    return not problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
 
 
 def tile_mask(

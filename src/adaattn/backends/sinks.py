@@ -12,7 +12,12 @@ from typing import Any, Final
 import torch
 from torch.autograd import forward_ad
 
-from adaattn.backends.common import hides_nothing, multiplies_in_tiles, with_dense_columns
+from adaattn.backends.common import (
+    hides_nothing,
+    multiplies_in_tiles,
+    never_hides,
+    with_dense_columns,
+)
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import (
     is_fused,
@@ -80,7 +85,7 @@ def _is_fast_of_few(problem: AttentionProblem) -> bool:
     given = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.dilation > 1
     if given or problem.num_sequences or not (single or problem.window == (-1, -1)):
         return False
-    if _is_followed(problem) or problem.offset < 0 or 0 in problem.longest:
+    if problem.wants_gradients or problem.offset < 0 or 0 in problem.longest:
         return False
     grouped = problem.group_size > 1
     if not single:
@@ -92,11 +97,6 @@ def _is_fast_of_few(problem: AttentionProblem) -> bool:
         return grouped or (heads <= _MOST_HEADS and keys <= _MOST_KEYS)
     half = problem.precision is Precision.BF16 and not multiplies_in_tiles(problem)
     return half and grouped and keys <= _MOST_HALF_KEYS
-
-
-def _is_followed(problem: AttentionProblem) -> bool:
-    """Return whether gradients of anything are wanted."""
-    return problem.requires_grad or problem.sinks_require_grad
 
 
 def is_untransformed(query: torch.Tensor) -> bool:
@@ -130,8 +130,7 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
     square = len(rows) == len(cols) and problem.window == (-1, -1) and problem.dilation == 1
     causal = problem.is_causal and square
     hidden = not causal and not hides_nothing(problem, rows, cols)
-    # Over a growing cache, too: position hides nothing, however many keys there are.
-    is_free = not problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
+    is_free = never_hides(problem)
 
     def run(
         query: torch.Tensor,
@@ -161,11 +160,11 @@ def _attend(
     is_causal: bool,
 ) -> torch.Tensor:
     """Return the output [B, Hq, R, Dv] of rows over keys; the mask is added, sinks are [Hq]."""
-    folds = problem.len_q == 1 and problem.group_size > 1 and not _is_followed(problem)
+    folds = problem.len_q == 1 and problem.group_size > 1 and not problem.wants_gradients
     if problem.group_size > 1 and not folds:
         key, value = (item.repeat_interleave(problem.group_size, 1) for item in (key, value))
     query, key, value = (with_dense_columns(item) for item in (query, key, value))
-    if not _is_followed(problem):
+    if not problem.wants_gradients:
         batch, heads = query.shape[:2]
         if folds:  # the heads of a group become rows
             query = query.reshape(batch, key.shape[1], problem.group_size, query.shape[3])

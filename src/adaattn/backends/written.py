@@ -15,6 +15,7 @@ from adaattn.backends.common import (
     grouped_product,
     hides_nothing,
     multiplies_as_is,
+    never_hides,
 )
 from adaattn.backends.interface import Direct, Tensors
 from adaattn.backends.masked import grown_chunk, only_chunk, tile_masks
@@ -66,8 +67,7 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hides = not hides_nothing(problem, rows, cols)
     blind = is_masked or not _sees_itself(problem)
-    # Over a growing cache, too: position hides nothing, however many keys there are.
-    is_free = not problem.is_causal and problem.window == (-1, -1) and problem.dilation == 1
+    is_free = never_hides(problem)
     place: object = None
 
     def make(device: torch.device) -> torch.Tensor:

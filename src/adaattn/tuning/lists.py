@@ -179,6 +179,9 @@ _CUDA: Final = Lists(
     lengths=(2048, 512, 8192, 128, 4096, 16384),
 )
 _CUDA_FUSED: Final = replace(_CUDA, head_dims=(128, 64, 256))
+_CUDA_CHUNKS: Final = replace(
+    _CUDA_FUSED, rows=(16, 256, 64, 1024, 4), lengths=(8192, 2048, 32768, 512)
+)
 
 _DECODED: Final = ("causal", "mask of keys", "bias of keys")
 _SHORT: Final = (
@@ -193,10 +196,7 @@ _SEVERAL_FEATURES: Final = (
 _CROSS: Final = ("full", "mask of keys")
 _WIDE: Final = ("causal", "full")
 _WIDE_FEATURES: Final = ("softcap", "sinks", "alibi", "narrow window", "mask", "bias")
-_DECODED_FEATURES: Final = (
-    *("softcap", "sinks", "alibi", "narrow window", "thin window", "wide window"),
-    *("window with sinks", "window with a softcap"),
-)
+_DECODED_FEATURES: Final = (*_SEVERAL_FEATURES, "narrow window", "thin window", "wide window")
 
 GRIDS: Final = {
     "cpu": Grid(
@@ -311,20 +311,10 @@ GRIDS: Final = {
                     _CUDA_FUSED, groups=(8, 1), rows=(1,), lengths=(2048, 8192, 512, 32768, 128)
                 ),
             ),
-            Part(
-                names=_SEVERAL,
-                lists=replace(
-                    _CUDA_FUSED, rows=(16, 256, 64, 1024, 4), lengths=(8192, 2048, 32768, 512)
-                ),
-            ),
+            Part(names=_SEVERAL, lists=_CUDA_CHUNKS),
             Part(
                 names=("narrow window", "thin window"),
-                lists=replace(
-                    _CUDA_FUSED,
-                    sizes=((1, 32),),
-                    rows=(16, 256, 64, 1024, 4),
-                    lengths=(8192, 2048, 32768, 512),
-                ),
+                lists=replace(_CUDA_CHUNKS, sizes=((1, 32),)),
             ),
             Part(
                 names=_SEVERAL_FEATURES,

@@ -37,6 +37,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "bias": {"mask": MaskKind.ADDITIVE, **MASK},
     "groups": {"is_causal": True, "num_kv_heads": 2},
     "fp64": {"precision": Precision.FP64},
+    "own scale": {"is_causal": True, "scale": 0.7},
 }
 
 
@@ -137,6 +138,7 @@ def test_the_rest_is_left_to_others(other: dict[str, Any]) -> None:
         {"len_q": 1},
         {"len_q": 7, "is_causal": True},
         {"len_q": 7},
+        {"len_q": 1, "num_kv_heads": 2, "scale": 0.7},
         {"len_k": 9, "len_q": 9, "is_causal": True},
     ],
     ids=lambda sizes: " ".join(f"{name} {size}" for name, size in sizes.items()),
