@@ -3,7 +3,8 @@
 A kernel that ``F.scaled_dot_product_attention`` would choose by itself is reached through
 it, the cheapest door; any other through its operator, because the ``sdpa_kernel`` context
 costs microseconds a call. Each kernel declares only what it does natively: masks that
-stand for windows or packed sequences belong to other executors.
+stand for windows or packed sequences belong to other executors. FlashAttention-2 takes sinks too:
+its output is multiplied by a share that follows from its log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def goes_through_sdpa(problem: AttentionProblem, group: HeadGroup) -> bool:
     one_column = problem.mask_shape[-1:] == (1,) and problem.len_k > 1
     if problem.sdpa_default != group.capability or (one_column and problem.device_type == "cuda"):
         return False
-    special = problem.num_sequences > 0 or problem.window != (-1, -1)
+    special = problem.num_sequences > 0 or problem.window != (-1, -1) or problem.has_sinks
     corner = problem.is_causal and problem.align is Align.BOTTOM_RIGHT
     return not (special or corner or problem.aux is not Aux.NONE)
 
@@ -119,11 +120,29 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_k,
     )
+    output = output[..., : problem.value_dim]
+    if tensors.sinks is not None:
+        output = _beside_sinks(output, lse, tensors.sinks)
     if lse.dim() == 2:
         lse = lse.unsqueeze(0)
     if problem.wants(Aux.LSE):
-        lse = lse.masked_fill(lse == float("inf"), float("-inf"))
-    return Result(output=output[..., : problem.value_dim], lse=lse)
+        is_blind = lse == float("inf")
+        if tensors.sinks is not None:
+            lse = torch.logaddexp(lse, tensors.sinks[:, None].to(lse.dtype))
+        lse = lse.masked_fill(is_blind, float("-inf"))
+    return Result(output=output, lse=lse)
+
+
+def _beside_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return an output [B, Hq, Sq, Dv] times the share of each row that is not its sink's.
+
+    Args:
+        output: without sinks; it is overwritten.
+        lse: fp32 [B, Hq, Sq], of packed sequences [Hq, T]; inf where a row sees no key.
+        sinks: [Hq].
+    """
+    share = (lse - sinks[:, None]).sigmoid_()
+    return output.mul_(share.unsqueeze(-1))
 
 
 def _flash2_direct(problem: AttentionProblem) -> Direct:
@@ -135,14 +154,15 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: None = None,
-        sinks: None = None,
+        sinks: torch.Tensor | None = None,
         slopes: None = None,
         starts_q: torch.Tensor | None = None,
         starts_k: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not dense:
             query, key, value = map(with_dense_columns, (query, key, value))
-        return call(query, key, value, starts_q, starts_k)[0]
+        output, lse = call(query, key, value, starts_q, starts_k)
+        return output if sinks is None else _beside_sinks(output, lse, sinks)
 
     return run
 
@@ -150,18 +170,26 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
 def _flash2_call(
     problem: AttentionProblem,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the operator for a problem: from [B, H, S, D] and bounds to (output, log-sum-exp)."""
+    """Return the operator for a problem: from [B, H, S, D] and bounds to (output, log-sum-exp).
+
+    A single row's window is cut out of the keys, which the kernel splits only if there is none:
+    over 4096 of 32768 keys 83 us with it, 30 us over 4096 (H200, 32 heads, D 128, 2026-11).
+    """
     forward = _ATEN._flash_attention_forward.default
     edges: dict[str, Any] = {"scale": problem.scale}
-    if problem.window != (-1, -1):
+    left = problem.window[0]
+    cut = left + 1 if left >= 0 and problem.len_q == 1 and not problem.num_sequences else 0
+    if problem.window != (-1, -1) and not cut:
         right = 0 if problem.is_causal else problem.window[1]
-        edges |= {"window_size_left": problem.window[0], "window_size_right": right}
+        edges |= {"window_size_left": left, "window_size_right": right}
     dropout_p, is_causal = problem.dropout_p, problem.is_causal
     longest = problem.max_len_q, problem.max_len_k
 
     def dense(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *bounds: None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cut:
+            key, value = key[:, :, -cut:], value[:, :, -cut:]
         output, lse, *_ = forward(
             query.transpose(1, 2),
             key.transpose(1, 2),

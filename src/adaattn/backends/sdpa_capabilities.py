@@ -31,6 +31,20 @@ def _order(problem: AttentionProblem) -> int:
     return 61 if problem.sdpa_default == "sdpa.math" else 10
 
 
+_FEW_ROWS_BESIDE_SINKS = 256
+
+
+def _flash2_order(problem: AttentionProblem) -> int:
+    """Return 10; with sinks 31, behind written scores, where rows are few.
+
+    Scaling the output takes three launches. Of few rows or a narrow window written scores keep the
+    device 0.7 to 1.0 times as long, though the host 1.3 to 3 times; of 256 rows and more 1.0 to 25
+    (H200, PyTorch 2.11, 2026-11).
+    """
+    few = problem.has_sinks and problem.len_q < _FEW_ROWS_BESIDE_SINKS
+    return 31 if few else _order(problem)
+
+
 def _efficient_order(problem: AttentionProblem) -> int:
     """Return 10; 61 where PyTorch would take math, but for grouped heads.
 
@@ -64,7 +78,12 @@ CAPABILITIES = (
         device_types=("cuda",),
         precisions=_HALF,
         features=(
-            Feature.CAUSAL_BOTTOM_RIGHT | Feature.WINDOW | Feature.DROPOUT | _TRAINING | Feature.LSE
+            Feature.CAUSAL_BOTTOM_RIGHT
+            | Feature.WINDOW
+            | Feature.SINKS
+            | Feature.DROPOUT
+            | _TRAINING
+            | Feature.LSE
         ),
         kv_kinds=(KVKind.DENSE, KVKind.PACKED),
         max_head_dim=256,
@@ -72,7 +91,7 @@ CAPABILITIES = (
         skips_hidden=True,
         is_fused=True,
         efficiency=0.45,
-        order=_order,
+        order=_flash2_order,
     ),
     Capability(
         name="sdpa.efficient",

@@ -196,7 +196,8 @@ _SEVERAL_FEATURES: Final = (
 _CROSS: Final = ("full", "mask of keys")
 _WIDE: Final = ("causal", "full")
 _WIDE_FEATURES: Final = ("softcap", "sinks", "alibi", "narrow window", "mask", "bias")
-_DECODED_FEATURES: Final = (*_SEVERAL_FEATURES, "narrow window", "thin window", "wide window")
+_THIN: Final = ("thin window", "thinner window", "thinnest window")
+_DECODED_FEATURES: Final = (*_SEVERAL_FEATURES, "narrow window", "wide window", *_THIN)
 
 GRIDS: Final = {
     "cpu": Grid(
@@ -313,12 +314,12 @@ GRIDS: Final = {
             ),
             Part(names=_SEVERAL, lists=_CUDA_CHUNKS),
             Part(
-                names=("narrow window", "thin window"),
+                names=("narrow window", *_THIN),
                 lists=replace(_CUDA_CHUNKS, sizes=((1, 32),)),
             ),
             Part(
                 names=_SEVERAL_FEATURES,
-                lists=replace(_CUDA_FUSED, rows=(16, 64, 4, 256), lengths=(8192, 2048, 512)),
+                lists=replace(_CUDA_FUSED, rows=(16, 64, 4, 256), lengths=(8192, 2048, 512, 128)),
             ),
         ),
         deterministic=("causal", "full"),

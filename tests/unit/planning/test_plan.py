@@ -400,6 +400,9 @@ def test_an_ambient_choice_of_kernels_is_honoured(executors: Executors) -> None:
         ("cpu", {"softcap": 1.0}, "chunked"),
         ("cpu", {"len_q": 1, "num_heads": 32, "num_kv_heads": 4}, "sdpa.flash"),
         ("h200", {"precision": BF16, "window": (512, -1), "is_causal": True}, "sdpa.flash2"),
+        ("a100", {"precision": BF16, "has_sinks": True, "len_q": 256}, "sdpa.flash2"),
+        ("a100", {"precision": BF16, "has_sinks": True, "len_q": 255}, "chunked"),
+        ("a100", {"precision": BF16, "has_sinks": True, "requires_grad": True}, "chunked"),
     ],
 )
 def test_the_exact_path_of_each_machine(

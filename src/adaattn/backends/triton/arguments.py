@@ -111,17 +111,20 @@ class Arguments:
             tiles = -(-longest * self.pack // rows) * dilation
         return tiles * (heads // self.pack) * batch, tiles
 
-    def splits(self, programs: int, len_k: int, num_processors: int) -> tuple[int, int]:
+    def splits(self, programs: int, len_q: int, len_k: int, num_processors: int) -> tuple[int, int]:
         """Return over how many programs the keys of a tile are split, and the keys of each.
 
         Args:
             programs: those without splits.
+            len_q: query rows.
             len_k: keys.
             num_processors: of the device.
         """
         problem, tile = self._problem, self._tile
         keys = -(-len_k // problem.dilation)
         left, right = self.window
+        if right < 0 and problem.align is Align.BOTTOM_RIGHT:
+            right = max(len_q - 1, 0)  # what the first row has behind it
         if left >= 0 and right >= 0:
             keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
         if problem.num_sequences or problem.has_blocks:

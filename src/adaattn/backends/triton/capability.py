@@ -43,7 +43,7 @@ def _overhead(
         launches += 2
     sizes = problem.batch, problem.num_heads, problem.len_q
     programs, _ = arguments.programs(*sizes, problem.num_sequences)
-    splits, _ = arguments.splits(programs, problem.len_k, hardware.num_processors)
+    splits, _ = arguments.splits(programs, problem.len_q, problem.len_k, hardware.num_processors)
     if splits > 1:
         sums = 3 if problem.wants(Aux.ENTROPY) else 2
         size += 4.0 * splits * math.prod(sizes) * (problem.value_dim + sums)

@@ -247,7 +247,7 @@ class _Launcher:
         programs, tiles = arguments.programs(batch, heads, len_q, sequences)
         kind = self._problem.device_type
         facts = probe(kind if device < 0 else f"{kind}:{device}")
-        splits, split_keys = arguments.splits(programs, len_k, facts.num_processors)
+        splits, split_keys = arguments.splits(programs, len_q, len_k, facts.num_processors)
         halve: tuple[Launch, ...] = ()
         if arguments.is_halved:
             halve = tuple(

@@ -129,7 +129,7 @@ def test_no_size_of_the_device_changes_a_bit(
             "adaattn.backends.triton.executor.probe",
             lambda name, count=processors: replace(probe("cpu"), num_processors=count),
         )
-        splits.add(Arguments(problem).splits(2, 1500, processors))
+        splits.add(Arguments(problem).splits(2, 1, 1500, processors))
         run = direct(problem, HeadGroup(capability="triton"))
         outputs.append(run(tensors.query, tensors.key, tensors.value))
     if is_invariant:
@@ -195,7 +195,8 @@ def test_no_batch_has_a_say_in_tiles_and_splits(
     one = replace(one, precision=precision)
     many = replace(one, batch=200)
     assert choose_tile(one) == choose_tile(many)
-    assert Arguments(one).splits(2, 9000, 132) == Arguments(many).splits(400, 9000, 132)
+    rows = one.len_q
+    assert Arguments(one).splits(2, rows, 9000, 132) == Arguments(many).splits(400, rows, 9000, 132)
 
 
 def test_usual_calls_have_other_tiles_in_large_batches() -> None:

@@ -26,7 +26,7 @@ from adaattn.backends.triton.launch import (
 from adaattn.errors import ExecutorError
 from adaattn.hardware import probe
 from adaattn.planning import decide, reasons
-from adaattn.spec import AttentionProblem, HeadGroup, Policy, Precision, Scheme, Why
+from adaattn.spec import Align, AttentionProblem, HeadGroup, Policy, Precision, Scheme, Why
 from adaattn.testing import fake_facts, make_problem, make_tensors
 
 SHORT = Tile(rows=16, keys=64, warps=4, stages=3)
@@ -92,9 +92,32 @@ def test_splits_fill_the_device_and_are_not_too_short(programs: int, len_k: int)
 @pytest.mark.parametrize("processors", [1, 7, 132])
 def test_splits_cover_every_key_once(len_k: int, processors: int) -> None:
     problem = make_problem(len_q=1, len_k=len_k, num_heads=8, num_kv_heads=2)
-    splits, split_keys = Arguments(problem).splits(2, len_k, processors)
+    splits, split_keys = Arguments(problem).splits(2, 1, len_k, processors)
     assert split_keys % choose_tile(problem).keys == 0
     assert (splits - 1) * split_keys < len_k <= splits * split_keys
+
+
+@pytest.mark.parametrize("len_q", [1, 7, 16])
+@pytest.mark.parametrize("left", [0, 63, 64, 1000, 4095])
+@pytest.mark.parametrize("right", [-1, 0, 3])
+def test_splits_cover_the_window_at_the_end_and_little_more(
+    len_q: int, left: int, right: int
+) -> None:
+    """Simplified, a single causal row has a window that is open on the right."""
+    len_k = 32768
+    problem = make_problem(
+        len_q=len_q,
+        len_k=len_k,
+        num_heads=8,
+        num_kv_heads=2,
+        window=(left, right),
+        align=Align.BOTTOM_RIGHT,
+    )
+    tile = choose_tile(problem)
+    splits, split_keys = Arguments(problem).splits(2, len_q, len_k, 132)
+    begin = max(len_k - len_q - left, 0) // tile.keys * tile.keys
+    assert begin + splits * split_keys >= len_k
+    assert (splits - 1) * split_keys < left + len_q + max(right, 0) + tile.rows + tile.keys
 
 
 @pytest.mark.parametrize("lengths", [(1,), (0, 0, 5), (64, 1, 63), (200, 0, 3, 128)])
