@@ -10,7 +10,6 @@ from adaattn._events import AttentionEvent, add_sink, remove_sink
 from adaattn._numbers import require_integer
 from adaattn.attention.precision_mode import checked_mode, in_mode
 from adaattn.attention.statistics import AttentionStatistics
-from adaattn.call.adapt import NOT_FINITE
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.recomputing import is_recomputing
@@ -189,9 +188,8 @@ class Runner:
             self.statistics.record_recomputed()
         else:
             self.statistics.record(event)
-            for note in event.decision.notes:
-                if note.startswith(NOT_FINITE):
-                    self.statistics.note_fallback(note)
+            if event.decision.unmeasured:
+                self.statistics.note_fallback(event.decision.unmeasured)
 
     def _backend_of(self, query: torch.Tensor) -> str:
         """Return the executor asked for, or ``"auto"``."""

@@ -49,7 +49,6 @@ from adaattn.spec import (
 )
 
 __all__ = [
-    "NOT_FINITE",
     "PROCESS",
     "adapted",
     "decide_approximately",
@@ -65,9 +64,7 @@ PROCESS: Final = History()
 
 hardware.on_clear(PROCESS.reset)
 
-NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
-"""How the note of such a call begins."""
-
+_NOT_FINITE: Final = "the input was not finite, so nothing could be measured"
 _FOR_ONCE: Final = "exact for once, to compare the times of approximations with"
 
 _EXACT_CALLS: Final = 16
@@ -112,10 +109,10 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
     ledger.collect()
     arrived = _take_in(entry, choice, problem.num_heads, history.momentum)
     wanted = _wanted(choice, place)
-    stats, note = _looked_at(call, choice, place, history, wanted)
+    stats, unmeasured = _looked_at(call, choice, place, history, wanted)
     entry.age += 1
     exact_for_once = not choice.is_forced and ledger.wants_exact()
-    decision = choice.exact
+    decision, note = choice.exact, unmeasured
     start = time.perf_counter()
     if decision is not None and exact_for_once and entry.stats is not None and wanted:
         note = note or _FOR_ONCE
@@ -128,7 +125,7 @@ def adapted(call: Call, choice: Choice, history: History) -> Outcome:
             assert choice.exact is not None
             decision = choice.exact
     if note:
-        decision = replace(decision, notes=(*decision.notes, note))
+        decision = replace(decision, notes=(*decision.notes, note), unmeasured=unmeasured)
     if not is_lossy(decision.plan, problem):
         with ledger.timing(device, "exact"):
             outcome = run_decision(call, decision, policy, choice.backend)
@@ -268,7 +265,7 @@ def _measured(
     except NonFiniteError as error:
         if strict or choice.backend != "auto":
             raise
-        return None, f"{NOT_FINITE}: {error}"
+        return None, f"{_NOT_FINITE}: {error}"
 
 
 def _measuring_cost_ms(choice: Choice, place: Place, wanted: tuple[Variant, ...]) -> float:

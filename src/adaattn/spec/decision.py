@@ -72,6 +72,8 @@ class Decision:
         trace: every candidate once.
         policy: name of the policy that was asked for; ``"given"`` where the caller gave a rank.
         notes: remarks that concern no single candidate.
+        unmeasured: why nothing could be measured on this very call, which is exact for that; it is
+            among the notes too. "" where that was no hindrance.
         later: the plan that takes over where it has to be compiled first, else None.
         calls_before: how many calls lose by then what compiling costs.
         cost: what the plan needs; None for a plan that was given.
@@ -82,6 +84,7 @@ class Decision:
     trace: tuple[TraceEntry, ...] = ()
     policy: str = ""
     notes: tuple[str, ...] = ()
+    unmeasured: str = ""
     later: Plan | None = None
     calls_before: int = 0
     cost: Cost | None = None
@@ -131,6 +134,7 @@ class Decision:
             "plan": self.plan.to_dict(),
             "trace": [{**asdict(entry), "why": entry.why.value} for entry in self.trace],
             "notes": list(self.notes),
+            "unmeasured": self.unmeasured,
             "later": None if self.later is None else self.later.to_dict(),
             "calls_before": self.calls_before,
             "cost": None if self.cost is None else asdict(self.cost),
