@@ -231,6 +231,20 @@ def test_executors_are_compared_in_the_cells_that_measured_both() -> None:
     assert fastest(table, near, {"slower": 0.01}) == "slower"
 
 
+def test_of_two_that_each_lose_by_one_time_the_one_that_loses_less_is_taken() -> None:
+    problem = make_problem(**SMALL)
+    both = {
+        "usual": Measured(device_ms=200.0, host_ms=200.0),
+        "called sooner": Measured(device_ms=30.0, host_ms=20.0),
+        "done sooner": Measured(device_ms=10.0, host_ms=40.0),
+    }
+    table = table_of(cell_of(problem, both))
+    shares = {name: ratio(table, problem, name, "usual") for name in both if name != "usual"}
+    assert shares == {"called sooner": 0.15, "done sooner": 0.2}
+    assert fastest(table, problem, {"called sooner": 0.15, "done sooner": 0.2}) == "done sooner"
+    assert fastest(table, problem, {"called sooner": 0.15, "done sooner": 0.8}) == "called sooner"
+
+
 MIX: dict[str, Any] = {
     "is_causal": True, "has_sinks": True, "softcap": 20.0, "has_alibi": True, "dilation": 2,
     "window": (64, 0), "value_dim": 32, "aux": Aux.ENTROPY,
