@@ -3,8 +3,8 @@
 A kernel that ``F.scaled_dot_product_attention`` would choose by itself is reached through
 it, the cheapest door; any other through its operator, because the ``sdpa_kernel`` context
 costs microseconds a call. Each kernel declares only what it does natively: masks that
-stand for windows or packed sequences belong to other executors. FlashAttention-2 takes sinks too:
-its output is multiplied by a share that follows from its log-sum-exp.
+stand for windows or packed sequences belong to other executors. FlashAttention-2 takes sinks too,
+without gradients: its output is multiplied by a share that follows from its log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.masks import additive_mask, kept_bias, stored_columns, with_rank
-from adaattn.backends.sdpa_call import sdpa, sdpa_keywords, with_masks
+from adaattn.backends.own_kernels import check_untransformed
+from adaattn.backends.sdpa_call import (
+    above_sinks,
+    beside_sinks,
+    sdpa,
+    sdpa_keywords,
+    with_masks,
+)
 from adaattn.backends.sdpa_capabilities import CAPABILITIES
 from adaattn.spec import (
     Align,
@@ -113,6 +120,8 @@ def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return FlashAttention-2's output; its causal order and windows count from the last key."""
+    if tensors.sinks is not None and not torch.compiler.is_compiling():
+        check_untransformed(tensors.query, tensors.key, tensors.value, tensors.sinks)
     output, lse = _flash2_call(problem)(
         _padded(tensors.query),
         _padded(tensors.key),
@@ -122,7 +131,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     )
     output = output[..., : problem.value_dim]
     if tensors.sinks is not None:
-        output = _beside_sinks(output, lse, tensors.sinks)
+        output = beside_sinks(output, above_sinks(lse, tensors.sinks))
     if lse.dim() == 2:
         lse = lse.unsqueeze(0)
     if problem.wants(Aux.LSE):
@@ -131,18 +140,6 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
             lse = torch.logaddexp(lse, tensors.sinks[:, None].to(lse.dtype))
         lse = lse.masked_fill(is_blind, float("-inf"))
     return Result(output=output, lse=lse)
-
-
-def _beside_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return an output [B, Hq, Sq, Dv] times the share of each row that is not its sink's.
-
-    Args:
-        output: without sinks; it is overwritten.
-        lse: fp32 [B, Hq, Sq], of packed sequences [Hq, T]; inf where a row sees no key.
-        sinks: [Hq].
-    """
-    share = (lse - sinks[:, None]).sigmoid_()
-    return output.mul_(share.unsqueeze(-1))
 
 
 def _flash2_direct(problem: AttentionProblem) -> Direct:
@@ -161,8 +158,11 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
     ) -> torch.Tensor:
         if not dense:
             query, key, value = map(with_dense_columns, (query, key, value))
+        if sinks is None:
+            return call(query, key, value, starts_q, starts_k)[0]
+        check_untransformed(query, key, value, sinks)
         output, lse = call(query, key, value, starts_q, starts_k)
-        return output if sinks is None else _beside_sinks(output, lse, sinks)
+        return beside_sinks(output, above_sinks(lse, sinks))
 
     return run
 

@@ -10,7 +10,16 @@ from adaattn.backends.interface import Direct
 from adaattn.backends.masks import additive_mask, stored_columns, with_rank
 from adaattn.spec import AttentionProblem
 
-__all__ = ["careful_sdpa", "fused_attention", "needs_care", "sdpa", "sdpa_keywords", "with_masks"]
+__all__ = [
+    "above_sinks",
+    "beside_sinks",
+    "careful_sdpa",
+    "fused_attention",
+    "needs_care",
+    "sdpa",
+    "sdpa_keywords",
+    "with_masks",
+]
 
 sdpa = F.scaled_dot_product_attention
 """PyTorch's own function, as it was at import: a caller may put ours in its place."""
@@ -118,6 +127,23 @@ def with_masks(call: Callable[..., Any], *, has_more: bool = False) -> Direct:
         return output
 
     return run
+
+
+def above_sinks(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return by how much log-sum-exps [B, Hq, Sq] or [Hq, T] are above sinks [Hq], one column."""
+    return (lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
+
+
+def beside_sinks(output: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """Return a kernel's output times the share of each row that is not its sink's, in its place.
+
+    A sink adds exp(sink) to the denominator of a row and nothing to the numerator.
+
+    Args:
+        output: [B, Hq, Sq, Dv], of a kernel that knows no sinks.
+        above: as `above_sinks` returns it; inf where a row sees no key and its output is 0.
+    """
+    return output.mul_(torch.sigmoid(above))
 
 
 def needs_care(problem: AttentionProblem) -> bool:

@@ -35,14 +35,14 @@ _FEW_ROWS_BESIDE_SINKS = 256
 
 
 def _flash2_order(problem: AttentionProblem) -> int:
-    """Return 10; with sinks 31, behind written scores, where rows are few.
+    """Return 10, or 61 behind math; with sinks at least 31 where rows are few, behind `chunked`.
 
     Scaling the output takes three launches. Of few rows or a narrow window written scores keep the
     device 0.7 to 1.0 times as long, though the host 1.3 to 3 times; of 256 rows and more 1.0 to 25
     (H200, PyTorch 2.11, 2026-11).
     """
     few = problem.has_sinks and problem.len_q < _FEW_ROWS_BESIDE_SINKS
-    return 31 if few else _order(problem)
+    return max(_order(problem), 31 if few else 0)
 
 
 def _efficient_order(problem: AttentionProblem) -> int:

@@ -1,9 +1,8 @@
 """Attention with sinks by PyTorch's flash kernel for CPUs, which knows none.
 
-A sink adds exp(sink) to the denominator of each row and nothing to the numerator, so that the
-output is the kernel's times sigmoid(lse - sink). No scores are written; masks, ALiBi and repeated
-heads are, but for a single row without gradients. Not served: softcaps, dropout, transforms,
-forward-mode derivatives, graphs.
+The output is the kernel's times sigmoid(lse - sink). No scores are written; masks, ALiBi and
+repeated heads are, but for a single row without gradients. Not served: softcaps, dropout,
+transforms, forward-mode derivatives, graphs.
 """
 
 from dataclasses import replace
@@ -28,6 +27,7 @@ from adaattn.backends.masked import (
     zero_rows,
 )
 from adaattn.backends.masks import additive_mask, may_keep
+from adaattn.backends.sdpa_call import above_sinks, beside_sinks
 from adaattn.backends.tiles import seen_tile
 from adaattn.errors import UnsupportedError
 from adaattn.spec import AttentionProblem, HeadGroup, MaskKind, Precision
@@ -172,21 +172,11 @@ def _attend(
         if folds:
             plain = plain.reshape(batch, heads, 1, problem.value_dim)
             lse = lse.reshape(batch, heads, 1)
-        return _scaled(plain, _above(lse, sinks))
+        assert sinks is not None
+        return beside_sinks(plain, above_sinks(lse, sinks))
     given = (query, key, value, mask, sinks)
     output: torch.Tensor = _FlashWithSinks.apply(*given, is_causal, problem.scale)  # type: ignore[no-untyped-call]
     return output
-
-
-def _above(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return by how much log-sum-exps [B, H, R] are above the sinks, [B, H, R, 1]."""
-    assert sinks is not None
-    return (lse - sinks.to(lse.dtype)[:, None]).unsqueeze(-1)
-
-
-def _scaled(plain: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-    """Return an output times the share of its rows that is not their sinks'."""
-    return (plain * torch.sigmoid(above)).to(plain.dtype)
 
 
 class _FlashWithSinks(torch.autograd.Function):
@@ -204,8 +194,8 @@ class _FlashWithSinks(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         plain, lse = _FLASH(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
-        above = _above(lse, sinks)
-        output = _scaled(plain, above)
+        above = above_sinks(lse, sinks)
+        output = beside_sinks(plain, above)
         ctx.save_for_backward(query, key, value, mask, sinks, output, lse, above)
         ctx.fixed = is_causal, scale
         return output

@@ -51,9 +51,10 @@ _COLUMNS: Final = 4
 
 _WINDOWED: Final = {"window", "to_end"}
 _NOT_CUT: Final = {"dilation", "mask", "bias", "packed"}
-"""Words of classes whose rows at the end read the keys in their windows and no others: however many
-keys are before them, cells are in reach. Leaving out all cells of as many keys as one of 1224, the
-H200's table takes a place in 671 for it, in 6 of them wrongly, and in none where Sk counts."""
+"""Classes with the first words and none of the second: rows at the end read the keys in their
+window alone, so that cells are in reach however many keys are before. Leaving out all cells of as
+many keys as one of 1224, the H200's table takes a place in 670 for it, in none of them wrongly; were
+all keys to count, in none."""
 
 _OF_COLUMNS: Final = 1.0
 """How much more an octave of D counts than one of a length: tiles change with it. With 0, 1, 2, 3
@@ -232,10 +233,11 @@ def _around(
         heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
         reach = max(heads, min(max(steps[1:]), max(far[1:])))
         if reach <= _BETWEEN:
-            distance = sum(steps) + _OF_COLUMNS * steps[_COLUMNS]
-            found.append((distance, reach, cell, (point, cell.num_sequences)))
-    found.sort(key=lambda item: item[0])
-    return tuple(found)
+            distance = min(sum(steps), sum(far)) + _OF_COLUMNS * steps[_COLUMNS]
+            entry = distance, reach, cell, (point, cell.num_sequences)
+            found.append((distance, sum(steps), entry))
+    found.sort(key=lambda item: item[:2])
+    return tuple(entry for *_, entry in found)
 
 
 @lru_cache(maxsize=256)

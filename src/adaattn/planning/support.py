@@ -22,13 +22,13 @@ _Rule = tuple[Feature, Callable[[AttentionProblem], bool], str]
 _RULES: Final[tuple[_Rule, ...]] = (
     (
         Feature.CAUSAL_TOP_LEFT,
-        lambda p: p.is_causal and p.align is Align.TOP_LEFT and not _is_square(p),
-        "causal order aligned to the top left with Sq != Sk",
+        lambda p: p.is_positional and p.align is Align.TOP_LEFT and not _is_square(p),
+        "causal order or a window aligned to the top left with Sq != Sk",
     ),
     (
         Feature.CAUSAL_BOTTOM_RIGHT,
-        lambda p: p.is_causal and p.align is Align.BOTTOM_RIGHT and not _is_square(p),
-        "causal order aligned to the bottom right with Sq != Sk",
+        lambda p: p.is_positional and p.align is Align.BOTTOM_RIGHT and not _is_square(p),
+        "causal order or a window aligned to the bottom right with Sq != Sk",
     ),
     (Feature.BOOLEAN_MASK, lambda p: p.mask is MaskKind.BOOLEAN, "a boolean mask"),
     (Feature.ADDITIVE_MASK, lambda p: p.mask is MaskKind.ADDITIVE, "an additive mask"),

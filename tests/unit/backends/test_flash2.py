@@ -1,5 +1,6 @@
 """What is made of FlashAttention-2's output and log-sum-exp; the operator itself runs on GPUs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from adaattn.backends import sdpa
+from adaattn.errors import ExecutorError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup
 from adaattn.testing import (
     assert_matches,
@@ -118,6 +120,37 @@ def test_outputs_and_log_sum_exps_are_those_of_the_oracle(
     problem = make_problem(has_sinks=has_sinks, aux=Aux.LSE, **values)
     _check(problem, values.get("lengths_q", ()))
     assert shapes
+
+
+def test_sinks_are_not_lost_to_pytorchs_function() -> None:
+    """It would run this kernel by itself, without them."""
+    problem = make_problem(has_sinks=True, sdpa_default="sdpa.flash2")
+    assert not sdpa.goes_through_sdpa(problem, GROUP)
+    assert sdpa.goes_through_sdpa(replace(problem, has_sinks=False), GROUP)
+
+
+@pytest.mark.usefixtures("shapes")
+def test_sinks_in_a_graph_and_under_a_transform() -> None:
+    problem = make_problem(has_sinks=True, align=Align.BOTTOM_RIGHT)
+    tensors = make_tensors(problem)
+    sinks = tensors.sinks
+    assert sinks is not None
+
+    def attend(sinks: torch.Tensor) -> torch.Tensor:
+        return sdpa.run(replace(tensors, sinks=sinks), problem, GROUP).output
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager")
+    exact = attention(cast_tensors(tensors, torch.float64), problem).output
+    eager = attention(tensors, problem).output
+    assert_matches(compiled(sinks), exact, eager, summands=num_summands(problem, eager))
+    several = torch.stack([sinks, sinks])
+    with pytest.raises(ExecutorError, match=r"torch\.func"):
+        torch.func.vmap(attend)(several)
+    run = sdpa.direct(problem, GROUP)
+    assert run is not None
+    given = tensors.query, tensors.key, tensors.value, None
+    with pytest.raises(ExecutorError, match=r"torch\.func"):
+        torch.func.vmap(lambda one: run(*given, one))(several)
 
 
 @pytest.mark.parametrize(("len_k", "seen"), [(40, 8), (5, 5)])

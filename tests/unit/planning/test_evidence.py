@@ -231,6 +231,46 @@ def test_executors_are_compared_in_the_cells_that_measured_both() -> None:
     assert fastest(table, near, {"slower": 0.01}) == "slower"
 
 
+BEHIND: dict[str, Any] = SMALL | {
+    "len_q": 1, "len_k": 2**20, "window": (1023, -1), "align": Align.BOTTOM_RIGHT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "is_known"),
+    [
+        ({}, True),
+        ({"len_q": 4}, False),
+        ({"dilation": 2}, False),
+        ({"mask": MaskKind.BOOLEAN}, False),
+        ({"mask": MaskKind.ADDITIVE}, False),
+        ({"window": (-1, -1), "is_causal": True, "len_q": 2}, False),
+    ],
+)
+def test_cells_of_other_lengths_speak_for_the_window_of_the_last_rows(
+    values: dict[str, Any], is_known: bool
+) -> None:
+    """They read no more than it, however many keys are before; under a mask they read that."""
+    asked = make_problem(**BEHIND | {"len_q": 1} | values)
+    fewer = replace(asked, len_k=2**12, len_q=1 if values.get("len_q") == 4 else asked.len_q)
+    if asked.mask is not MaskKind.NONE:
+        fewer = replace(fewer, mask_shape=(*asked.mask_shape[:-1], fewer.len_k))
+    table = table_of(cell_of(fewer, times(usual=2.0, faster=1.0)))
+    assert (ratio(table, asked, "faster", "usual") is not None) is is_known
+
+
+def test_of_cells_in_a_window_those_of_the_same_window_are_nearest() -> None:
+    asked = make_problem(**BEHIND)
+    same = replace(asked, len_k=2**13)
+    quarter = replace(asked, len_k=2**18, window=(255, -1))
+    table = table_of(
+        cell_of(same, times(usual=2.0, faster=1.0)),
+        cell_of(quarter, times(usual=1.0, faster=2.0)),
+    )
+    found = interpolated(table, asked, "faster")
+    assert found is not None and found[0].device_ms == pytest.approx(1.0)
+
+
 def test_of_two_that_each_lose_by_one_time_the_one_that_loses_less_is_taken() -> None:
     problem = make_problem(**SMALL)
     both = {

@@ -32,7 +32,17 @@ NEEDS = [
     (
         {"is_causal": True, "len_k": 9, "align": Align.BOTTOM_RIGHT},
         Feature.CAUSAL_BOTTOM_RIGHT,
-        "causal order aligned to the bottom right with Sq != Sk",
+        "causal order or a window aligned to the bottom right with Sq != Sk",
+    ),
+    (
+        {"window": (3, 2), "len_k": 9},
+        Feature.CAUSAL_TOP_LEFT,
+        "or a window aligned to the top left",
+    ),
+    (
+        {"window": (3, -1), "len_k": 9, "align": Align.BOTTOM_RIGHT},
+        Feature.CAUSAL_BOTTOM_RIGHT,
+        "or a window aligned to the bottom right",
     ),
     (MASKED, Feature.BOOLEAN_MASK, "a boolean mask"),
     (ADDED, Feature.ADDITIVE_MASK, "an additive mask"),
@@ -164,7 +174,7 @@ def test_packed_sequences_of_unlike_lengths_need_their_own_corner() -> None:
     problem = make_problem(lengths_q=(3, 5), lengths_k=(5, 3), is_causal=True)
     other = replace(EITHER, features=Feature.CAUSAL_BOTTOM_RIGHT)
     assert reasons(other, problem, CPU) == (
-        "it does not support causal order aligned to the top left with Sq != Sk",
+        "it does not support causal order or a window aligned to the top left with Sq != Sk",
     )
 
 

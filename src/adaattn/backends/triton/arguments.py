@@ -86,7 +86,8 @@ class Arguments:
     def known_by(self) -> tuple[object, ...]:
         """What says, before there are tensors, which kernels a problem takes."""
         problem = self._problem
-        splits = problem.len_k > self._tile.keys * 16 and self._tile.rows <= 64
+        keys = self._keys(problem.len_q, problem.len_k)
+        splits = keys > self._tile.keys * 16 and self._tile.rows <= 64
         features = (*self.features, *self.listed, problem.mask, problem.mask_shape[-2:-1] == (1,))
         asked = self._asked(False)
         return (
@@ -121,12 +122,7 @@ class Arguments:
             num_processors: of the device.
         """
         problem, tile = self._problem, self._tile
-        keys = -(-len_k // problem.dilation)
-        left, right = self.window
-        if right < 0 and problem.align is Align.BOTTOM_RIGHT:
-            right = max(len_q - 1, 0)  # what the first row has behind it
-        if left >= 0 and right >= 0:
-            keys = min(keys, (left + right) // problem.dilation + 1 + tile.rows + tile.keys)
+        keys = self._keys(len_q, len_k)
         if problem.num_sequences or problem.has_blocks:
             return 1, keys
         if problem.batch_invariant:
@@ -135,6 +131,18 @@ class Arguments:
         splits = num_splits(programs, tile, keys, num_processors)
         split_keys = -(-keys // splits // tile.keys) * tile.keys
         return -(-keys // split_keys), split_keys
+
+    def _keys(self, len_q: int, len_k: int) -> int:
+        """Return how many keys the rows of a tile may see."""
+        dilation = self._problem.dilation
+        keys = -(-len_k // dilation)
+        left, right = self.window
+        if self._problem.align is Align.BOTTOM_RIGHT:
+            last = max(len_q - 1, 0)  # what the first row has behind it
+            right = last if right < 0 else min(right, last)
+        if left < 0 or right < 0:
+            return keys
+        return min(keys, (left + right) // dilation + 1 + self._tile.rows + self._tile.keys)
 
     def forward(
         self,

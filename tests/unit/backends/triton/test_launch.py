@@ -99,7 +99,7 @@ def test_splits_cover_every_key_once(len_k: int, processors: int) -> None:
 
 @pytest.mark.parametrize("len_q", [1, 7, 16])
 @pytest.mark.parametrize("left", [0, 63, 64, 1000, 4095])
-@pytest.mark.parametrize("right", [-1, 0, 3])
+@pytest.mark.parametrize("right", [-1, 0, 3, 8191])
 def test_splits_cover_the_window_at_the_end_and_little_more(
     len_q: int, left: int, right: int
 ) -> None:
@@ -117,7 +117,15 @@ def test_splits_cover_the_window_at_the_end_and_little_more(
     splits, split_keys = Arguments(problem).splits(2, len_q, len_k, 132)
     begin = max(len_k - len_q - left, 0) // tile.keys * tile.keys
     assert begin + splits * split_keys >= len_k
-    assert (splits - 1) * split_keys < left + len_q + max(right, 0) + tile.rows + tile.keys
+    assert (splits - 1) * split_keys < left + len_q + tile.rows + tile.keys
+
+
+def test_kernels_that_split_a_window_are_known_apart_from_those_that_do_not() -> None:
+    """What was compiled for a wide window does not serve a narrow one."""
+    problem = make_problem(len_q=1, len_k=32768, window=(127, -1), align=Align.BOTTOM_RIGHT)
+    narrow, wide = (Arguments(replace(problem, window=(left, -1))) for left in (127, 4095))
+    assert narrow.splits(2, 1, 32768, 132)[0] == 1 < wide.splits(2, 1, 32768, 132)[0]
+    assert narrow.known_by != wide.known_by
 
 
 @pytest.mark.parametrize("lengths", [(1,), (0, 0, 5), (64, 1, 63), (200, 0, 3, 128)])
