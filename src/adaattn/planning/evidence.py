@@ -53,8 +53,8 @@ _WINDOWED: Final = {"window", "to_end"}
 _NOT_CUT: Final = {"dilation", "mask", "bias", "packed"}
 """Classes with the first words and none of the second: rows at the end read the keys in their
 window alone, so that cells are in reach however many keys are before. Leaving out all cells of as
-many keys as one of 1224, the H200's table takes a place in 670 for it, in none of them wrongly; were
-all keys to count, in none."""
+many keys as one of 1224, the H200's table takes a place in 670 for it, never wrongly; were all keys
+to count, in none."""
 
 _OF_COLUMNS: Final = 1.0
 """How much more an octave of D counts than one of a length: tiles change with it. With 0, 1, 2, 3
