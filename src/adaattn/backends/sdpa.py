@@ -120,18 +120,14 @@ def _cpu_flash(tensors: Tensors, problem: AttentionProblem) -> Result:
 
 def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
     """Return FlashAttention-2's output; its causal order and windows count from the last key."""
-    if tensors.sinks is not None and not torch.compiler.is_compiling():
-        check_untransformed(tensors.query, tensors.key, tensors.value, tensors.sinks)
     output, lse = _flash2_call(problem)(
         _padded(tensors.query),
         _padded(tensors.key),
         _padded(tensors.value),
         tensors.cu_seqlens_q,
         tensors.cu_seqlens_k,
+        tensors.sinks,
     )
-    output = output[..., : problem.value_dim]
-    if tensors.sinks is not None:
-        output = beside_sinks(output, above_sinks(lse, tensors.sinks))
     if lse.dim() == 2:
         lse = lse.unsqueeze(0)
     if problem.wants(Aux.LSE):
@@ -139,7 +135,7 @@ def _flash2(tensors: Tensors, problem: AttentionProblem) -> Result:
         if tensors.sinks is not None:
             lse = torch.logaddexp(lse, tensors.sinks[:, None].to(lse.dtype))
         lse = lse.masked_fill(is_blind, float("-inf"))
-    return Result(output=output, lse=lse)
+    return Result(output=output[..., : problem.value_dim], lse=lse)
 
 
 def _flash2_direct(problem: AttentionProblem) -> Direct:
@@ -158,11 +154,7 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
     ) -> torch.Tensor:
         if not dense:
             query, key, value = map(with_dense_columns, (query, key, value))
-        if sinks is None:
-            return call(query, key, value, starts_q, starts_k)[0]
-        check_untransformed(query, key, value, sinks)
-        output, lse = call(query, key, value, starts_q, starts_k)
-        return beside_sinks(output, above_sinks(lse, sinks))
+        return call(query, key, value, starts_q, starts_k, sinks)[0]
 
     return run
 
@@ -170,10 +162,11 @@ def _flash2_direct(problem: AttentionProblem) -> Direct:
 def _flash2_call(
     problem: AttentionProblem,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Return the operator for a problem: from [B, H, S, D] and bounds to (output, log-sum-exp).
+    """Return the operator for a problem: from [B, H, S, D], bounds and sinks to (output, lse).
 
-    A single row's window is cut out of the keys, which the kernel splits only if there is none:
-    over 4096 of 32768 keys 83 us with it, 30 us over 4096 (H200, 32 heads, D 128, 2026-11).
+    The log-sum-exp is that of the keys alone. A single row's window is cut out of the keys, which
+    the kernel splits only if there is none: over 4096 of 32768 keys 83 us with it, 30 us over 4096
+    (H200, 32 heads, D 128, 2026-11).
     """
     forward = _ATEN._flash_attention_forward.default
     edges: dict[str, Any] = {"scale": problem.scale}
@@ -186,7 +179,7 @@ def _flash2_call(
     longest = problem.max_len_q, problem.max_len_k
 
     def dense(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *bounds: None
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if cut:
             key, value = key[:, :, -cut:], value[:, :, -cut:]
@@ -211,6 +204,7 @@ def _flash2_call(
         value: torch.Tensor,
         starts_q: torch.Tensor,
         starts_k: torch.Tensor,
+        *rest: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, keys, values = (item.squeeze(0).transpose(0, 1) for item in (query, key, value))
         output, lse, *_ = forward(
@@ -218,7 +212,19 @@ def _flash2_call(
         )
         return output.transpose(0, 1).unsqueeze(0), lse
 
-    return packed if problem.num_sequences else dense
+    call = packed if problem.num_sequences else dense
+    return partial(_scaled_by_sinks, call) if problem.has_sinks else call
+
+
+def _scaled_by_sinks(
+    call: Callable[..., tuple[torch.Tensor, torch.Tensor]], *given: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output beside sinks, the last of what is given, and the keys' log-sum-exp."""
+    *others, sinks = given
+    if not torch.compiler.is_compiling():
+        check_untransformed(*others[:3], sinks)
+    output, lse = call(*others)
+    return beside_sinks(output, above_sinks(lse, sinks)), lse
 
 
 def _biased(tensors: Tensors, problem: AttentionProblem, name: str) -> Result:

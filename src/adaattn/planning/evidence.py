@@ -56,6 +56,9 @@ window alone, so that cells are in reach however many keys are before. Leaving o
 many keys as one of 1224, the H200's table takes a place in 670 for it, never wrongly; were all keys
 to count, in none."""
 
+_Place = tuple[float, ...]
+"""Logarithms of sizes."""
+
 _OF_COLUMNS: Final = 1.0
 """How much more an octave of D counts than one of a length: tiles change with it. With 0, 1, 2, 3
 the tables of H200 and H100, one cell left out at a time, take 496, 492, 499, 495 places from
@@ -217,75 +220,60 @@ def _around(
     table: TimingTable, problem: AttentionProblem
 ) -> tuple[tuple[float, float, Cell, object], ...]:
     """Return distance, octaves in the farthest size, cell and place of those around, near first."""
-    name = problem_class(problem)
-    place, area = _place(problem), _place(problem, reads_all=not _is_cut(name))
-    mine = (problem.batch * problem.num_heads, problem.longest[0])
+    sizes = (problem.batch * problem.num_heads, problem.group_size, *problem.longest)
+    visible = problem.visible_pairs / max(problem.len_q, 1)
+    places = _places(problem_class(problem), sizes, problem.head_dim, visible)
     found = []
-    for cell, point, its_area in _points(table, name):
-        keys = abs(place[_KEYS] - point[_KEYS]), abs(area[_KEYS] - its_area[_KEYS])
-        if min(keys) > _BETWEEN:  # most cells: the rest is not computed
+    for cell, points in _points(table, problem_class(problem)):
+        pairs = tuple(zip(places, points, strict=True))
+        if min(abs(a[_KEYS] - b[_KEYS]) for a, b in pairs) > _BETWEEN:  # most cells
             continue
         if (cell.head_dim > _WIDE) is not (problem.head_dim > _WIDE):
             continue
-        steps = [abs(a - b) for a, b in zip(place, point, strict=True)]
-        far = [abs(a - b) for a, b in zip(area, its_area, strict=True)]
-        fewer = min(mine, (cell.heads, cell.len_q))
-        heads = _MORE_HEADS * steps[0] if _is_full(*fewer) else steps[0]
-        reach = max(heads, min(max(steps[1:]), max(far[1:])))
+        steps = [[abs(a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]
+        fewer = min((sizes[0], problem.longest[0]), (cell.heads, cell.len_q))
+        heads = _MORE_HEADS * steps[0][0] if _is_full(*fewer) else steps[0][0]
+        reach = max(heads, min(max(step[1:]) for step in steps))
         if reach <= _BETWEEN:
-            distance = min(sum(steps), sum(far)) + _OF_COLUMNS * steps[_COLUMNS]
-            entry = distance, reach, cell, (point, cell.num_sequences)
-            found.append((distance, sum(steps), entry))
+            distance = min(map(sum, steps)) + _OF_COLUMNS * steps[0][_COLUMNS]
+            entry = distance, reach, cell, (points[0], cell.num_sequences)
+            found.append((distance, sum(steps[0]), entry))
     found.sort(key=lambda item: item[:2])
     return tuple(entry for *_, entry in found)
 
 
 @lru_cache(maxsize=256)
-def _points(
-    table: TimingTable, name: str
-) -> tuple[tuple[Cell, tuple[float, ...], tuple[float, ...]], ...]:
-    """Return the cells of a class with their places, and where they are with the keys they read."""
-    reads_all = not _is_cut(name)
-    return tuple(
-        (cell, _cell_place(cell), _cell_place(cell, reads_all=reads_all))
-        for cell in table.cells.get(name, ())
-    )
+def _points(table: TimingTable, name: str) -> tuple[tuple[Cell, tuple[_Place, ...]], ...]:
+    """Return the cells of a class with their places."""
+    found = []
+    for cell in table.cells.get(name, ()):
+        sizes = (cell.heads, cell.group_size, cell.len_q, cell.len_k)
+        found.append((cell, _places(name, sizes, cell.head_dim, cell.visible)))
+    return tuple(found)
 
 
-def _is_cut(name: str) -> bool:
-    """Return whether problems of a class read the keys of their windows alone."""
-    words = set(name.split())
-    return words >= _WINDOWED and not words & _NOT_CUT
-
-
-def _place(problem: AttentionProblem, *, reads_all: bool = True) -> tuple[float, ...]:
-    """Return where a problem lies among the cells: logarithms of its sizes."""
-    visible = problem.visible_pairs / max(problem.len_q, 1)
-    sizes = (problem.batch * problem.num_heads, problem.group_size, *problem.longest)
-    return _logs(sizes, problem.head_dim, visible, reads_all)
-
-
-def _cell_place(cell: Cell, *, reads_all: bool = True) -> tuple[float, ...]:
-    """Return where a cell lies."""
-    sizes = (cell.heads, cell.group_size, cell.len_q, cell.len_k)
-    return _logs(sizes, cell.head_dim, cell.visible, reads_all)
-
-
-def _logs(
-    sizes: tuple[int, int, int, int], head_dim: int, visible: float, reads_all: bool
-) -> tuple[float, ...]:
-    """Return the coordinates of sizes; heads count half, since they only add up.
+def _places(
+    name: str, sizes: tuple[int, int, int, int], head_dim: int, visible: float
+) -> tuple[_Place, ...]:
+    """Return where a problem of a class lies, and where with the keys alone that it reads.
 
     Args:
+        name: of the class; the second place is left out where all keys are read.
         sizes: B * Hq, query heads for a key head, Sq and Sk.
         head_dim: D.
-        visible: mean keys that a row sees.
-        reads_all: every key is read; else those that the last rows see, one after another.
+        visible: mean keys that a row sees: the last rows see them one after another.
     """
     *others, rows, keys = sizes
-    read = keys if reads_all else min(keys, visible + rows - 1)
-    heads, group, len_q, len_k = (math.log2(max(size, 1)) for size in (*others, rows, read))
-    share = math.log2(max(visible, 1.0) / max(read, 1))
+    words = set(name.split())
+    is_cut = words >= _WINDOWED and not words & _NOT_CUT
+    read = (keys, min(keys, visible + rows - 1)) if is_cut else (keys,)
+    return tuple(_logs((*others, rows, count), head_dim, visible) for count in read)
+
+
+def _logs(sizes: tuple[float, ...], head_dim: int, visible: float) -> _Place:
+    """Return the coordinates of sizes; heads count half, since they only add up."""
+    heads, group, len_q, len_k = (math.log2(max(size, 1)) for size in sizes)
+    share = math.log2(max(visible, 1.0) / max(sizes[3], 1))
     return (0.5 * heads, group, len_q, len_k, math.log2(max(head_dim, 1)), share)
 
 
