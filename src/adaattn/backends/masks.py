@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "stream_of",
     "with_rank",
 ]
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -124,10 +128,8 @@ def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def may_keep(tensor: torch.Tensor) -> bool:
     """Return whether what is made now stays valid: no trace, transform or CUDA graph sees it."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
+    if is_compiling() or torch._C._is_tracing() or peek_interpreter_stack() is not None:
         return False
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if type(tensor) not in _PLAIN:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -174,27 +174,32 @@ class Exact:
     def _shortest(self, otherwise: Bound | None = None) -> Bound:
         """Return a function that runs the executor; it takes the general way where that fails."""
         otherwise = otherwise or self._general
-        takes, by_tag = self._takes, self._by_tag
+        more, by_tag = self._takes - 4, self._by_tag
         served = None if self._history is None else self._history.serve(self, self._event)
         dressed = self._with_aux if self._return_aux else None
         run = self._direct
 
-        def shortest(*given: Any) -> Any:
+        def shortest(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Tensor, *rest: Any
+        ) -> Any:
             nonlocal run
             watched = listeners()
             if run is None or (watched and wants_timing()):
-                return otherwise(*given)
+                return otherwise(query, key, value, mask, *rest)
             output: Any = None
             try:
-                output = run(*given[:takes])
+                if more:
+                    output = run(query, key, value, mask, *rest[:more])
+                else:
+                    output = run(query, key, value, mask)
             except (torch.OutOfMemoryError, ExecutorError):
                 run = self._direct = None
             if output is None:  # outside of the handler, whose traceback keeps the call's memory
-                return otherwise(*given)
+                return otherwise(query, key, value, mask, *rest)
             if served is not None:
                 served.calls += 1
             if watched:
-                kind = given[10], given[1].shape[2]
+                kind = rest[-1], key.shape[2]
                 emit(by_tag.get(kind) or self._event_of(*kind))
             return output if dressed is None else dressed(output)
 

@@ -15,6 +15,7 @@ key says; where other lengths never come again, each comparison would fail, and 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from adaattn.call.options import (
     tensor_names,
 )
 from adaattn.policies import AMBIENT
-from adaattn.spec import Policy
 
 __all__ = ["Found", "Miss", "again", "note"]
 
@@ -80,18 +80,11 @@ class _Growing(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A bound call, and what a call is compared with: one piece of memory, read from its start."""
+    """A bound call, whether a call is that one, and whether its sequences are packed."""
 
     bound: Bound
-    has_mask: bool
-    is_causal: bool
-    dropout_p: float
-    options: Options
-    tensors: Callable[..., bool]
-    names: tuple[str, ...]
-    growing: _Growing | None
-    ambient: Policy
-    modes: tuple[object, ...]
+    is_like: Callable[..., bool]
+    is_packed: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +139,7 @@ def again(
     try:
         who = place or (id(options.get("history")) if options else 0)
         last = _LAST.get(who)
-        if last and _is_like(last, query, key, value, mask, dropout_p, is_causal, options):
+        if last and last.is_like(query, key, value, mask, dropout_p, is_causal, options):
             return last.bound
         length = key.shape[-2]
         if type(length) is not int:
@@ -155,7 +148,7 @@ def again(
         found = _KNOWN.get(place)
         if found is None:
             return _missed(place)
-        if not _is_like(found, query, key, value, mask, dropout_p, is_causal, options):
+        if not found.is_like(query, key, value, mask, dropout_p, is_causal, options):
             return Miss.NOTE
         _keep_last(who, found)
         return found.bound
@@ -163,36 +156,51 @@ def again(
         return Miss.SKIP  # no tensors, no numbers: binding says which
 
 
-def _is_like(
-    known: _Known,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
+def _comparison(
+    tensors: Callable[..., bool],
+    *,
+    has_mask: bool,
     is_causal: bool,
-    options: Options,
-) -> bool:
-    """Return whether a call is the one that is known, whose caller is the same."""
-    _, has_mask, causal, dropout, kept, tensors, names, growing, ambient, modes = known
-    if (
-        (mask is None) is has_mask
-        or is_causal is not causal
-        or ((options or kept) and not has_options(options, kept))
-        or (dropout_p is not dropout and not is_equal(dropout_p, dropout))
-    ):
-        return False
-    others = map(options.__getitem__, names) if names else ()
-    if mask is None:
-        alike = tensors(query, key, value, *others)
-    else:
-        alike = tensors(query, key, value, mask, *others)
-    return (
-        alike
-        and (growing is None or _is_within(growing, key, value, mask))
-        and _ambient() is ambient
-        and process_modes() == modes
-    )
+    dropout_p: float,
+    kept: Options,
+    names: tuple[str, ...],
+    growing: _Growing | None,
+) -> Callable[..., bool]:
+    """Return the function that says whether a call is the one that is known, by the same caller.
+
+    What it compares with is its own: fields of an object would be looked up at each call.
+    """
+    ambient, modes = _ambient(), process_modes()
+    is_bare = not kept
+
+    def is_like(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        causal: bool,
+        options: Options,
+    ) -> bool:
+        if (
+            causal is not is_causal
+            or (dropout is not dropout_p and not is_equal(dropout, dropout_p))
+            or (options if is_bare else not has_options(options, kept))
+        ):
+            return False
+        others = map(options.__getitem__, names) if names else ()
+        if mask is None:
+            alike = not has_mask and tensors(query, key, value, *others)
+        else:
+            alike = has_mask and tensors(query, key, value, mask, *others)
+        return (
+            alike
+            and (growing is None or _is_within(growing, key, value, mask))
+            and _ambient() is ambient
+            and process_modes() == modes
+        )
+
+    return is_like
 
 
 def _is_within(
@@ -211,7 +219,7 @@ def _is_within(
 
 def _keep_last(who: object, known: _Known) -> None:
     """Have a call tried first; of packed sequences none is, whose bounds may be one tensor."""
-    if "cu_seqlens_q" in known.names:
+    if known.is_packed:
         _LAST.pop(who, None)
     else:
         _LAST[who] = known
@@ -288,21 +296,19 @@ def note(
         return
     if known is None:  # else one tensor is two of them, or modes differ that no key knows
         made.missed = 0
-    found = _KNOWN[place] = _Known(
-        bound=bound,
+    compared = partial(
+        _comparison,
         has_mask=mask is not None,
         is_causal=is_causal,
         dropout_p=dropout_p,
-        options=kept,
-        tensors=_guards(given, sizes, strides),
+        kept=kept,
         names=names,
-        growing=growing,
-        ambient=_ambient(),
-        modes=process_modes(),
     )
+    is_like = compared(_guards(given, sizes, strides), growing=growing)
+    found = _KNOWN[place] = _Known(bound, is_like, "cu_seqlens_q" in names)
     if growing is not None:  # the same length may come again, and is compared in less time
         exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]
-        found = found._replace(tensors=_guards(given, *exact), growing=None)
+        found = found._replace(is_like=compared(_guards(given, *exact), growing=None))
     _keep_last(who, found)
 
 
