@@ -65,7 +65,9 @@ def _repeated(function: _F) -> _F:
         if is_traced():  # by Dynamo; other compilers' tensors are never those of a call before
             return function(query, key, value, attn_mask, dropout_p, is_causal, **options)
         tag = options.pop("tag", "") if options else ""
-        known = again(query, key, value, attn_mask, dropout_p, is_causal, options)
+        known: Bound | Miss = Miss.SKIP
+        if type(tag) is str:
+            known = again(query, key, value, attn_mask, dropout_p, is_causal, options)
         if isinstance(known, Miss):
             found = function(query, key, value, attn_mask, dropout_p, is_causal, tag=tag, **options)
             if not isinstance(found, Found):

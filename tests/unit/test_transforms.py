@@ -8,6 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.exc import Unsupported
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from adaattn import (
@@ -328,6 +332,50 @@ class TestFunctionTransforms:
             return torch.func.vmap(total)(*tensors)
 
         assert torch.equal(of_samples(attend), of_samples(F.scaled_dot_product_attention))
+
+
+@pytest.mark.parametrize(("softcap", "length"), [(0.0, 53), (2.0, 59)])
+def test_what_is_made_of_fake_tensors_serves_no_other_call(softcap: float, length: int) -> None:
+    """A fake window was kept, and hid nothing from calls after it."""
+    settings = {"window": (6, 0), "is_causal": True}
+    first = [torch.randn(1, 2, length, 16) for _ in range(3)]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attend(*first, softcap=softcap, **settings)
+    real = [torch.randn(2, 4, length, 16) for _ in range(3)]
+    if softcap:
+        settings |= {"softcap": softcap, "sinks": torch.randn(4)}
+    wide = attend(*(item.double() for item in real), backend="reference", **settings)
+    eager = attend(*real, backend="reference", **settings)
+    assert_matches(attend(*real, **settings), wide, eager, summands=length + 16)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode_derivatives_of_slopes_are_those_of_this_call() -> None:
+    """A mask was kept with the derivative of the call that made it."""
+    tensors = [torch.randn(2, 4, 45, 16) for _ in range(3)]
+    slopes, tangent = torch.rand(4), torch.randn(4)
+
+    def derivative(step: float, dtype: torch.dtype, **choice: Any) -> torch.Tensor | None:
+        dual = slopes.to(dtype)
+        if step:
+            dual = forward_ad.make_dual(dual, step * tangent.to(dtype))
+        output = attend(*(item.to(dtype) for item in tensors), alibi_slopes=dual, **choice)
+        return forward_ad.unpack_dual(output).tangent
+
+    with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+        for step in (1.0, 2.0, 1.0):
+            wide = derivative(step, torch.float64, backend="reference")
+            eager = derivative(step, torch.float32, backend="reference")
+            found = derivative(step, torch.float32)
+            assert wide is not None and eager is not None and found is not None
+            assert wide.any()
+            assert_matches(found, wide, eager, summands=2 * 45 + 16)
+        assert derivative(0.0, torch.float32) is None
+
+
+def test_symbolic_sizes_are_refused_with_what_takes_them() -> None:
+    with pytest.raises(UnsupportedError, match=r"torch\.export"):
+        make_fx(lambda *given: attend(*given), tracing_mode="symbolic")(*draw())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved tensors", "reentrant"])

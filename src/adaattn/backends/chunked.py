@@ -45,11 +45,11 @@ from adaattn.backends.masked import (
     whole_packed,
     whole_tile,
 )
+from adaattn.backends.masks import may_keep
 from adaattn.backends.sdpa_call import fused_attention, needs_care
 from adaattn.backends.sinks import (
     flash_sinks_tile,
     has_flash_sinks,
-    is_untransformed,
     whole_flash_sinks,
 )
 from adaattn.backends.written import (
@@ -256,7 +256,7 @@ def _one_sequence(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) 
     chunk: _Chunk = explicit_tile
     if length and is_plain(problem):
         chunk = partial(sdpa_tile, step=step)
-    elif length and has_flash_sinks(problem) and is_untransformed(tensors.query):
+    elif length and has_flash_sinks(problem) and may_keep(tensors.query):
         chunk = partial(flash_sinks_tile, step=step)
     elif is_written(problem):
         chunk = written_tile

@@ -199,7 +199,9 @@ class _Recent:
         query: torch.Tensor | None = None,
     ) -> None:
         self.bias = self.slopes = self.place = None
-        if bias is None or query is None or (slopes is not None and slopes.is_inference()):
+        if type(bias) is not torch.Tensor or query is None:  # none, or one of a mode of tensors
+            return
+        if slopes is not None and slopes.is_inference():
             return
         self.bias, self.place = weakref.ref(bias), self._place_of(slopes, query)
         self.slopes = None if slopes is None else weakref.ref(slopes)

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -78,7 +79,8 @@ def kept_beside(
     # Leaving inference mode would turn gradients on: what is kept has no graph.
     with torch.inference_mode(False), torch.no_grad():
         made = make()
-    _KNOWN[given] = (place, made)
+    if type(made) is torch.Tensor:  # else a mode of tensors made it, of fake ones for instance
+        _KNOWN[given] = (place, made)
     return made
 
 
@@ -127,9 +129,13 @@ def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def may_keep(tensor: torch.Tensor) -> bool:
-    """Return whether what is made now stays valid: no trace, transform or CUDA graph sees it."""
+    """Return whether what is made now stays valid and has no derivative of its own.
+
+    Nothing does that a trace, a transform, forward-mode differentiation or the capture of a CUDA
+    graph sees.
+    """
     if is_compiling() or torch._C._is_tracing() or peek_interpreter_stack() is not None:
         return False
-    if type(tensor) not in _PLAIN:
+    if forward_ad._current_level >= 0 or type(tensor) not in _PLAIN:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

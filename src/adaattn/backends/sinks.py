@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import torch
-from torch.autograd import forward_ad
 
 from adaattn.backends.common import (
     hides_nothing,
@@ -32,7 +31,7 @@ from adaattn.backends.tiles import seen_tile
 from adaattn.errors import UnsupportedError
 from adaattn.spec import AttentionProblem, HeadGroup, MaskKind, Precision
 
-__all__ = ["flash_sinks_tile", "has_flash_sinks", "is_untransformed", "whole_flash_sinks"]
+__all__ = ["flash_sinks_tile", "has_flash_sinks", "whole_flash_sinks"]
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -99,11 +98,6 @@ def _is_fast_of_few(problem: AttentionProblem) -> bool:
     return half and grouped and keys <= _MOST_HALF_KEYS
 
 
-def is_untransformed(query: torch.Tensor) -> bool:
-    """Return whether nothing but autograd sees a call: it alone has a rule here."""
-    return may_keep(query) and forward_ad._current_level < 0
-
-
 def flash_sinks_tile(
     tile: Tensors, problem: AttentionProblem, rows: range, cols: range, step: int
 ) -> tuple[torch.Tensor, ...]:
@@ -140,7 +134,7 @@ def whole_flash_sinks(problem: AttentionProblem, group: HeadGroup) -> Direct | N
         sinks: torch.Tensor | None = None,
         *rest: None,
     ) -> Any:
-        if not is_untransformed(query) or not (is_free or key.shape[2] == problem.len_k):
+        if not may_keep(query) or not (is_free or key.shape[2] == problem.len_k):
             return None
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]

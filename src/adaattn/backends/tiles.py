@@ -101,7 +101,7 @@ def kept(key: object, make: Callable[[], torch.Tensor], owner: object = None) ->
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     limit = most_bytes(made.device)
-    if made.nbytes > limit:
+    if made.nbytes > limit or type(made) is not torch.Tensor:  # a mode's, a fake one for instance
         return made
     with _LOCK:
         _TILES[key] = (made, owner)

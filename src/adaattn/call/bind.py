@@ -85,6 +85,12 @@ def bind(
             "use torch.compile or torch.export, which take these calls",
         )
     check_choice(backend, layer, history)
+    if not all(type(size) is int for item in (query, key) for size in getattr(item, "shape", ())):
+        raise UnsupportedError(
+            "symbolic sizes outside of torch.compile and torch.export",
+            ["plans are made of sizes as numbers"],
+            'use make_fx with tracing_mode="real" or "fake", or torch.export',
+        )
     if plan is not None and (policy is not None or backend != "auto" or history is not None):
         got = f"{policy!r}, {backend!r}, {history!r}"
         raise ArgumentError.got("policy, backend and history with a plan", "none of them", got)

@@ -122,14 +122,17 @@ def key_of(
         seen,
         rest,
         settings,
-        type(settings[6]),  # 2.0 equals 2, and is no dilation
+        *map(type, settings),  # 2.0 equals 2, and is no dilation
         edges,
+        None if edges is NO_WINDOW else tuple(map(type, window)),
         policy if type(policy) in _NAMING else id(_ambient() if policy is None else policy),
         None if plan is None else id(plan),
         None if history is None else id(history),
         backend,
         layer,
+        type(layer),
         return_aux,
+        type(return_aux),
         torch.get_autocast_dtype(device.type) if _any_autocast() and _autocasts(device.type) else 0,
         *process_modes(),
     )

@@ -12,7 +12,7 @@ from adaattn import AuxRequest, History, Policy, functional, hardware, plan_atte
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.call import recent
 from adaattn.call.key import DECODE_ROWS
-from adaattn.errors import DeviceError, ShapeError
+from adaattn.errors import ArgumentTypeError, DeviceError, ShapeError
 
 _HISTORY = History()
 _POLICY = Policy(error_budget=0.0)
@@ -237,6 +237,32 @@ def test_a_policy_of_another_type_is_refused_beside_an_equal_one(found: list[obj
     assert found[-1]
     with pytest.raises(Exception, match="policy"):
         attend(*tensors(), policy=False)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"is_causal": True}, {"is_causal": 1}),
+        ({"enable_gqa": True}, {"enable_gqa": 1}),
+        ({"batch_invariant": True}, {"batch_invariant": 1}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"softcap": 1.0}, {"softcap": True}),
+        ({"dropout_p": 0.0}, {"dropout_p": False}),
+        ({"window": (1, 0)}, {"window": (True, 0)}),
+        ({"layer": 1}, {"layer": True}),
+        ({"layer": 1}, {"layer": 1.0}),
+        ({"return_aux": True}, {"return_aux": 1}),
+        ({"tag": ""}, {"tag": 5}),
+    ],
+    ids=str,
+)
+def test_an_equal_value_of_another_type_is_refused_after_it(
+    right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    for _ in range(3):
+        attend(*tensors(), **right)
+    with pytest.raises(ArgumentTypeError):
+        attend(*tensors(), **wrong)
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
