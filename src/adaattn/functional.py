@@ -158,7 +158,8 @@ def scaled_dot_product_attention(
         policy: a `Policy`, a preset (``"quality"``, ``"balanced"``, ``"speed"``), a policy file, or
             a number: an error budget; None is the one set by `use_policy`, else ``"quality"``.
         plan: run this and plan nothing; audited as its ``audit_rows`` say.
-        backend: ``"auto"``; ``"flash"``, any fused kernel; ``"unfused"``, scores written out; or
+        backend: ``"auto"``; ``"flash"``, any fused kernel; ``"unfused"``, scores written out;
+            ``"sdpa"``, any of PyTorch's kernels; or
             the name of an executor. What is asked for never falls back on anything else.
         return_aux: an `AuxRequest`, or True for the decision alone.
         tag: a name for this call in events.
@@ -174,7 +175,8 @@ def scaled_dot_product_attention(
     Raises:
         ShapeError, DTypeError, DeviceError, ArgumentError, ArgumentTypeError: bad input.
         PolicyError: an unknown policy or a broken policy file.
-        NonFiniteError: NaN or infinity in q, k or v, where an error budget was to be used.
+        NonFiniteError: NaN or infinity in q, k or v, where an approximation was to be measured on
+            this very call: on a CPU, or with ``check="always"``.
         UnsupportedError: an explicit backend or plan cannot serve; every reason is listed.
         PlanError: nothing fits the memory budget.
 
@@ -275,7 +277,7 @@ def plan_attention(
     """Return the decision that a call with these arguments would follow, without running it.
 
     Its ``plan`` can be passed to `scaled_dot_product_attention` for tensors of the same
-    shapes, and is the way to use it inside ``torch.compile(fullgraph=True)``.
+    shapes, inside ``torch.compile(fullgraph=True)`` too.
 
     Args:
         query: as in `scaled_dot_product_attention`.

@@ -297,7 +297,7 @@ def numbers_gone_wrong() -> dict[str, Wrong]:
             "backend",
             "cudnn9",
             ArgumentError,
-            "backend: expected 'auto', 'flash', 'unfused' or one of .* got 'cudnn9'",
+            "backend: expected 'auto', 'flash', 'unfused', 'sdpa' or one of .* got 'cudnn9'",
         ),
         ("return_aux", "lse", ArgumentTypeError, "return_aux: expected None, True or an AuxReq"),
     ]

@@ -16,7 +16,7 @@ from adaattn import hardware
 from adaattn.backends import Result, registry
 from adaattn.backends.chunk_rows import choose_chunk_rows
 from adaattn.call import describe
-from adaattn.errors import ArgumentError, DeviceError, TableError
+from adaattn.errors import ArgumentError, ArgumentTypeError, DeviceError, TableError
 from adaattn.hardware import tables
 from adaattn.hardware.tables import timings_of
 from adaattn.planning import simplify
@@ -352,6 +352,12 @@ def test_impossible_arguments_are_errors(
 ) -> None:
     with pytest.raises(error, match=message):
         adaattn.tune([PLAIN], **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("problems", [[1], "fp32", 3], ids=type)
+def test_what_are_no_problems_is_refused(problems: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="problems: expected AttentionProblems"):
+        adaattn.tune(problems, device="cpu")
 
 
 def run_of(*samples: float) -> tuning_cell._Run:

@@ -36,7 +36,7 @@ class AdaptiveRankAttention(BaseAttention):
         ranks: ranks that may be used, each below the head dimension; None is an eighth, a
             quarter and a half of it.
         measure_every: calls from one measurement to the next; between them the running
-            statistics decide, and every low-rank result is still audited on exact rows.
+            statistics decide, and low-rank results are still audited on exact rows.
         momentum: share of the old value in each running statistic.
         **options: the other settings of `adaattn.attention.config.AttentionConfig`.
 

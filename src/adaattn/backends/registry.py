@@ -109,7 +109,9 @@ def capability_named(name: str) -> Capability:
     """
     if name not in _BY_NAME:
         raise ArgumentError.got(
-            "backend", f"'auto', 'flash', 'unfused' or one of {', '.join(_BY_NAME)}", repr(name)
+            "backend",
+            f"'auto', 'flash', 'unfused', 'sdpa' or one of {', '.join(_BY_NAME)}",
+            repr(name),
         )
     return _BY_NAME[name]
 

@@ -85,7 +85,7 @@ def bind(
             "use torch.compile or torch.export, which take these calls",
         )
     check_choice(backend, layer, history)
-    if not all(type(size) is int for item in (query, key) for size in getattr(item, "shape", ())):
+    if any(map(_has_symbols, (query, key))):
         raise UnsupportedError(
             "symbolic sizes outside of torch.compile and torch.export",
             ["plans are made of sizes as numbers"],
@@ -108,6 +108,13 @@ def bind(
     _NAMED[known_by] = (policy, resolved, plan, history)
     _BOUND[known_by] = made
     return made
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    """Return whether the sizes of a tensor are symbols; those of nested ones are refused apart."""
+    if getattr(tensor, "is_nested", False):
+        return False
+    return any(type(size) is not int for size in getattr(tensor, "shape", ()))
 
 
 def _chosen(call: Call, arguments: Arguments, policy: Policy, asked: Choices) -> Bound:

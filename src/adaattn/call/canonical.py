@@ -98,7 +98,7 @@ def canonical_mask(
     batch, _, len_q, _ = query.shape
     full = (*leading, len_q, len_k)
     try:
-        fits = mask.dim() >= 1 and torch.broadcast_shapes(mask.shape, full) == torch.Size(full)
+        fits = torch.broadcast_shapes(mask.shape, full) == torch.Size(full)
     except RuntimeError:
         fits = False
     if not fits:

@@ -203,7 +203,11 @@ def tune(
         check_device(device)
         from adaattn.cli.plan import PlanRequest
         from adaattn.cli.tune import TuneRequest, run_tune
+        from adaattn.errors import ArgumentError
 
+        of_shapes = (dtype, causal, window, align, softcap, training)
+        if not shape and of_shapes != ("float32", False, "-1,-1", "top_left", 0.0, False):
+            raise ArgumentError.got("--shape", "one beside options of shapes", "none")
         problems = tuple(
             PlanRequest(
                 shape=item,

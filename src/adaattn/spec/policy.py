@@ -24,8 +24,9 @@ class Policy:
         methods: approximations that may be used.
         precisions: precisions that products may be computed in, beside the input's own.
         ranks: ranks that low rank may use; () leaves them to the head dimension.
-        audit_rows: query rows per head checked against exact attention whenever an
-            approximation ran; 0 never checks.
+        audit_rows: query rows per head that are sampled for a measurement, and checked after an
+            approximation ran; with 0 ``auto`` never approximates, and what is asked for by name
+            is not checked.
         check: ``"sampled"``: on a GPU no call waits, so that numbers measured on one call serve
             later ones and audits come every few calls; ``"always"``: this very call is measured,
             checked and repaired before it returns, at the price of waiting for the device. A CPU

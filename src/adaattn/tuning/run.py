@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from adaattn._numbers import require_integer
-from adaattn.errors import ArgumentError
+from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.hardware import clear_cache
 from adaattn.hardware.probe import describe, resolve
 from adaattn.hardware.tables import read_table, stamped
@@ -83,6 +83,7 @@ def tune(
         TableError: the file to load is damaged, of a later format, or for other hardware.
         DeviceError: the device is unknown.
         ArgumentError: a number is out of range, or a problem contradicts itself.
+        ArgumentTypeError: ``problems`` are others.
 
     Example:
         >>> import adaattn
@@ -104,7 +105,11 @@ def tune(
     if problems is None:
         asked = default_grid(chosen.type)
     else:
-        own = (simplify(replace(problem, device_type=chosen.type)) for problem in problems)
+        given = list(problems) if isinstance(problems, Iterable) else [None]
+        if not all(isinstance(problem, AttentionProblem) for problem in given):
+            expected = "AttentionProblems, in a list for instance"
+            raise ArgumentTypeError.got("problems", expected, repr(problems))
+        own = (simplify(replace(problem, device_type=chosen.type)) for problem in given)
         asked = tuple(Asked(problem=problem) for problem in own)
     cells: list[Cell] = []
     deadline = time.perf_counter() + budget_s

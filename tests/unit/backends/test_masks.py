@@ -89,7 +89,7 @@ def test_another_sign_of_the_query_is_another_sign_of_the_scale(scale: float) ->
 
 def test_a_bias_is_found_again_by_its_slopes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked, "stream_of", lambda tensor: 7)
-    slopes, bias, query = on_gpu(4), on_gpu(1, 4, 8, 8), on_gpu(1, 4, 8, 16)
+    slopes, bias, query = on_gpu(4), torch.rand(1, 4, 8, 8), on_gpu(1, 4, 8, 16)
     recent = masked._Recent(bias, slopes, query)
     assert recent.bias_of(slopes, query) is bias
     assert recent.bias_of(on_gpu(4), query) is None
@@ -117,7 +117,7 @@ def test_the_mask_of_a_window_is_found_again_on_its_stream(
 ) -> None:
     stream = 7
     monkeypatch.setattr(masked, "stream_of", lambda tensor: stream)
-    mask, query = on_gpu(8, 8), on_gpu(1, 4, 8, 16)
+    mask, query = torch.rand(8, 8), on_gpu(1, 4, 8, 16)
     assert masked._Recent().bias_of(None, query) is None
     recent = masked._Recent(mask, None, query)
     assert recent.bias_of(None, query) is mask

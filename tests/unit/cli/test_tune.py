@@ -120,6 +120,8 @@ def test_a_table_written_to_a_file_can_be_taken_over(
         ((*SHAPE, "--window", "1"), "error: window: expected LEFT,RIGHT"),
         ((*SHAPE, "--budget", "0"), "error: --budget: expected a positive number of seconds"),
         ((*SHAPE, "--rounds", "0"), "error: rounds: expected an integer of at least 1"),
+        (("--softcap", "30"), "error: --shape: expected one beside options of shapes"),
+        (("--training",), "error: --shape: expected one beside options of shapes"),
         (
             ("--device", "h200"),
             "error: device: expected one of auto, cpu, cuda, cuda:N, got 'h200'",
