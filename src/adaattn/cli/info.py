@@ -134,26 +134,30 @@ def _executors() -> dict[str, Any]:
 
 
 def _available(capability: Any, device: str) -> str:
-    """Return "available", or why an executor cannot serve even the smallest fitting call."""
+    """Return "available", or why an executor can serve no call here, few rows or many columns."""
     from adaattn.hardware import probe
     from adaattn.planning import reasons
     from adaattn.spec import AttentionProblem, Precision
 
     facts = probe(device)
     precision = next(p for p in reversed(Precision) if p in capability.precisions)
-    smallest = AttentionProblem(
-        batch=1,
-        num_heads=capability.min_group_size,
-        num_kv_heads=1,
-        len_q=1,
-        len_k=64,
-        head_dim=64,
-        value_dim=64,
-        precision=precision,
-        device_type=facts.device_type,
-        scale=64**-0.5,
-    )
-    return "; ".join(reasons(capability, smallest, facts)) or "available"
+    problems = [
+        AttentionProblem(
+            batch=1,
+            num_heads=capability.min_group_size,
+            num_kv_heads=1,
+            len_q=rows,
+            len_k=64,
+            head_dim=dim,
+            value_dim=dim,
+            precision=precision,
+            device_type=facts.device_type,
+            scale=dim**-0.5,
+        )
+        for rows, dim in ((1, 64), (64, 64), (64, 512))
+    ]
+    fewest = min((reasons(capability, problem, facts) for problem in problems), key=len)
+    return "; ".join(fewest) or "available"
 
 
 def _print(value: Any, indent: int) -> None:

@@ -143,7 +143,8 @@ def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, 
     """Return the executor that takes the least, each pair compared in cells that measured both.
 
     Of two that each lose by one of the two times, device and host, the one that loses less, if the
-    incumbent is no rival of it. Where no cell of its class measured both, the shares decide.
+    incumbent is no rival of it. Where no cell of its class measured both, what the cells of each
+    say decides, and the shares where those are not of one class.
 
     Args:
         table: of the problem's device.
@@ -154,11 +155,23 @@ def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, 
     for name in others:
         direct = ratio(table, problem, name, best)
         if direct is None:
+            direct = _ratio_apart(table, problem, name, best)
+        if direct is None:
             continue
         reverse = ratio(table, problem, best, name) if shares[name] < _SURE else None
         if direct < (reverse or 1.0):
             best = name
     return best
+
+
+def _ratio_apart(
+    table: TimingTable, problem: AttentionProblem, name: str, other: str
+) -> float | None:
+    """Return `ratio` by cells that measured one of the two; None where they are of two classes."""
+    mine, theirs = (interpolated(table, problem, each) for each in (name, other))
+    if mine is None or theirs is None or mine[1] != theirs[1]:
+        return None
+    return max(mine[0].device_ms / theirs[0].device_ms, mine[0].wall_ms / theirs[0].wall_ms)
 
 
 def interpolated(

@@ -283,7 +283,7 @@ def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:
     if exact.group.capability == problem.sdpa_default:
         return "what PyTorch would run, and nothing exact was measured faster"
     if exact.measured is None:
-        return "the usual way where SDPA cannot serve, or serves by math"
+        return "the usual way where SDPA cannot serve, serves by math, or was not asked"
     return "by measurement the fastest that loses nothing"
 
 

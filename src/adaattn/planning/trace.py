@@ -24,7 +24,9 @@ def trace_of(
         why_exact: why it was.
         variants: how each head was computed the last time.
     """
-    return tuple(_entry(item, chosen, exact, why_exact, variants) for item in judged)
+    # What is waited for is what the others would have to beat.
+    rival = next((item for item in judged if item.is_exact and item.why is Why.WAITING), exact)
+    return tuple(_entry(item, chosen, exact, rival, why_exact, variants) for item in judged)
 
 
 def format_ms(value: float) -> str:
@@ -41,6 +43,7 @@ def _entry(
     item: Candidate,
     chosen: Sequence[Candidate],
     exact: Candidate | None,
+    rival: Candidate | None,
     why_exact: str,
     variants: tuple[Variant, ...],
 ) -> TraceEntry:
@@ -53,7 +56,7 @@ def _entry(
     elif item.refusal:
         reason = item.refusal
     else:
-        reason, why = _slower_reason(item, chosen, exact, variants), Why.SLOWER
+        reason, why = _slower_reason(item, chosen, exact, rival, variants), Why.SLOWER
     return TraceEntry(
         candidate=item.name,
         accepted=accepted,
@@ -143,12 +146,13 @@ def _slower_reason(
     item: Candidate,
     chosen: Sequence[Candidate],
     exact: Candidate | None,
+    rival: Candidate | None,
     variants: tuple[Variant, ...],
 ) -> str:
     """Return why a usable candidate was not taken, compared on the heads that it may serve."""
-    if item.is_exact and exact is not None and all(other is exact for other in chosen):
-        times = f"{shown_time(item)}, {exact.name} {shown_time(exact)}"
-        if item.measured is None or exact.measured is None:
+    if item.is_exact and rival is not None and all(other is exact for other in chosen):
+        times = f"{shown_time(item)}, {rival.name} {shown_time(rival)}"
+        if item.measured is None or rival.measured is None:
             return f"nobody measured that it is faster here: {times}"
         return f"not faster by enough: {times}"
     heads = [head for head in range(len(chosen)) if item.may_serve(head, variants)]

@@ -231,6 +231,19 @@ def test_executors_are_compared_in_the_cells_that_measured_both() -> None:
     assert fastest(table, near, {"slower": 0.01}) == "slower"
 
 
+def test_those_that_no_cell_measured_both_of_are_compared_by_their_own_times() -> None:
+    """Shares of an incumbent that one cell found ten times as slow took the slower kernel."""
+    far = make_problem(**SMALL)
+    near = replace(far, len_q=2 * far.len_q, len_k=2 * far.len_k)
+    table = table_of(
+        cell_of(far, times(usual=1000.0, slower=4.0)),
+        cell_of(near, times(usual=400.0, faster=8.0)),
+    )
+    shares = {name: ratio(table, near, name, "usual") or 1.0 for name in ("slower", "faster")}
+    assert shares["slower"] < shares["faster"], "4 of 1000 is less than 8 of 400"
+    assert fastest(table, near, shares) == "faster", "twice as long is four times as much"
+
+
 BEHIND: dict[str, Any] = SMALL | {
     "len_q": 1, "len_k": 2**20, "window": (1023, -1), "align": Align.BOTTOM_RIGHT,
 }  # fmt: skip

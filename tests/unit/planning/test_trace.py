@@ -77,6 +77,13 @@ def test_an_exact_path_that_is_not_quite_the_fastest_does_not_claim_to_be() -> N
     assert other.startswith("nobody measured that it is faster here: 7.5 ms (estimated)")
 
 
+def test_what_is_waited_for_is_what_others_are_compared_with() -> None:
+    """A kernel was not faster by enough than one that took a hundred times as long."""
+    later = _candidate("later", 2.0, refusal="taken from call 3 on", why=Why.WAITING)
+    _, _, other = _reasons([EXACT, later, SLOW], [EXACT] * NUM_HEADS, EXACT)
+    assert other.endswith("20 ms (estimated), later/fp32 2 ms (estimated)")
+
+
 def test_an_approximation_taken_for_all_heads_names_its_error_and_what_exact_would_cost() -> None:
     taken, exact = trace_of([LOW, EXACT], [LOW] * NUM_HEADS, EXACT, WHY)
     assert taken.reason == (
