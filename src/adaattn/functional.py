@@ -23,8 +23,8 @@ from adaattn.call.outputs import AuxRequest
 from adaattn.call.recent import Found, Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.errors import ArgumentTypeError
-from adaattn.policies import resolve_policy
-from adaattn.spec import Align, Decision, Plan, Policy
+from adaattn.policies import PolicyLike, resolve_policy
+from adaattn.spec import Align, Decision, Plan
 
 __all__ = ["plan_attention", "scaled_dot_product_attention"]
 
@@ -109,7 +109,7 @@ def scaled_dot_product_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     batch_invariant: bool = False,
-    policy: Policy | str | float | None = None,
+    policy: PolicyLike | None = None,
     plan: Plan | None = None,
     backend: str = "auto",
     return_aux: AuxRequest | bool | None = None,
@@ -268,7 +268,7 @@ def plan_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    policy: Policy | str | None = None,
+    policy: PolicyLike | None = None,
     backend: str = "auto",
     layer: int = -1,
     history: History | None = None,

@@ -22,6 +22,7 @@ from adaattn.spec import Policy
 __all__ = [
     "AMBIENT",
     "PRESETS",
+    "PolicyLike",
     "current_policy",
     "load_policy",
     "resolve_policy",
@@ -34,6 +35,9 @@ PRESETS: Final[dict[str, Policy]] = {
     "balanced": Policy(name="balanced", error_budget=0.01),
     "speed": Policy(name="speed", error_budget=0.05),
 }
+
+PolicyLike = Policy | str | float | os.PathLike[str]
+"""A policy, a preset's name, a policy file, or an error budget."""
 
 _FORMAT: Final = "adaattn-policy"
 _VERSION: Final = 1
@@ -50,7 +54,7 @@ def current_policy() -> Policy:
 
 
 @contextlib.contextmanager
-def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Policy]:
+def use_policy(policy: PolicyLike) -> Iterator[Policy]:
     """Make ``policy`` the one that calls inside the ``with`` block follow, in this thread.
 
     A backward pass outside of the block does not see it, nor do autograd's threads on a GPU: give
@@ -76,7 +80,7 @@ def use_policy(policy: Policy | str | float | os.PathLike[str]) -> Iterator[Poli
         AMBIENT.reset(token)
 
 
-def resolve_policy(policy: Policy | str | float | os.PathLike[str] | None) -> Policy:
+def resolve_policy(policy: PolicyLike | None) -> Policy:
     """Return the policy meant by an argument.
 
     Args:

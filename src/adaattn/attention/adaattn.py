@@ -6,8 +6,7 @@ from adaattn._numbers import require_flag
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.policies import resolve_policy
-from adaattn.spec import Policy
+from adaattn.policies import PolicyLike, resolve_policy
 
 __all__ = ["AdaAttention"]
 
@@ -58,7 +57,7 @@ class AdaAttention(BaseAttention):
         dropout: float = 0.0,
         bias: bool = True,
         *,
-        policy: Policy | str | None = "balanced",
+        policy: PolicyLike | None = "balanced",
         precision_mode: str = "auto",
         enable_gpu_optimization: bool = True,
         measure_every: int = 8,

@@ -12,8 +12,8 @@ from typing import Final, Unpack
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
 from adaattn.attention.runner import Runner
-from adaattn.policies import resolve_policy
-from adaattn.spec import Method, Policy, Precision
+from adaattn.policies import PolicyLike, resolve_policy
+from adaattn.spec import Method, Precision
 
 __all__ = ["AdaptivePrecisionAttention"]
 
@@ -69,7 +69,7 @@ class AdaptivePrecisionAttention(BaseAttention):
         dropout: float = 0.0,
         bias: bool = True,
         *,
-        policy: Policy | str = "balanced",
+        policy: PolicyLike = "balanced",
         precision_mode: str = "auto",
         measure_every: int = 8,
         **options: Unpack[AttentionOptions],

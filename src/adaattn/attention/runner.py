@@ -14,7 +14,7 @@ from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.recomputing import is_recomputing
 from adaattn.functional import plan_attention, scaled_dot_product_attention
-from adaattn.policies import AMBIENT, resolve_policy
+from adaattn.policies import AMBIENT, PolicyLike, resolve_policy
 from adaattn.spec import Decision, Plan, Policy, Precision
 
 __all__ = ["Runner"]
@@ -51,7 +51,7 @@ class Runner:
 
     def __init__(
         self,
-        policy: Policy | str | None = None,
+        policy: PolicyLike | None = None,
         *,
         backend: str = "auto",
         layer: int = -1,

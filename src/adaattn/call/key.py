@@ -13,7 +13,7 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
-from adaattn.policies import AMBIENT, PRESETS
+from adaattn.policies import AMBIENT, PRESETS, PolicyLike
 from adaattn.spec import Plan, Policy
 
 __all__ = [
@@ -30,9 +30,7 @@ __all__ = [
 
 Tensor = torch.Tensor | None
 
-Choices = tuple[
-    Policy | str | float | None, Plan | None, History | None, str, int, AuxRequest | bool | None
-]
+Choices = tuple[PolicyLike | None, Plan | None, History | None, str, int, AuxRequest | bool | None]
 """Policy, plan, history, backend, layer, and the outputs wanted beside the result."""
 
 NO_WINDOW: Final = (-1, -1)

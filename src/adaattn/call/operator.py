@@ -11,7 +11,7 @@ import torch
 from adaattn.call.arguments import Arguments
 from adaattn.call.bind import bind, find
 from adaattn.call.key import key_of
-from adaattn.policies import PRESETS, resolve_policy
+from adaattn.policies import PRESETS, PolicyLike, resolve_policy
 from adaattn.spec import Align, Policy
 
 __all__ = ["asks_for_invariance", "decided_at_run_time", "policy_token"]
@@ -20,7 +20,7 @@ _POLICIES: Final[dict[str, Policy]] = dict(PRESETS)
 """Policies of graphs by token: an operator takes no objects."""
 
 
-def policy_token(policy: Policy | str | float | None) -> str:
+def policy_token(policy: PolicyLike | None) -> str:
     """Return a name for a policy that an operator can take; "" where nothing may be lost.
 
     Read while a graph is made: the ambient policy of that moment is the graph's.
@@ -33,7 +33,7 @@ def policy_token(policy: Policy | str | float | None) -> str:
     return token
 
 
-def asks_for_invariance(policy: Policy | str | float | None) -> bool:
+def asks_for_invariance(policy: PolicyLike | None) -> bool:
     """Return whether a policy asks for results that do not depend on the batch; read likewise."""
     return resolve_policy(policy).batch_invariant
 

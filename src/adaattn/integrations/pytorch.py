@@ -17,7 +17,7 @@ from adaattn.backends.sdpa_call import sdpa
 from adaattn.call.history import History
 from adaattn.errors import ArgumentTypeError
 from adaattn.functional import scaled_dot_product_attention
-from adaattn.policies import resolve_policy
+from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import Policy
 
 __all__ = ["SdpaPatch", "is_sdpa", "patch_sdpa", "sdpa_like"]
@@ -73,7 +73,7 @@ class SdpaPatch:
         return f"SdpaPatch(policy={name!r}, is_active={self.is_active})"
 
 
-def patch_sdpa(policy: Policy | str | float | None = None) -> SdpaPatch:
+def patch_sdpa(policy: PolicyLike | None = None) -> SdpaPatch:
     """Return a handle after putting our function in the place of PyTorch's; undo it with that.
 
     What this library does not take (other devices than CPUs and CUDA, nested tensors, other

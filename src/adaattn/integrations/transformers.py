@@ -29,7 +29,7 @@ from adaattn.errors import ArgumentError, UnsupportedError, expected_got
 from adaattn.integrations._transformers_attention import IGNORED_KEYWORDS, attention_forward
 from adaattn.integrations._transformers_masks import make_mask
 from adaattn.integrations._transformers_support import module_check, unsupported_reasons
-from adaattn.policies import resolve_policy
+from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import Policy
 
 __all__ = [
@@ -119,7 +119,7 @@ _REGISTRATIONS: dict[str, Registration] = {}
 """The handles of the names that Transformers' registries hold by our doing."""
 
 
-def register(name: str = "adaattn", *, policy: Policy | str | float | None = None) -> Registration:
+def register(name: str = "adaattn", *, policy: PolicyLike | None = None) -> Registration:
     """Return a handle after making ``attn_implementation=name`` work in Transformers.
 
     Doing it again replaces the earlier registration, whose handle then undoes nothing.

@@ -13,7 +13,7 @@ from adaattn.errors import ArgumentTypeError
 from adaattn.functional import plan_attention
 from adaattn.hardware.probe import resolve
 from adaattn.planning import decide, reasons
-from adaattn.policies import resolve_policy
+from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
 
 __all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
@@ -102,7 +102,7 @@ class AttentionKernelManager:
     """
 
     def __init__(
-        self, device: torch.device | str | None = None, *, policy: Policy | str | None = None
+        self, device: torch.device | str | None = None, *, policy: PolicyLike | None = None
     ) -> None:
         self.device = resolve(device)
         self.policy = None if policy is None else resolve_policy(policy)

@@ -24,7 +24,7 @@ from adaattn.kernels._kernel_manager import (
     KernelChoice,
     KernelInfo,
 )
-from adaattn.policies import resolve_policy
+from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import (
     Decision,
     HeadGroup,
@@ -105,7 +105,7 @@ def adaptive_attention_kernel(
     *,
     rank: int | None = None,
     precision: Precision | str | None = None,
-    policy: Policy | str | None = "balanced",
+    policy: PolicyLike | None = "balanced",
     return_decision: bool = False,
     **semantics: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, Decision]:

@@ -22,7 +22,8 @@ from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.errors import ArgumentError, ArgumentTypeError
 from adaattn.functional import scaled_dot_product_attention
-from adaattn.spec import Align, Policy
+from adaattn.policies import PolicyLike
+from adaattn.spec import Align
 
 __all__ = ["AdaptiveFlashAttention", "FlashAttentionConfig", "flash_attention_forward"]
 
@@ -104,7 +105,7 @@ def flash_attention_forward(
     config: FlashAttentionConfig | None = None,
     *,
     attn_mask: torch.Tensor | None = None,
-    policy: Policy | str | None = None,
+    policy: PolicyLike | None = None,
     backend: str = "auto",
     return_aux: AuxRequest | bool | None = None,
 ) -> Any:
@@ -202,7 +203,7 @@ class AdaptiveFlashAttention(BaseAttention):
         *,
         dropout: float = 0.0,
         bias: bool = True,
-        policy: Policy | str | None = None,
+        policy: PolicyLike | None = None,
         **options: Unpack[AttentionOptions],
     ) -> None:
         runner = Runner(
