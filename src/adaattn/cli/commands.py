@@ -126,12 +126,15 @@ def plan(
         str, typer.Option(help="auto, cpu, cuda, cuda:N, or a card that need not be here: h200.")
     ] = "auto",
     error_budget: Annotated[
-        float | None, typer.Option(help="Allowed relative error of each head's output.")
+        float | None,
+        typer.Option(help="Relative error of each head's output; replaces the policy's."),
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option(help="Most workspace, such as 512MB or 2GiB.")
     ] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="Gradients are wanted.")] = False,
+    backward: Annotated[
+        bool, typer.Option("--backward", "--training", help="Gradients are wanted.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Print every candidate.")] = False,
     json: Json = None,
 ) -> None:
@@ -183,7 +186,9 @@ def tune(
         str, typer.Option(help="top_left or bottom_right: where query positions count from.")
     ] = "top_left",
     softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
-    training: Annotated[bool, typer.Option("--training", help="With a backward pass.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", "--backward", help="With a backward pass.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     budget: Annotated[float, typer.Option(help="Seconds for all of it.")] = 60.0,
     rounds: Annotated[int, typer.Option(help="Turns of each executor on a problem.")] = 7,

@@ -81,6 +81,14 @@ def test_options_reach_the_problem(
     assert "│ - │" in words(result.stdout)  # PyTorch has no call for it
 
 
+def test_plan_and_tune_take_both_words_for_a_backward_pass(invoke: Callable[..., Any]) -> None:
+    asked = ("--shape", "1,4,4,32,32,512", "--device", "h200", "--explain")
+    shown = [invoke("plan", *asked, word).stdout for word in ("--backward", "--training")]
+    assert shown[0] == shown[1] != invoke("plan", *asked).stdout
+    result = invoke("tune", *SHAPE, "--backward", "--rounds", "1")
+    assert "fp32 training" in words(result.stdout)
+
+
 def test_without_a_shape_the_usual_problems_are_measured_within_the_budget(
     invoke: Callable[..., Any], asked: list[Sequence[AttentionProblem] | None]
 ) -> None:
