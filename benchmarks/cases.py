@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from adaattn.evaluation.case_list import CASES
 from adaattn.evaluation.cases import compare_cases
-from benchmarks.timing import save
+from benchmarks.timing import add_device, save
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Return 1 if results differed or no problem has such a name, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    add_device(parser)
     parser.add_argument("--only", nargs="+", default=[""], help="problems whose names have these")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON result")
     parser.add_argument("--commit", default="", help="what to record where there is no checkout")

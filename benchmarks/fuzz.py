@@ -33,7 +33,7 @@ from adaattn.errors import UnsupportedError
 from benchmarks.failures import FailedError, blamed, is_lost, time_limit
 from benchmarks.fuzz_calls import FuzzCall
 from benchmarks.fuzz_problems import Problem, all_problems
-from benchmarks.timing import machine_facts, save
+from benchmarks.timing import add_device, machine_facts, save
 
 _REPORT_S = 20.0
 _REASONS = 20
@@ -181,8 +181,7 @@ def write(totals: Totals, options: argparse.Namespace) -> Path:
 def main(given: Sequence[str] | None = None) -> int:
     """Return 1 if a problem failed, 2 if none was checked, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    add_device(parser)
     parser.add_argument("--backend", default="auto", help="as of the public call")
     parser.add_argument("--training", action="store_true", help="hold the gradients, too")
     parser.add_argument("--problems", type=int, default=1000, help="how many are drawn")

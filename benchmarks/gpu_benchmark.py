@@ -17,13 +17,12 @@ if not __package__:
     # As a script: the project's folder is the one to import from, not this file's.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 
 from benchmarks.gpu import implementation, memory, precision, scalability
 from benchmarks.gpu.clock import utilisation_meter
 from benchmarks.gpu.report import document, page, print_tables, write_json
 from benchmarks.gpu.rows import WRONG, Row, Settings
-from benchmarks.timing import RESULTS, machine_facts
+from benchmarks.timing import RESULTS, add_device, machine_facts
 
 SUITES = {
     "implementation": implementation.run,
@@ -36,8 +35,6 @@ SUITES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites, show and write the result; return 1 if a result was wrong."""
     options = _parser().parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda: this PyTorch sees no CUDA device")
     start = time.perf_counter()
     rows: list[Row] = []
     with utilisation_meter("cpu" if options.quick else options.device) as meter:
@@ -80,11 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").partition("\n")[0],
         epilog="docs/benchmarks.md says what each column means.",
     )
-    default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="which suites to run"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    add_device(parser)
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, to see that all runs; seconds"
     )

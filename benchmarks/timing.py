@@ -216,6 +216,19 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``, by default a GPU where there is one; one that is not there is refused."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=("cpu", "cuda"), type=_present)
+
+
+def _present(device: str) -> str:
+    """Return a device that was asked for."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("this PyTorch sees no CUDA device")
+    return device
+
+
 def arguments(description: str, *, selects_many: bool = False) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark takes.
 
@@ -224,8 +237,7 @@ def arguments(description: str, *, selects_many: bool = False) -> argparse.Argum
         selects_many: ``--only`` takes several texts, and is a list of them.
     """
     parser = argparse.ArgumentParser(description=description)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
+    add_device(parser)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--out", type=Path, default=None, help="folder of the JSON result")
     parser.add_argument("--commit", default="", help="what to record where there is no checkout")

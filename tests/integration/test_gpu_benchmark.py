@@ -222,11 +222,13 @@ def test_an_allocation_that_fails_is_a_row_and_no_crash(benchmark: ModuleType) -
 
 
 def test_a_device_that_is_not_there_is_refused(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="--device cuda: this PyTorch sees no CUDA device"):
+    with pytest.raises(SystemExit) as ended:
         benchmark.main(["--device", "cuda"])
+    assert ended.value.code == 2
+    assert "--device: this PyTorch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_script_from_any_folder(tmp_path: Path) -> None:
