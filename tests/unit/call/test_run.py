@@ -460,6 +460,6 @@ def test_facts_of_a_device_without_an_executor_refuse_nothing_silently(
 
 def test_an_unknown_backend_is_refused_before_anything_runs() -> None:
     with pytest.raises(
-        ArgumentError, match="backend: expected 'auto', 'flash', 'unfused' or one of"
+        ArgumentError, match="backend: expected 'auto', 'flash', 'unfused', 'sdpa' or one of"
     ):
         plan_attention(*draw(), backend="flash5")

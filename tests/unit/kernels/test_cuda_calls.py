@@ -84,7 +84,7 @@ class TestFused:
         named = {"backend": "reference"}
         assert served(lambda: fused_scaled_dot_product_attention(*inputs, **named)) == ["reference"]
         with pytest.raises(
-            ArgumentError, match="backend: expected 'auto', 'flash', 'unfused' or one of"
+            ArgumentError, match="backend: expected 'auto', 'flash', 'unfused', 'sdpa' or one of"
         ):
             fused_scaled_dot_product_attention(*inputs, backend="no_such_kernel")
 
