@@ -17,7 +17,6 @@ if not __package__:
     # As a script: the project's folder is the one to import from, not this file's.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-
 from benchmarks.gpu import implementation, memory, precision, scalability
 from benchmarks.gpu.clock import utilisation_meter
 from benchmarks.gpu.report import document, page, print_tables, write_json

@@ -19,6 +19,7 @@ from adaattn.call.describe import as_autocast, build_call
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
+from adaattn.call.options import TENSORS
 from adaattn.call.outputs import AuxRequest
 from adaattn.call.recent import Found, Miss, again, note
 from adaattn.call.traced import traced
@@ -79,8 +80,7 @@ def _repeated(function: _F) -> _F:
             return found.bound(*found.given)
         if not options:
             return known(query, key, value, attn_mask, None, None, None, None, None, None, tag)
-        get = options.get
-        others = get("sinks"), get("alibi_slopes"), get("cu_seqlens_q"), get("cu_seqlens_k")
+        others = map(options.get, TENSORS)
         return known(query, key, value, attn_mask, *others, None, None, tag)
 
     return cast("_F", attention)

@@ -184,6 +184,14 @@ def test_masks_of_every_rank_broadcast_as_in_pytorch(rank: str, shape: tuple[int
         assert_as_pytorch(query, key, value, mask)
 
 
+@pytest.mark.parametrize("rank", ["2-D", "3-D", "5-D"])
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.tensor(0.5)], ids=str)
+def test_masks_without_dimensions_broadcast_as_in_pytorch(rank: str, mask: torch.Tensor) -> None:
+    query_shape, _ = MASK_SHAPES[rank]
+    key_shape = (*query_shape[:-2], 29, 8)
+    assert_as_pytorch(*draw(query_shape, key_shape, key_shape), mask)
+
+
 @pytest.mark.parametrize("shape", [(29,), (17, 29), (4, 1, 29), (2, 1, 17, 29)], ids=str)
 def test_masks_of_every_rank_join_a_window(shape: tuple[int, ...]) -> None:
     query, key, value = draw((2, 4, 17, 8), (2, 4, 29, 8), (2, 4, 29, 8))

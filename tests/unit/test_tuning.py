@@ -271,10 +271,9 @@ def test_a_file_that_cannot_be_loaded_is_an_error_and_saves_nothing(tmp_path: Pa
 
 def test_what_vanishes_is_held_against_the_size_of_the_inputs() -> None:
     """A row that sees one key has no gradient: any rounding was an infinite error."""
-    exact, allowed = torch.zeros(1, 2, 8, 4), tuning_cell._allowed(PLAIN, torch.device("cpu"))
-    roundoff = PLAIN.precision.unit_roundoff
-    assert tuning_cell._error(exact + 16 * roundoff, exact) < allowed
-    assert tuning_cell._error(exact + math.sqrt(roundoff), exact) > allowed
+    exact = torch.zeros(1, 2, 8, 4)
+    assert tuning_cell._error(exact + 1e-7, exact) < 1e-3
+    assert tuning_cell._error(exact + 1.0, exact) > 100
     assert math.isnan(tuning_cell._error(exact * math.nan, exact))
 
 

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
+    "PLAIN_TENSORS",
     "additive_mask",
     "aligned_bias",
     "as_bytes",
@@ -27,7 +28,8 @@ __all__ = [
     "with_rank",
 ]
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS: Final = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types that are no subclass with a mind of its own."""
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -136,6 +138,6 @@ def may_keep(tensor: torch.Tensor) -> bool:
     """
     if is_compiling() or torch._C._is_tracing() or peek_interpreter_stack() is not None:
         return False
-    if forward_ad._current_level >= 0 or type(tensor) not in _PLAIN:
+    if forward_ad._current_level >= 0 or type(tensor) not in PLAIN_TENSORS:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

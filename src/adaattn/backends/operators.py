@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as mod
 
 from adaattn.backends.allocation import output_layout, output_like
 from adaattn.backends.interface import STATISTICS, Result, Tensors
+from adaattn.backends.masks import PLAIN_TENSORS
 from adaattn.backends.operator_arguments import SCHEMA, call_of, taken_apart
 from adaattn.backends.own_kernels import check_untransformed
 from adaattn.errors import UnsupportedError
@@ -41,8 +42,6 @@ _TENSORS: Final = 10
 
 _KEPT: Final = "Tensor upstream, Tensor lse_upstream, Tensor output, Tensor lse, Tensor lse_rest"
 """What an operator of gradients takes before what its operator took."""
-
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 _Run = Callable[[Tensors, AttentionProblem, int], Result]
 """Computes a problem, so many rows at once; 0 where no plan says it."""
@@ -104,7 +103,7 @@ def is_observed(query: torch.Tensor) -> bool:
     Such are selective checkpointing, fake tensors in their mode and outside of it, counted FLOPs.
     A mode that is to see what executors allocate says so by an attribute ``looks_inside``.
     """
-    if type(query) not in _PLAIN:
+    if type(query) not in PLAIN_TENSORS:
         return True
     if torch._C._len_torch_dispatch_stack() == 0:
         return False

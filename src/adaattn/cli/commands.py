@@ -1,5 +1,6 @@
 """The commands and their options. What each does is imported when it runs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -210,21 +211,18 @@ def tune(
         from adaattn.cli.tune import TuneRequest, run_tune
         from adaattn.errors import ArgumentError
 
-        of_shapes = (dtype, causal, window, align, softcap, training)
-        if not shape and of_shapes != ("float32", False, "-1,-1", "top_left", 0.0, False):
-            raise ArgumentError.got("--shape", "one beside options of shapes", "none")
-        problems = tuple(
-            PlanRequest(
-                shape=item,
-                dtype=dtype,
-                is_causal=causal,
-                window=window,
-                align=align,
-                softcap=softcap,
-                backward=training,
-            )
-            for item in shape or ()
+        asked = PlanRequest(
+            shape="",
+            dtype=dtype,
+            is_causal=causal,
+            window=window,
+            align=align,
+            softcap=softcap,
+            backward=training,
         )
+        if not shape and asked != PlanRequest(shape=""):
+            raise ArgumentError.got("--shape", "one beside options of shapes", "none")
+        problems = tuple(replace(asked, shape=item) for item in shape or ())
         request = TuneRequest(
             problems=problems,
             device=device,

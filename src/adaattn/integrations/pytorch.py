@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from adaattn.backends.masks import PLAIN_TENSORS
 from adaattn.backends.sdpa_call import sdpa
 from adaattn.call.history import History
 from adaattn.errors import ArgumentTypeError
@@ -25,7 +26,6 @@ __all__ = ["SdpaPatch", "is_sdpa", "patch_sdpa", "sdpa_like"]
 _NAME: Final = "scaled_dot_product_attention"
 _KEYWORDS: Final = frozenset({"scale", "enable_gqa"})
 _DEVICES: Final = frozenset({"cpu", "cuda"})
-_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _ACTIVE: "list[SdpaPatch]" = []
 """The patches that are not undone, the one in force last."""
@@ -142,7 +142,9 @@ def sdpa_like(
         if not keywords.keys() <= _KEYWORDS:
             _refuse(keywords)
         given = (query, key, value, attn_mask, dropout_p, is_causal)
-        is_ours = type(query) in _TENSORS and query.device.type in _DEVICES and not query.is_nested
+        is_ours = (
+            type(query) in PLAIN_TENSORS and query.device.type in _DEVICES and not query.is_nested
+        )
         if not is_ours or (is_causal and attn_mask is not None):  # PyTorch takes both on a CPU
             return sdpa(*given, **keywords)
         output: torch.Tensor = scaled_dot_product_attention(*given, **(keywords | own))

@@ -153,9 +153,7 @@ def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, 
     """
     best, *others = sorted(shares, key=shares.__getitem__)
     for name in others:
-        direct = ratio(table, problem, name, best)
-        if direct is None:
-            direct = _ratio_apart(table, problem, name, best)
+        direct = ratio(table, problem, name, best) or _ratio_apart(table, problem, name, best)
         if direct is None:
             continue
         reverse = ratio(table, problem, best, name) if shares[name] < _SURE else None

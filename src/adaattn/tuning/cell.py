@@ -65,7 +65,7 @@ median, on a CPU the second fastest from the fastest."""
 _PATIENCE: Final = 4
 """Times that have not settled get so many times the rounds that were asked for."""
 
-_VANISHING: Final = 1e-2
+_VANISHING: Final = 1e-3
 _BATCH_MS: Final = 2.0
 _MAX_BATCH: Final = 200
 _HOST_BATCH, _HOST_BATCH_MS = 20, 50.0
@@ -266,7 +266,7 @@ def _leaves(tensors: Tensors) -> list[torch.Tensor]:
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest relative Frobenius error of a head; NaN where there is one.
 
-    What vanishes, as the gradients of rows that see one key, is held against a hundredth of the
+    What vanishes, as the gradients of rows that see one key, is held against a thousandth of the
     inputs' size, which is 1.
     """
     dims = (-2, -1) if found.dim() == 4 else tuple(range(found.dim()))
