@@ -205,7 +205,11 @@ def save(
     machine["commit"] = options.commit or machine["commit"]
     document = {"benchmark": name, "machine": machine, "rows": rows, **sections}
     if sections:
-        document["options"] = {key: it for key, it in vars(options).items() if key != "out"}
+        document["options"] = {
+            key: it
+            for key, it in vars(options).items()
+            if key != "out" and not isinstance(it, Path)
+        }
     target.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return target
 

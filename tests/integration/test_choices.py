@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from adaattn.spec import Cell, Measured
+from adaattn.hardware.tables import read_table
+from adaattn.spec import AttentionProblem, Cell, Measured
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +55,49 @@ def test_a_gain_counts_on_the_device_and_for_who_waits(choices: ModuleType) -> N
     assert (found["count"], found["missed"], found["largest_gain"]) == (3, 2, 3.0)
     assert [item["gain"] for item in found["largest"]] == [3.0, choices.WORTH + 0.01]
     assert choices.summary([])["largest_gain"] is None
+
+
+def test_what_was_timed_goes_into_a_table_and_is_known_from_then_on(
+    choices: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "table.json"
+    few = ["--device", "cpu", "--problems", "12", "--rounds", "1", "--only", "Sq1 "]
+    given = [*few, "--out", str(tmp_path), "--table", str(file), "--commit", "abc1234"]
+    unknown = replace(choices.probe("cpu"), timings=None)
+    monkeypatch.setattr(choices, "probe", lambda device: unknown)
+    path = choices.main([*given, "--unknown"])
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    table = read_table(file, unknown)
+    cells = [cell for cells in table.cells.values() for cell in cells]
+    assert table.commit == "abc1234"
+    assert [dict(cell.times) for cell in cells] == [
+        {name: Measured(**time) for name, time in row["times_ms"].items()} for row in rows
+    ]
+    monkeypatch.setattr(choices, "probe", lambda device: replace(unknown, timings=table))
+    path = choices.main([*given, "--unknown"])
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"] == []
+    assert read_table(file, unknown).cells == table.cells
+
+
+def test_other_processes_compile_before_anything_is_timed(
+    choices: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--device", "cpu", "--problems", "1", "--rounds", "1", "--out", str(tmp_path)]
+    choices.main([*few, "--processes", "2"])
+    assert capsys.readouterr().out.startswith("2 of 2 processes compiled all of theirs")
+
+
+def test_each_problem_is_compiled_by_one_process(
+    choices: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[AttentionProblem] = []
+    monkeypatch.setattr(choices, "measure_cell", lambda problem, *rest: compiled.append(problem))
+    options = choices.parsed(["--device", "cpu", "--problems", "9", "--processes", "2"])
+    choices.compile_some(options, 0)
+    assert len(compiled) == 5
+    choices.compile_some(options, 1)
+    assert set(compiled) == {question for _, question, _ in choices.wanted(options)}
+    assert len(compiled) == 9
 
 
 def _cell(times: dict[str, Measured]) -> Cell:
