@@ -235,10 +235,7 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
     if decision is None:
         decision = decide_approximately(call, choice, history)
     outcome = run_decision(call, decision, choice.policy, choice.backend)
-    if is_lossy(decision.plan, call.problem) and call.problem.may_wait:
-        policy, backend, layer = choice.policy, choice.backend, choice.layer
-        return audited(call, outcome, policy, backend, layer, _seed(sums))
-    return outcome
+    return _checked(call, outcome, choice, None, sums)
 
 
 def _measured(
@@ -333,16 +330,27 @@ def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:
 
 
 def _checked(
-    call: Call, outcome: Outcome, choice: Choice, entry: Entry, sums: list[float]
+    call: Call, outcome: Outcome, choice: Choice, entry: Entry | None, sums: list[float]
 ) -> Outcome:
-    """Return the outcome, audited and repaired now, or with an audit that will arrive later."""
+    """Return the outcome, audited and repaired now, or with an audit that will arrive later.
+
+    Without an entry, as where a forward pass is run again, nothing arrives later.
+    """
     policy, problem = choice.policy, call.problem
     assert outcome.decision is not None
     if policy.audit_rows == 0 or not is_lossy(outcome.decision.plan, problem):
         return outcome
     if problem.may_wait:
-        return audited(call, outcome, policy, choice.backend, choice.layer, _seed(sums))
-    if entry.calls % AUDIT_EVERY == 0:
+        return audited(
+            call,
+            outcome,
+            head_budgets(policy, problem.num_heads, choice.layer),
+            policy.audit_rows,
+            seed=_seed(sums),
+            memory_budget_bytes=policy.memory_budget_bytes,
+            backend=choice.backend,
+        )
+    if entry is not None and entry.calls % AUDIT_EVERY == 0:
         entry.arriving.append(audited_later(call, outcome, policy.audit_rows, entry.calls))
     return outcome
 

@@ -11,7 +11,7 @@ import torch
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, listeners
 from adaattn.backends import capabilities, capability_named, execute, forget_tiles
-from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
+from adaattn.call.audit import FALLBACKS, Outcome, audited, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import Watch
 from adaattn.errors import (
@@ -100,7 +100,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     checked = plan.audit_rows and is_lossy(plan, call.problem) and call.problem.may_wait
     if is_compiling() or not checked or call.problem.num_sequences or call.problem.dropout_p:
         return outcome
-    return audited_plan(call, outcome, plan)
+    return audited(call, outcome, plan.budgets, plan.audit_rows)
 
 
 GIVEN: Final = "the plan was given with the call"
