@@ -38,19 +38,16 @@ class Overhead:
 
 def _usual_order(problem: AttentionProblem) -> int:
     """Return 50, behind every executor that says better."""
-    del problem
     return 50
 
 
 def _no_bytes(problem: AttentionProblem) -> int:
     """Return 0."""
-    del problem
     return 0
 
 
 def _all_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
     """Return 0: all rows at once."""
-    del problem, memory_budget_bytes
     return 0
 
 
@@ -58,7 +55,6 @@ def _no_overhead(
     problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
 ) -> Overhead:
     """Return nothing."""
-    del problem, group, hardware, density
     return Overhead()
 
 
@@ -66,7 +62,6 @@ def _unpredicted(
     problem: AttentionProblem, stats: TensorStats, method: HeadMethod, budgets: tuple[float, ...]
 ) -> str:
     """Return no reason."""
-    del problem, stats, method, budgets
     return ""
 
 
