@@ -36,11 +36,9 @@ from adaattn.planning import (
     decide,
     head_budgets,
     measuring_cost_ms,
-    serving,
     worth_measuring,
 )
 from adaattn.spec import (
-    Capability,
     Decision,
     Method,
     Precision,
@@ -159,7 +157,7 @@ def _looked_at(
     is_due = entry.stats is None or entry.age >= history.measure_every
     if not wanted or not is_due or entry.arriving:
         return None, ""
-    cost_ms = _measuring_cost_ms(choice, place, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, place.able, wanted)
     if not (choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted))):
         return None, ""
     with ledger.timing(call.tensors.query.device, "measuring", frozenset(wanted)):
@@ -177,7 +175,7 @@ def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorSta
     wanted = _wanted(choice, place)
     if not wanted or entry.stats is not None:
         return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
-    cost_ms = _measuring_cost_ms(choice, place, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, place.able, wanted)
     return min(ledger.calls_to_wait(cost_ms, frozenset(wanted)), _EXACT_CALLS)
 
 
@@ -252,7 +250,7 @@ def _measured(
             call.problem,
             wanted,
             choice.policy,
-            allowed=_able(choice, place),
+            allowed=place.able,
             budgets=_budgets(choice, place),
         )
         place.entry.arriving.append(later)
@@ -263,12 +261,6 @@ def _measured(
         if strict or choice.backend != "auto":
             raise
         return None, f"{_NOT_FINITE}: {error}"
-
-
-def _measuring_cost_ms(choice: Choice, place: Place, wanted: tuple[Variant, ...]) -> float:
-    """Return what measuring these approximations should cost."""
-    able = _able(choice, place)
-    return measuring_cost_ms(place.problem, place.facts, choice.policy, able, wanted)
 
 
 def _stats_now(
@@ -286,14 +278,9 @@ def _stats_now(
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
-        allowed=_able(choice, place),
+        allowed=place.able,
         budgets=_budgets(choice, place),
     )
-
-
-def _able(choice: Choice, place: Place) -> tuple[Capability, ...]:
-    """Return which of the allowed executors can serve the call."""
-    return serving(place.problem, place.facts, choice.allowed)
 
 
 def _budgets(choice: Choice, place: Place) -> tuple[float, ...]:
