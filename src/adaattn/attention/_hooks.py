@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["HOOK_DICTIONARIES", "bound_hooks", "move_hooks"]
-
 HOOK_DICTIONARIES: Final = tuple(sorted(name for name in vars(nn.Module()) if "_hooks" in name))
 """Where a module keeps its hooks."""
 

@@ -8,8 +8,6 @@ from adaattn.attention.config import AttentionConfig
 from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
 
-__all__ = ["Layout", "check_inputs"]
-
 
 class Layout(NamedTuple):
     """How a call's tensors lie.

@@ -16,8 +16,6 @@ from adaattn.planning import decide, reasons
 from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
 
-__all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
-
 _FUSED: Final = frozenset(item.name for item in capabilities() if item.is_fused)
 
 _KEPT: Final = 256
