@@ -5,8 +5,6 @@ import torch
 from adaattn.errors import DTypeError
 from adaattn.spec import Precision
 
-__all__ = ["TORCH_DTYPES", "precision_of", "torch_dtype"]
-
 TORCH_DTYPES: dict[Precision, torch.dtype] = {
     Precision.FP64: torch.float64,
     Precision.FP32: torch.float32,

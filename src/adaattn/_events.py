@@ -16,17 +16,6 @@ from typing import Any, Final
 from adaattn.errors import ArgumentTypeError
 from adaattn.spec import AttentionProblem, Decision, TensorStats
 
-__all__ = [
-    "AttentionEvent",
-    "Sink",
-    "add_sink",
-    "emit",
-    "listeners",
-    "record_events",
-    "remove_sink",
-    "wants_timing",
-]
-
 _LOGGER = logging.getLogger("adaattn")
 
 

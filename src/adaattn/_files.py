@@ -4,8 +4,6 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["replace_file"]
-
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
     """Put a file in the place of another once it is complete; a failure leaves nothing behind.

@@ -4,8 +4,6 @@ import math
 
 from adaattn.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["require_flag", "require_integer", "require_number"]
-
 
 def require_flag(name: str, value: object) -> None:
     """Refuse what is neither True nor False.

@@ -6,8 +6,6 @@ from typing import Any
 
 from adaattn.errors import AssetError
 
-__all__ = ["import_package", "installed_version"]
-
 
 def import_package(name: str) -> Any:
     """Return a module of an optional package.

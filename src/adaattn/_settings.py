@@ -9,8 +9,6 @@ from pathlib import Path
 
 from adaattn.errors import ArgumentError
 
-__all__ = ["cache_folder", "has_fixed_workspace", "is_debugging"]
-
 
 def cache_folder() -> Path:
     """Return the folder for converted models and measured times (not created here).

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["on_device"]
-
 
 def on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device; the host does not wait for the copy.

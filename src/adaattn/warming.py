@@ -80,14 +80,10 @@ def _asked_by(
     model: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[AttentionProblem]:
     """Return the problems of a model's attention calls, in the order of their first."""
-    found: dict[AttentionProblem, None] = {}
-
-    def note(event: AttentionEvent) -> None:
-        found[event.problem] = None
-
-    with record_events(note), without_waiting():
+    events: list[AttentionEvent] = []
+    with record_events(events.append), without_waiting():
         model(*args, **kwargs)
-    return list(found)
+    return [event.problem for event in events]
 
 
 def _run_once(

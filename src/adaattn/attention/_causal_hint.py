@@ -12,8 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from adaattn.call.adapt import is_transformed
 
-__all__ = ["is_plain_causal"]
-
 _KNOWN: Final = WeakTensorKeyDictionary()
 
 

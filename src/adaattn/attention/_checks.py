@@ -22,15 +22,6 @@ from adaattn.spec import KVKind, Policy
 if TYPE_CHECKING:
     from adaattn.cache import LayerCache
 
-__all__ = [
-    "check_cache",
-    "check_ranks",
-    "check_self_attention",
-    "dense_keys_values",
-    "new_positions",
-    "unlike_weights",
-]
-
 
 def check_ranks(policy: Policy, head_dim: int) -> None:
     """Refuse a policy whose ranks the module's heads do not have."""

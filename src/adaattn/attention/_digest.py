@@ -8,8 +8,6 @@ from adaattn._events import AttentionEvent
 from adaattn.call.run import why_not_fused
 from adaattn.spec import AttentionProblem, Decision, LowRank, Variant
 
-__all__ = ["Digest", "digest_of"]
-
 _KEPT: Final = 256
 
 

@@ -6,21 +6,8 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["HOOK_DICTIONARIES", "bound_hooks", "move_hooks"]
-
-HOOK_DICTIONARIES: Final = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)
+HOOK_DICTIONARIES: Final = tuple(sorted(name for name in vars(nn.Module()) if "_hooks" in name))
+"""Where a module keeps its hooks."""
 
 
 def bound_hooks(module: nn.Module) -> list[str]:

@@ -8,8 +8,6 @@ from adaattn.attention.config import AttentionConfig
 from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError
 
-__all__ = ["Layout", "check_inputs"]
-
 
 class Layout(NamedTuple):
     """How a call's tensors lie.
@@ -19,7 +17,7 @@ class Layout(NamedTuple):
         batch_first: batched inputs are [B, L, E], else [L, B, E].
         batch: sequences; 1 if not batched.
         len_q: tokens of the query.
-        len_k: keys; of those cached, `with_keys` gives the count.
+        len_k: keys, without those cached.
     """
 
     is_batched: bool
@@ -27,10 +25,6 @@ class Layout(NamedTuple):
     batch: int
     len_q: int
     len_k: int
-
-    def with_keys(self, len_k: int) -> "Layout":
-        """Return the same with another number of keys."""
-        return self._replace(len_k=len_k)
 
     def split_heads(self, projected: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Return [B, H, L, D], a view.

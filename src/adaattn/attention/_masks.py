@@ -20,8 +20,6 @@ from adaattn.backends.masks import kept_beside
 from adaattn.call.canonical import described
 from adaattn.errors import ArgumentTypeError, DTypeError, ShapeError
 
-__all__ = ["mask_arguments"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-__all__ = ["project_packed", "project_separately"]
-
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -247,7 +247,7 @@ class BaseAttention(nn.Module, ABC):
         masks = mask_arguments(
             key_padding_mask,
             attn_mask,
-            layout if cache is None else layout.with_keys(start + layout.len_k),
+            layout if cache is None else layout._replace(len_k=start + layout.len_k),
             is_causal=bool(is_causal),
             window=self.config.window,
             to_end=cache is not None,

@@ -15,9 +15,7 @@ from adaattn.spec import HardwareFacts, Precision
 
 __all__ = [
     "MODES",
-    "cast_call",
     "checked_mode",
-    "in_mode",
     "in_precision",
     "named_precision",
     "why_not",
@@ -69,23 +67,9 @@ def named_precision(precision: Precision | str) -> Precision:
     return names[precision]
 
 
-def in_mode(
-    mode: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
-) -> tuple[Any, str]:
-    """Return what ``run`` gives in the format of a mode, and a note; see `in_precision`."""
-    precision = MODES[mode]
-    if precision is None:
-        return run(query, key, value), ""
-    return in_precision(f"precision_mode {mode!r}", precision, query, key, value, run)
-
-
 def in_precision(
     request: str,
-    precision: Precision,
+    precision: Precision | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -93,9 +77,13 @@ def in_precision(
 ) -> tuple[Any, str]:
     """Return what ``run`` gives in a format, and a note where the device gains nothing by it.
 
+    Autocast is switched off meanwhile. The first tensor that ``run`` returns, or the only one, is
+    cast back to the query's dtype. Where the inputs are not tensors of one dtype nothing is cast:
+    the call says what is wrong.
+
     Args:
         request: what the caller asked for, as the note and the error name it.
-        precision: the format.
+        precision: the format; None leaves the call as it is.
         query: [..., D].
         key: [..., D].
         value: [..., Dv].
@@ -104,34 +92,19 @@ def in_precision(
     Raises:
         UnsupportedError: no executor computes in the format on this device.
     """
-    if not isinstance(query, torch.Tensor):
+    if precision is None or not isinstance(query, torch.Tensor):
         return run(query, key, value), ""
     # What the device can do is read from the machine: a traced graph breaks here.
     check = torch.compiler.disable(_checked_format) if is_compiling() else _checked_format
     dtype, note = check(request, precision, query)
-    return cast_call(dtype, query, key, value, run), note
-
-
-def cast_call(
-    dtype: torch.dtype,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
-) -> Any:
-    """Return what ``run`` gives for inputs in another dtype, autocast switched off.
-
-    The first tensor that it returns, or the only one, is cast back to the query's dtype. Where
-    the inputs are not tensors of one dtype nothing is cast: the call says what is wrong.
-    """
     inputs = (query, key, value)
     if len({getattr(item, "dtype", None) for item in inputs}) != 1 or query.is_nested:
-        return run(*inputs)
+        return run(*inputs), note
     with without_autocast(query.device.type):
         found = run(query.to(dtype), key.to(dtype), value.to(dtype))
     if isinstance(found, tuple):
-        return (found[0].to(query.dtype), *found[1:])
-    return found.to(query.dtype)
+        return (found[0].to(query.dtype), *found[1:]), note
+    return found.to(query.dtype), note
 
 
 def _checked_format(
@@ -146,7 +119,7 @@ def _checked_format(
         expected = f"a format in which an executor computes here ({', '.join(map(repr, modes))})"
         hint = "Name one of these, or leave the format to the policy."
         raise UnsupportedError(request, [f"expected {expected}, got {precision.label}"], hint)
-    if not (reason := _why_not(precision, facts)):
+    if not (reason := why_not(precision, tensor.device)):
         return torch_dtype(precision), ""
     note = f"{request} is computed in as asked, though {reason}"
     _LOGGER.info("%s", note)
@@ -155,11 +128,7 @@ def _checked_format(
 
 def why_not(precision: Precision, device: torch.device | str) -> str:
     """Return why a device gains nothing from a format, or no executor takes it; "" if neither."""
-    return _why_not(precision, hardware.probe(device))
-
-
-def _why_not(precision: Precision, facts: HardwareFacts) -> str:
-    """Return the same of a device's facts."""
+    facts = hardware.probe(device)
     if not _is_computed_in(precision, facts):
         return f"no executor of this version computes in {precision.label}"
     if precision not in facts.instructions:

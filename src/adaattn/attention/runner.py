@@ -8,7 +8,7 @@ import torch
 
 from adaattn._events import AttentionEvent, add_sink, remove_sink
 from adaattn._numbers import require_integer
-from adaattn.attention.precision_mode import checked_mode, in_mode
+from adaattn.attention.precision_mode import MODES, checked_mode, in_precision
 from adaattn.attention.statistics import AttentionStatistics
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
@@ -177,7 +177,9 @@ class Runner:
         def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
             return scaled_dot_product_attention(query, key, value, **semantics)
 
-        found, note = in_mode(self.precision_mode, query, key, value, run)
+        mode = self.precision_mode
+        request = f"precision_mode {mode!r}"
+        found, note = in_precision(request, MODES[mode], query, key, value, run)
         if note:
             self.statistics.note_precision(note)
         return found

@@ -211,10 +211,10 @@ class AttentionStatistics(Mapping[str, Any]):
         for name in ("measured_calls", "recomputed_calls", "step_downs", "repaired_heads"):
             found[name] = int(numbers[name])
         found["switches"] = int(numbers["switches"])
-        found["mean_entropy_bits"] = self._mean("entropy")
-        found["mean_effective_rank"] = self._mean("effective_rank")
+        found["mean_entropy_bits"] = _mean(numbers, "entropy")
+        found["mean_effective_rank"] = _mean(numbers, "effective_rank")
         for kind in ("estimated", "audited"):
-            found[f"mean_{kind}_error"] = self._mean(f"{kind}_error")
+            found[f"mean_{kind}_error"] = _mean(numbers, f"{kind}_error")
             found[f"max_{kind}_error"] = self._largest.get(f"{kind}_error")
         found["flops"] = numbers["flops"]
         found["bytes_moved"] = numbers["bytes_moved"]
@@ -338,10 +338,6 @@ class AttentionStatistics(Mapping[str, Any]):
         """Keep the larger of a maximum and a value."""
         if value is not None:
             self._largest[name] = max(self._largest.get(name, value), value)
-
-    def _mean(self, name: str) -> float | None:
-        """Return the mean of what was added under a name, or None."""
-        return _mean(self._numbers, name)
 
 
 def _is_plain(event: AttentionEvent, digest: Digest) -> bool:

@@ -36,11 +36,9 @@ from adaattn.planning import (
     decide,
     head_budgets,
     measuring_cost_ms,
-    serving,
     worth_measuring,
 )
 from adaattn.spec import (
-    Capability,
     Decision,
     Method,
     Precision,
@@ -159,7 +157,7 @@ def _looked_at(
     is_due = entry.stats is None or entry.age >= history.measure_every
     if not wanted or not is_due or entry.arriving:
         return None, ""
-    cost_ms = _measuring_cost_ms(choice, place, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, place.able, wanted)
     if not (choice.is_forced or ledger.may_measure(cost_ms, frozenset(wanted))):
         return None, ""
     with ledger.timing(call.tensors.query.device, "measuring", frozenset(wanted)):
@@ -177,7 +175,7 @@ def _exact_calls_next(call: Call, choice: Choice, place: Place, stats: TensorSta
     wanted = _wanted(choice, place)
     if not wanted or entry.stats is not None:
         return _EXACT_CALLS if ledger.exact_ms < float("inf") else 0
-    cost_ms = _measuring_cost_ms(choice, place, wanted)
+    cost_ms = measuring_cost_ms(call.problem, place.facts, choice.policy, place.able, wanted)
     return min(ledger.calls_to_wait(cost_ms, frozenset(wanted)), _EXACT_CALLS)
 
 
@@ -235,10 +233,7 @@ def _again(call: Call, choice: Choice, history: History) -> Outcome:
     if decision is None:
         decision = decide_approximately(call, choice, history)
     outcome = run_decision(call, decision, choice.policy, choice.backend)
-    if is_lossy(decision.plan, call.problem) and call.problem.may_wait:
-        policy, backend, layer = choice.policy, choice.backend, choice.layer
-        return audited(call, outcome, policy, backend, layer, _seed(sums))
-    return outcome
+    return _checked(call, outcome, choice, None, sums)
 
 
 def _measured(
@@ -255,7 +250,7 @@ def _measured(
             call.problem,
             wanted,
             choice.policy,
-            allowed=_able(choice, place),
+            allowed=place.able,
             budgets=_budgets(choice, place),
         )
         place.entry.arriving.append(later)
@@ -266,12 +261,6 @@ def _measured(
         if strict or choice.backend != "auto":
             raise
         return None, f"{_NOT_FINITE}: {error}"
-
-
-def _measuring_cost_ms(choice: Choice, place: Place, wanted: tuple[Variant, ...]) -> float:
-    """Return what measuring these approximations should cost."""
-    able = _able(choice, place)
-    return measuring_cost_ms(place.problem, place.facts, choice.policy, able, wanted)
 
 
 def _stats_now(
@@ -289,14 +278,9 @@ def _stats_now(
         max(policy.audit_rows, 1),
         max_magnitude=magnitude,
         policy=policy,
-        allowed=_able(choice, place),
+        allowed=place.able,
         budgets=_budgets(choice, place),
     )
-
-
-def _able(choice: Choice, place: Place) -> tuple[Capability, ...]:
-    """Return which of the allowed executors can serve the call."""
-    return serving(place.problem, place.facts, choice.allowed)
 
 
 def _budgets(choice: Choice, place: Place) -> tuple[float, ...]:
@@ -333,16 +317,27 @@ def _decided(choice: Choice, place: Place, entry: Entry) -> Decision:
 
 
 def _checked(
-    call: Call, outcome: Outcome, choice: Choice, entry: Entry, sums: list[float]
+    call: Call, outcome: Outcome, choice: Choice, entry: Entry | None, sums: list[float]
 ) -> Outcome:
-    """Return the outcome, audited and repaired now, or with an audit that will arrive later."""
+    """Return the outcome, audited and repaired now, or with an audit that will arrive later.
+
+    Without an entry, as where a forward pass is run again, nothing arrives later.
+    """
     policy, problem = choice.policy, call.problem
     assert outcome.decision is not None
     if policy.audit_rows == 0 or not is_lossy(outcome.decision.plan, problem):
         return outcome
     if problem.may_wait:
-        return audited(call, outcome, policy, choice.backend, choice.layer, _seed(sums))
-    if entry.calls % AUDIT_EVERY == 0:
+        return audited(
+            call,
+            outcome,
+            head_budgets(policy, problem.num_heads, choice.layer),
+            policy.audit_rows,
+            seed=_seed(sums),
+            memory_budget_bytes=policy.memory_budget_bytes,
+            backend=choice.backend,
+        )
+    if entry is not None and entry.calls % AUDIT_EVERY == 0:
         entry.arriving.append(audited_later(call, outcome, policy.audit_rows, entry.calls))
     return outcome
 

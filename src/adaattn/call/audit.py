@@ -15,13 +15,11 @@ from adaattn.call.arriving import Arriving
 from adaattn.call.describe import Call
 from adaattn.call.measure import audit, sample_rows
 from adaattn.errors import UnsupportedError
-from adaattn.planning import head_budgets
 from adaattn.spec import (
     AttentionProblem,
     Decision,
     Method,
     Plan,
-    Policy,
     Precision,
     TensorStats,
     Variant,
@@ -33,7 +31,6 @@ __all__ = [
     "Outcome",
     "audited",
     "audited_later",
-    "audited_plan",
     "is_lossy",
     "over_budget",
     "with_earlier",
@@ -96,52 +93,69 @@ def is_lossy(plan: Plan, problem: AttentionProblem) -> bool:
 
 
 def audited(
-    call: Call, outcome: Outcome, policy: Policy, backend: str, layer: int, seed: int
+    call: Call,
+    outcome: Outcome,
+    budgets: tuple[float, ...],
+    rows: int,
+    *,
+    seed: int = 1,
+    memory_budget_bytes: int | None = None,
+    backend: str = "auto",
 ) -> Outcome:
     """Return the outcome with its errors on rows drawn anew.
 
-    Heads over their budget are computed exactly; where the executor was named, that is an
-    error instead.
+    Heads over their budget, and their auxiliary outputs, are computed exactly; where the executor
+    was named, that is an error instead.
 
     Args:
         call: what was asked.
         outcome: what was found.
-        policy: its budgets.
-        backend: ``"auto"``, or what was asked for by name.
-        layer: which layer's budgets.
+        budgets: of each head.
+        rows: drawn from each head.
         seed: of the rows; above 0, since planning measures those of 0.
+        memory_budget_bytes: what computing heads again may take.
+        backend: ``"auto"``, or what was asked for by name.
 
     Raises:
         UnsupportedError: an approximation asked for by name is over its budget.
     """
-    budgets = head_budgets(policy, call.problem.num_heads, layer)
-    decision = outcome.decision
+    errors = audit(outcome.result.output, sample_rows(call.tensors, call.problem, rows, seed=seed))
+    worst = errors.amax(0).tolist()
+    over = over_budget(worst, budgets)
+    if not over:
+        return replace(outcome, head_errors=errors, worst_errors=tuple(worst))
+    shown = ", ".join(str(head) for head in over)
+    found = (
+        f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
+        f"{min(budgets[head] for head in over):g} allowed"
+    )
+    decision, result = outcome.decision, outcome.result
     assert decision is not None
-    found = _found_over(call, outcome, budgets, policy.audit_rows, seed)
-    if isinstance(found, Outcome):
-        return found
-    *_, sentence = found
     if backend != "auto" and not decision.plan.is_exact:
         raise UnsupportedError(
             f"backend {backend!r}",
-            [sentence],
+            [found],
             "Raise the error budget, or pass backend='auto'.",
         )
-    return _repaired(call, outcome, *found, policy.memory_budget_bytes)
-
-
-def audited_plan(call: Call, outcome: Outcome, plan: Plan) -> Outcome:
-    """Return the outcome of a given plan, held to the budget and the rows that it names.
-
-    Args:
-        call: what was asked.
-        outcome: what the plan gave.
-        plan: its budget holds for every head.
-    """
-    found = _found_over(call, outcome, plan.budgets, plan.audit_rows, 1)
-    if isinstance(found, Outcome):
-        return found
-    return _repaired(call, outcome, *found, None)
+    sentence = f"{found}; they were computed exactly"
+    _LOGGER.info("%s", sentence)
+    FALLBACKS.update(["audit"])
+    part, problem = slice_heads(call.tensors, call.problem, over)
+    group = exact_in_bounded_memory(problem, memory_budget_bytes)
+    exact = run_group(part, problem, group)
+    index = torch.tensor(over, device=result.output.device)
+    return replace(
+        outcome,
+        result=combine(
+            [result, exact],
+            lambda pair: pair[0].index_copy(1, index, pair[1].to(pair[0].dtype)),
+        ),
+        decision=replace(decision, notes=(*decision.notes, sentence)),
+        head_errors=errors.index_fill(1, index, 0.0),
+        worst_errors=tuple(0.0 if head in over else error for head, error in enumerate(worst)),
+        fallbacks=(*outcome.fallbacks, sentence),
+        repaired_heads=over,
+    )
 
 
 def audited_later(call: Call, outcome: Outcome, rows: int, seed: int) -> Arriving:
@@ -162,12 +176,7 @@ def audited_later(call: Call, outcome: Outcome, rows: int, seed: int) -> Arrivin
     ]
     if exact:
         errors = errors.index_fill(0, on_device(torch.tensor(exact), errors.device), 0.0)
-    return Arriving.of(errors[None], _first_row)
-
-
-def _first_row(rows: list[list[float]]) -> tuple[float, ...]:
-    """Return the errors by head."""
-    return tuple(rows[0])
+    return Arriving.of(errors[None], lambda found: tuple(found[0]))
 
 
 def with_earlier(
@@ -191,57 +200,3 @@ def with_earlier(
         _LOGGER.warning("audit: heads %s were over their budget; %s", shown, then)
         FALLBACKS.update(["audit"])
     return replace(outcome, earlier_errors=errors, earlier_over=over)
-
-
-def _found_over(
-    call: Call, outcome: Outcome, budgets: tuple[float, ...], rows: int, seed: int
-) -> Outcome | tuple[torch.Tensor, list[float], tuple[int, ...], str]:
-    """Return the outcome with its errors, or what is over a budget.
-
-    That is (errors [B, Hq], the worst of each head, heads over their budget, a sentence).
-    """
-    sample = sample_rows(call.tensors, call.problem, rows, seed=seed)
-    errors = audit(outcome.result.output, sample)
-    worst = errors.amax(0).tolist()
-    over = over_budget(worst, budgets)
-    if not over:
-        return replace(outcome, head_errors=errors, worst_errors=tuple(worst))
-    shown = ", ".join(str(head) for head in over)
-    found = (
-        f"audit: heads {shown} had errors up to {max(worst[head] for head in over):.2g}, "
-        f"{min(budgets[head] for head in over):g} allowed"
-    )
-    return errors, worst, over, found
-
-
-def _repaired(
-    call: Call,
-    outcome: Outcome,
-    errors: torch.Tensor,
-    worst: list[float],
-    over: tuple[int, ...],
-    found: str,
-    memory_budget_bytes: int | None,
-) -> Outcome:
-    """Return the outcome with some heads, and their auxiliary outputs, computed exactly."""
-    decision, result = outcome.decision, outcome.result
-    assert decision is not None
-    sentence = f"{found}; they were computed exactly"
-    _LOGGER.info("%s", sentence)
-    FALLBACKS.update(["audit"])
-    part, problem = slice_heads(call.tensors, call.problem, over)
-    group = exact_in_bounded_memory(problem, memory_budget_bytes)
-    exact = run_group(part, problem, group)
-    index = torch.tensor(over, device=result.output.device)
-    return replace(
-        outcome,
-        result=combine(
-            [result, exact],
-            lambda pair: pair[0].index_copy(1, index, pair[1].to(pair[0].dtype)),
-        ),
-        decision=replace(decision, notes=(*decision.notes, sentence)),
-        head_errors=errors.index_fill(1, index, 0.0),
-        worst_errors=tuple(0.0 if head in over else error for head, error in enumerate(worst)),
-        fallbacks=(*outcome.fallbacks, sentence),
-        repaired_heads=over,
-    )

@@ -8,6 +8,7 @@ from adaattn.backends import capabilities_asked_for
 from adaattn.call.describe import Call
 from adaattn.call.history import Entry, History
 from adaattn.call.ledger import Ledger, ledger_of
+from adaattn.planning import serving
 from adaattn.spec import (
     AttentionProblem,
     Capability,
@@ -60,6 +61,7 @@ class Place:
         problem: kept, so that its identity is not reused.
         history: of which the entry is, and how often it was reset.
         facts: of the device.
+        able: which of the allowed executors can serve the problem.
         ledger: of the problem.
         entry: of the problem in its layer.
         wanted: approximations that could pay, by the variants that were dropped.
@@ -68,6 +70,7 @@ class Place:
     problem: AttentionProblem
     history: tuple[History, int]
     facts: HardwareFacts
+    able: tuple[Capability, ...]
     ledger: Ledger
     entry: Entry
     wanted: dict[frozenset[Variant], tuple[Variant, ...]] = field(default_factory=dict)
@@ -82,10 +85,12 @@ def place_of(call: Call, choice: Choice, history: History) -> Place:
     if len(choice.places) >= _PLACES:
         choice.places.clear()
     device = call.tensors.query.device
+    facts = hardware.probe(device)
     made = Place(
         problem=problem,
         history=(history, history.resets),
-        facts=hardware.probe(device),
+        facts=facts,
+        able=serving(problem, facts, choice.allowed),
         ledger=ledger_of(problem, choice.policy, choice.backend, device),
         entry=history.entry(problem, choice.layer, choice.policy, choice.backend),
     )

@@ -32,7 +32,6 @@ from adaattn.spec import (
 
 __all__ = [
     "ENTROPY_SCALES",
-    "Sample",
     "audit",
     "check_finite",
     "measure",
@@ -42,19 +41,6 @@ __all__ = [
 
 ENTROPY_SCALES: Final = (1, 4, 16)
 """How many neighbouring keys are added up for each entropy of the sampled rows' weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Exact outputs of some rows.
-
-    Args:
-        rows: [R] their numbers.
-        exact: [B, Hq, R, Dv] their outputs in fp32 (fp64 for fp64).
-    """
-
-    rows: torch.Tensor
-    exact: torch.Tensor
 
 
 def check_finite(tensors: Tensors) -> float:
@@ -191,9 +177,7 @@ def measure_later(
         allowed: as for `measure`, none of which reads the device.
         budgets: as for `measure`.
     """
-    chosen = choose_rows(problem.len_q, max(policy.audit_rows, 1), 0)
-    index = on_device(torch.tensor(chosen), tensors.query.device)
-    sampled = Sampled.of(tensors, problem, chosen, index)
+    sampled = sample_rows(tensors, problem, max(policy.audit_rows, 1), seed=0)
     entropies = _entropies(sampled)
     _, errors = _errors(sampled, wanted, TensorStats(), policy, allowed, budgets)
     magnitude = _magnitudes(tensors).amax().expand(problem.num_heads)
@@ -238,9 +222,7 @@ def measure(
             them are not tried; () tries every rank.
     """
     start = time.perf_counter()
-    chosen = choose_rows(problem.len_q, rows, 0)
-    index = torch.tensor(chosen, device=tensors.query.device)
-    sampled = Sampled.of(tensors, problem, chosen, index)
+    sampled = sample_rows(tensors, problem, rows, seed=0)
     stats = _entropy_stats(_entropies(sampled).tolist())
     stats, errors = _errors(sampled, wanted, stats, policy or Policy(), allowed, budgets)
     return replace(
@@ -253,8 +235,8 @@ def measure(
 
 
 @torch.no_grad()
-def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed: int) -> Sample:
-    """Return the exact outputs of some rows.
+def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed: int) -> Sampled:
+    """Return some rows, computed exactly.
 
     Args:
         tensors: canonical, not packed.
@@ -264,13 +246,13 @@ def sample_rows(tensors: Tensors, problem: AttentionProblem, rows: int, *, seed:
     """
     chosen = choose_rows(problem.len_q, rows, seed)
     index = on_device(torch.tensor(chosen), tensors.query.device)
-    return Sample(rows=index, exact=Sampled.of(tensors, problem, chosen, index).exact)
+    return Sampled.of(tensors, problem, chosen, index)
 
 
 @torch.no_grad()
-def audit(output: torch.Tensor, sample: Sample) -> torch.Tensor:
+def audit(output: torch.Tensor, sample: Sampled) -> torch.Tensor:
     """Return the relative Frobenius error [B, Hq] of an output [B, Hq, Sq, Dv] on the sample."""
-    return relative_errors(output.index_select(2, sample.rows), sample.exact)
+    return relative_errors(output.index_select(2, sample.index), sample.exact)
 
 
 def _entropies(sampled: Sampled) -> torch.Tensor:

@@ -39,15 +39,9 @@ class AuxRequest:
     def flags(self) -> Aux:
         """The request as `Aux` flags."""
         flags = Aux.NONE
-        for wanted, flag in (
-            (self.lse, Aux.LSE),
-            (self.row_max, Aux.ROW_MAX),
-            (self.entropy, Aux.ENTROPY),
-            (self.weights, Aux.WEIGHTS),
-            (self.dropped_mass, Aux.DROPPED_MASS),
-        ):
-            if wanted:
-                flags |= flag
+        for name in ROW_OUTPUTS:
+            if getattr(self, name):
+                flags |= Aux[name.upper()]
         return flags
 
 

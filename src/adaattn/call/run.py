@@ -11,7 +11,7 @@ import torch
 from adaattn import hardware
 from adaattn._events import AttentionEvent, emit, listeners
 from adaattn.backends import capabilities, capability_named, execute, forget_tiles
-from adaattn.call.audit import FALLBACKS, Outcome, audited_plan, is_lossy
+from adaattn.call.audit import FALLBACKS, Outcome, audited, is_lossy
 from adaattn.call.describe import Call, without_autocast
 from adaattn.call.history import Watch
 from adaattn.errors import (
@@ -100,7 +100,7 @@ def run_plan(call: Call, plan: Plan) -> Outcome:
     checked = plan.audit_rows and is_lossy(plan, call.problem) and call.problem.may_wait
     if is_compiling() or not checked or call.problem.num_sequences or call.problem.dropout_p:
         return outcome
-    return audited_plan(call, outcome, plan)
+    return audited(call, outcome, plan.budgets, plan.audit_rows)
 
 
 GIVEN: Final = "the plan was given with the call"
@@ -120,24 +120,20 @@ def check_plan(call: Call, plan: Plan) -> None:
         scheme = group.scheme
         part = replace(problem, precision=scheme.inputs, may_wait=True)
         capability = capability_named(group.capability)
-        found = reasons(capability, part, facts)
+        found = [*reasons(capability, part, facts)]
         if capability.method is not group.method.kind:
             asked, own = group.method.kind.name.lower(), capability.method.name.lower()
-            found = (*found, f"its method is {own}, the plan asks for {asked}")
+            found.append(f"its method is {own}, the plan asks for {asked}")
         if scheme != Scheme.of(scheme.inputs):
-            found = (*found, f"it computes in one format, the plan asks for {scheme.label}")
+            found.append(f"it computes in one format, the plan asks for {scheme.label}")
         other = scheme.inputs is not problem.precision
         if plan.error_budget == 0.0 and other and not scheme.keeps(problem.precision):
-            found = (
-                *found,
+            found.append(
                 f"the plan computes in {scheme.label} and allows no error, "
-                f"the input is {problem.precision.label}",
+                f"the input is {problem.precision.label}"
             )
         if problem.batch_invariant and other:
-            found = (
-                *found,
-                "its error is audited on the whole batch, which batch_invariant excludes",
-            )
+            found.append("its error is audited on the whole batch, which batch_invariant excludes")
         if found:
             raise UnsupportedError(f"the plan's executor {group.capability}", found)
 

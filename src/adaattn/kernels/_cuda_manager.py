@@ -13,8 +13,6 @@ from adaattn.errors import ArgumentError
 from adaattn.hardware.probe import resolve
 from adaattn.spec import HardwareFacts, Precision
 
-__all__ = ["CUDAManager"]
-
 _KIB: Final = 1 << 10
 
 # Most shared memory that one thread block can have, after opting in: CUDA C++ Programming Guide,

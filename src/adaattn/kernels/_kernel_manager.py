@@ -16,8 +16,6 @@ from adaattn.planning import decide, reasons
 from adaattn.policies import PolicyLike, resolve_policy
 from adaattn.spec import AttentionProblem, Capability, Decision, HardwareFacts, Policy
 
-__all__ = ["AttentionKernelManager", "CacheInfo", "KernelChoice", "KernelInfo"]
-
 _FUSED: Final = frozenset(item.name for item in capabilities() if item.is_fused)
 
 _KEPT: Final = 256
@@ -138,13 +136,13 @@ class AttentionKernelManager:
                 raise ArgumentTypeError.got(
                     "arguments beside a problem", "none", "key, value or keywords"
                 )
-            return self._choice(query, hardware.probe(self.device), policy)
+            return self._known(query, hardware.probe(self.device), policy)
         key, value = cast(torch.Tensor, key), cast(torch.Tensor, value)
         unknown = sorted(set(semantics) - set(Arguments.__dataclass_fields__))
         if policy.error_budget > 0 or policy.head_budgets or unknown:
             return _as_choice(plan_attention(query, key, value, policy=policy, **semantics))
         call = build_call(query, key, value, Arguments(**semantics))
-        return self._choice(call.problem, hardware.probe(call.tensors.query.device), policy)
+        return self._known(call.problem, hardware.probe(call.tensors.query.device), policy)
 
     def kernels(self, problem: AttentionProblem | None = None) -> tuple[KernelInfo, ...]:
         """Return every executor of this installation, with what stands against it.
@@ -169,12 +167,6 @@ class AttentionKernelManager:
     def cache_clear(self) -> None:
         """Forget every selection."""
         self._known.cache_clear()
-
-    def _choice(
-        self, problem: AttentionProblem, facts: HardwareFacts, policy: Policy
-    ) -> KernelChoice:
-        """Return the selection for host values alone."""
-        return self._known(problem, facts, policy)
 
 
 def _decided(problem: AttentionProblem, facts: HardwareFacts, policy: Policy) -> KernelChoice:

@@ -268,10 +268,7 @@ def _in_precision(
     Raises:
         UnsupportedError: no executor computes in the format.
     """
-    if precision is None:
-        output, decision = run(*inputs)
-        return output, decision
-    request = f"precision {precision.label!r}"
+    request = "" if precision is None else f"precision {precision.label!r}"
     (output, decision), note = in_precision(request, precision, *inputs, run)
     return output, replace(decision, notes=(*decision.notes, note)) if note else decision
 

@@ -16,7 +16,7 @@ import torch
 
 from adaattn.attention.base import BaseAttention
 from adaattn.attention.config import AttentionOptions
-from adaattn.attention.precision_mode import checked_mode, in_mode
+from adaattn.attention.precision_mode import MODES, checked_mode, in_precision
 from adaattn.attention.runner import Runner
 from adaattn.call.arguments import Arguments, checked_numbers
 from adaattn.call.outputs import AuxOutput, AuxRequest
@@ -157,7 +157,8 @@ def flash_attention_forward(
     def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         return scaled_dot_product_attention(query, key, value, attn_mask, **settings)
 
-    found, note = in_mode(config.precision_mode, query, key, value, run)
+    mode = config.precision_mode
+    found, note = in_precision(f"precision_mode {mode!r}", MODES[mode], query, key, value, run)
     if not return_aux:
         return found
     output, aux = found

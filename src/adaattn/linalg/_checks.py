@@ -5,13 +5,6 @@ import torch
 from adaattn._dtypes import precision_of
 from adaattn.errors import ArgumentTypeError, NonFiniteError, ShapeError
 
-__all__ = [
-    "accumulation_dtype",
-    "require_finite",
-    "require_matrix",
-    "seeded_generator",
-]
-
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that sums are kept in: float64 for float64, else float32."""

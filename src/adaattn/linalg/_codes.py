@@ -9,18 +9,6 @@ from adaattn._dtypes import torch_dtype
 from adaattn.errors import ShapeError
 from adaattn.spec import Precision
 
-__all__ = [
-    "FP8",
-    "INTEGERS",
-    "Granularity",
-    "Scheme",
-    "encode",
-    "fit_groups",
-    "pack_int4",
-    "spread_groups",
-    "unpack_int4",
-]
-
 FP8 = (Precision.FP8_E4M3, Precision.FP8_E5M2)
 INTEGERS = (Precision.INT8, Precision.INT4)
 

@@ -12,15 +12,6 @@ from adaattn._dtypes import precision_of
 from adaattn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from adaattn.linalg._checks import accumulation_dtype, seeded_generator
 
-__all__ = [
-    "broadcast_mask",
-    "check_query_key",
-    "pick_rows",
-    "pool_tokens",
-    "scale_or_default",
-    "score_rows",
-]
-
 
 def check_query_key(query: torch.Tensor, key: torch.Tensor) -> None:
     """Refuse shapes, dtypes and devices that do not fit one another."""

@@ -12,14 +12,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = [
-    "exp_entropy",
-    "gram_matrix",
-    "largest_magnitude",
-    "symmetric_eigen",
-    "thin_triplets",
-]
-
 _GRAM_ROWS = 4096
 """Rows converted to the Gram matrix's dtype at once, so that no full copy is made."""
 

@@ -11,8 +11,6 @@ from typing import Any
 from adaattn.attention.rotary import RotaryConfig
 from adaattn.models.kinds import Activation, MlpKind, NormKind, NormPlacement, PositionKind
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "Rule", "find_family"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

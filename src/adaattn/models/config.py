@@ -264,23 +264,12 @@ class TransformerConfig:
 
 
 _ENUMS: dict[str, type[enum.StrEnum]] = {
-    "activation": Activation,
-    "mlp": MlpKind,
-    "norm": NormKind,
-    "norm_placement": NormPlacement,
-    "positions": PositionKind,
-    "attention": AttentionKind,
+    item.name: item.type
+    for item in fields(TransformerConfig)
+    if isinstance(item.type, type) and issubclass(item.type, enum.StrEnum)
 }
 _SIZES = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions")
-_FLAGS = (
-    "qk_norm",
-    "attention_bias",
-    "attention_out_bias",
-    "mlp_bias",
-    "tie_embeddings",
-    "embedding_norm",
-    "pooler",
-)
+_FLAGS = [item.name for item in fields(TransformerConfig) if item.type in (bool, bool | None)]
 _SHARES = ("dropout", "embedding_dropout", "attention_dropout", "classifier_dropout")
 
 

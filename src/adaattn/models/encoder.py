@@ -101,14 +101,16 @@ class Encoder(TransformerModel):
             hidden, hidden_keys, positions, None, return_hidden_states
         )
         pooled = None if self.pooler is None else torch.tanh(self.pooler(hidden[:, 0]))
-        logits = None
+        logits = loss = None
         if self.classifier is not None and pooled is not None:
             logits = self.classifier(self.classifier_dropout(pooled))
+            if labels is not None:
+                loss = F.cross_entropy(logits.float(), labels.long())
         return EncoderOutput(
             last_hidden_state=hidden,
             pooled=pooled,
             logits=logits,
-            loss=None if labels is None else F.cross_entropy(_given(logits).float(), labels.long()),
+            loss=loss,
             hidden_states=states,
         )
 
@@ -164,9 +166,3 @@ class Encoder(TransformerModel):
             )
         if labels is not None and tuple(labels.shape) != (input_ids.shape[0],):
             raise ShapeError.got("labels", [input_ids.shape[0]], tuple(labels.shape))
-
-
-def _given(logits: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits of a model that has a classification head."""
-    assert logits is not None
-    return logits

@@ -20,7 +20,7 @@ from adaattn.models.config import TransformerConfig
 from adaattn.models.decoder import Decoder
 from adaattn.models.encoder import Encoder
 from adaattn.models.kinds import AttentionKind
-from adaattn.models.saving import few
+from adaattn.models.saving import counted
 
 __all__ = ["from_hugging_face"]
 
@@ -161,15 +161,12 @@ def _translate(
     if "head.weight" not in wanted and _is_tied(source, family):
         used.add("lm_head.weight")
     left = [name for name in source if name not in used and not _is_ignored(name, family)]
-    if missing or left:
-        problems = [
-            f"{word} {few(names)}" for word, names in (("no", missing), ("unused", left)) if names
-        ]
+    if problems := counted(("no", missing), ("unused", left)):
         hint = "a class without its head has no lm_head" if "lm_head.weight" in missing else ""
         raise AssetError.got(
             f"weights of {subject}",
             f"those of {' or '.join(family.model_types)}, each with a use",
-            "; ".join(problems),
+            problems,
             hint,
         )
     return result
@@ -254,13 +251,8 @@ def _refuse_gaps(folder: Path, family: Family, info: Mapping[str, Any]) -> None:
         for name in sorted(info["unexpected_keys"])
         if not _is_ignored(name.removeprefix(family.prefix), family)
     ]
-    problems = [
-        f"{word} {few(names)}"
-        for word, names in (("no", absent), ("other shapes of", shapes), ("unused", extra))
-        if names
-    ]
-    if problems:
-        raise AssetError.got(f"weights in {folder}", "those of its config", "; ".join(problems))
+    if problems := counted(("no", absent), ("other shapes of", shapes), ("unused", extra)):
+        raise AssetError.got(f"weights in {folder}", "those of its config", problems)
 
 
 @contextlib.contextmanager

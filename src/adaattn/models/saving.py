@@ -18,7 +18,7 @@ from adaattn._packages import import_package
 from adaattn.errors import ArgumentError, ArgumentTypeError, AssetError, ShapeError
 from adaattn.models.config import TransformerConfig
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "check_tensors", "few", "read_folder", "write_folder"]
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "check_tensors", "counted", "read_folder", "write_folder"]
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -124,21 +124,21 @@ def check_tensors(
         for name, tensor in tensors.items()
         if name in wanted and tensor.shape != wanted[name].shape
     ]
-    problems = [
-        f"{word} {few(names)}"
-        for word, names in (("no", missing), ("besides", surplus), ("shape", shapes))
-        if names
-    ]
-    if problems:
-        raise AssetError.got(subject, "the tensors of this config", "; ".join(problems), _AGAIN)
+    if problems := counted(("no", missing), ("besides", surplus), ("shape", shapes)):
+        raise AssetError.got(subject, "the tensors of this config", problems, _AGAIN)
 
 
-def few(names: list[str]) -> str:
-    """Return the first names, and how many more there are.
+def counted(*kinds: tuple[str, list[str]]) -> str:
+    """Return what is wrong with tensors, in words; "" where nothing is.
 
     Args:
-        names: of tensors, say.
+        *kinds: a word for each thing that may be wrong, and the names of the tensors.
     """
+    return "; ".join(f"{word} {_few(names)}" for word, names in kinds if names)
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

@@ -124,9 +124,14 @@ def measuring_ms(
 
 def copied_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of q, k, v and the output: what serving some heads apart copies."""
+    return _num_elements(problem) * problem.precision.bits // 8
+
+
+def _num_elements(problem: AttentionProblem) -> int:
+    """Return the elements of q, k, v and the output."""
     columns = problem.head_dim + problem.value_dim
     tokens = problem.num_heads * problem.len_q + problem.num_kv_heads * problem.len_k
-    return problem.batch * tokens * columns * problem.precision.bits // 8
+    return problem.batch * tokens * columns
 
 
 def _element_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
@@ -136,18 +141,13 @@ def _element_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
 
 def _tensor_bytes(problem: AttentionProblem, group: HeadGroup) -> float:
     """Return the bytes of q, k, v, the output and the mask, each once, casts included."""
-    elements = problem.batch * (
-        problem.num_heads * problem.len_q * (problem.head_dim + problem.value_dim)
-        + problem.num_kv_heads * problem.len_k * (problem.head_dim + problem.value_dim)
-    )
+    elements = _num_elements(problem)
     total = elements * _element_bytes(problem, group)
     if group.scheme.inputs is not problem.precision:
         total += elements * (problem.precision.bits / 8 + _element_bytes(problem, group))
     if problem.mask is not MaskKind.NONE:
         size = 1 if problem.mask is MaskKind.BOOLEAN else problem.precision.bits // 8
-        for extent in problem.mask_shape:
-            size *= extent
-        total += size
+        total += size * math.prod(problem.mask_shape)
     return total
 
 
@@ -210,7 +210,5 @@ def _workspace(problem: AttentionProblem, capability: Capability, group: HeadGro
     if capability.expands_kv and problem.group_size > 1:
         total += _expanded_bytes(problem, group)
     if group.scheme.inputs is not problem.precision:
-        columns = problem.head_dim + problem.value_dim
-        tokens = problem.len_q * heads + problem.len_k * problem.batch * problem.num_kv_heads
-        total += tokens * columns * _element_bytes(problem, group)
+        total += _num_elements(problem) * _element_bytes(problem, group)
     return total

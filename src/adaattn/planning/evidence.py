@@ -115,7 +115,7 @@ def _log_ratio(
 ) -> float | None:
     """Return the logarithm of the ratio in the cells around a problem; None without any."""
     logs: list[tuple[float, float]] = []
-    work = _work(problem, problem.visible_pairs)
+    work = _work(problem)
     for distance, cell in _near(table, problem, (name, incumbent)):
         mine, other = cell.times[name], cell.times[incumbent]
         more = work / _cell_work(cell)
@@ -189,22 +189,18 @@ def _time_of(problem: AttentionProblem, name: str, near: Sequence[tuple[float, C
     """Return the mean of cells' times, grown by the work; that of its own cell if there is one."""
     if near[0][0] == 0.0:
         near = near[:1]
-    times = [(distance, cell.times[name]) for distance, cell in near]
-    work = math.log(_work(problem, problem.visible_pairs))
-    grown = [work - math.log(_cell_work(cell)) for _, cell in near]
-    device = math.exp(
-        _mean(
-            [
-                (distance, math.log(time.device_ms) + more)
-                for (distance, time), more in zip(times, grown, strict=True)
-            ]
-        )
-    )
+    work = math.log(_work(problem))
+    device, host = [], []
+    for distance, cell in near:
+        time = cell.times[name]
+        grown = work - math.log(_cell_work(cell))
+        device.append((distance, math.log(time.device_ms) + grown))
+        host.append((distance, math.log(time.host_ms)))
     return Measured(
-        device_ms=device,
-        host_ms=math.exp(_mean([(distance, math.log(time.host_ms)) for distance, time in times])),
-        compile_ms=max(time.compile_ms for _, time in times),
-        settled=all(time.settled for _, time in times),
+        device_ms=math.exp(_mean(device)),
+        host_ms=math.exp(_mean(host)),
+        compile_ms=max(cell.times[name].compile_ms for _, cell in near),
+        settled=all(cell.times[name].settled for _, cell in near),
     )
 
 
@@ -293,9 +289,10 @@ def _is_full(heads: int, len_q: int) -> bool:
     return heads * -(-len_q // 128) >= _FULL
 
 
-def _work(problem: AttentionProblem, pairs: float) -> float:
+def _work(problem: AttentionProblem) -> float:
     """Return what a time grows with."""
-    return max(problem.batch * problem.num_heads * pairs * problem.head_dim, 1.0)
+    heads = problem.batch * problem.num_heads
+    return max(heads * problem.visible_pairs * problem.head_dim, 1.0)
 
 
 def _cell_work(cell: Cell) -> float:

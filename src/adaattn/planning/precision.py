@@ -63,7 +63,7 @@ def lower_precisions(
 
 def choose_precisions(
     problem: AttentionProblem,
-    stats: TensorStats | None,
+    stats: TensorStats,
     hardware: HardwareFacts,
     policy: Policy,
 ) -> tuple[PrecisionChoice, ...]:
@@ -71,14 +71,12 @@ def choose_precisions(
 
     Args:
         problem: simplified.
-        stats: None leaves the lower formats unmeasured: allowed, with no errors known.
+        stats: numbers measured on the tensors.
         hardware: what the device computes natively.
         policy: what may be used.
     """
     own = PrecisionChoice(precision=problem.precision)
     lower = lower_precisions(problem, hardware, policy)
-    if stats is None:
-        return (own, *lower)
     measured = dict(stats.precision_errors)
     return (own, *(_with_errors(choice, measured, stats) for choice in lower))
 

@@ -36,37 +36,23 @@ class Overhead:
     flops_in_seconds: float = 0.0
 
 
-def _usual_order(problem: AttentionProblem) -> int:
+def _usual_order(*_: object) -> int:
     """Return 50, behind every executor that says better."""
-    del problem
     return 50
 
 
-def _no_bytes(problem: AttentionProblem) -> int:
-    """Return 0."""
-    del problem
+def _zero(*_: object) -> int:
+    """Return 0: all rows at once, or no bytes."""
     return 0
 
 
-def _all_rows(problem: AttentionProblem, memory_budget_bytes: int | None) -> int:
-    """Return 0: all rows at once."""
-    del problem, memory_budget_bytes
-    return 0
-
-
-def _no_overhead(
-    problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
-) -> Overhead:
+def _no_overhead(*_: object) -> Overhead:
     """Return nothing."""
-    del problem, group, hardware, density
     return Overhead()
 
 
-def _unpredicted(
-    problem: AttentionProblem, stats: TensorStats, method: HeadMethod, budgets: tuple[float, ...]
-) -> str:
+def _unpredicted(*_: object) -> str:
     """Return no reason."""
-    del problem, stats, method, budgets
     return ""
 
 
@@ -151,8 +137,8 @@ class Capability:
     waits: bool = False
     compiles: bool = False
     compile_ms: float = 0.0
-    chunk_rows: Callable[[AttentionProblem, int | None], int] = _all_rows
-    row_bytes: Callable[[AttentionProblem], int] = _no_bytes
+    chunk_rows: Callable[[AttentionProblem, int | None], int] = _zero
+    row_bytes: Callable[[AttentionProblem], int] = _zero
     methods: Callable[[AttentionProblem, Policy], tuple[HeadMethod, ...]] | None = None
     overhead: Callable[[AttentionProblem, HeadGroup, HardwareFacts, float], Overhead] = _no_overhead
     best_density: float = 1.0

@@ -6,6 +6,7 @@ the same run: their ratio means something where lone times do not.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Final
 
 from adaattn.errors import TableError
@@ -15,6 +16,12 @@ from adaattn.spec.facts import AttentionProblem
 __all__ = ["Cell", "Measured", "TimingTable", "problem_class"]
 
 _INFINITY: Final = float("inf")
+
+_SIZES: Final = (
+    *("heads", "group_size", "len_q", "len_k", "head_dim", "visible", "num_sequences"),
+)
+"""Of a cell, in the order of a table; the last one stands only where it is not 0."""
+_sizes_of = attrgetter(*_SIZES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +157,7 @@ class TimingTable:
         cells = {
             name: _merged(self.cells.get(name, ()), newer.cells.get(name, ())) for name in names
         }
-        return TimingTable(
-            source=newer.source,
-            device=newer.device,
-            versions=newer.versions,
-            date=newer.date,
-            commit=newer.commit,
-            cells=cells,
-        )
+        return replace(newer, cells=cells)
 
     def completed(self, other: "TimingTable") -> "TimingTable":
         """Return this table with the cells of another that timed an executor which its own lack."""
@@ -189,8 +189,7 @@ def _cell(name: str, row: Sequence[Any], source: str) -> Cell:
         TypeError, ValueError: it is none.
     """
     *place, default, times = row
-    heads, group_size, len_q, len_k, head_dim, visible, *packed = place
-    (num_sequences,) = packed or (0,)
+    sizes = dict(zip(_SIZES[: len(place)], place, strict=True))
     numbers = [*place]
     found = {}
     for executor, (device_ms, host_ms, compile_ms, settled) in times.items():
@@ -200,19 +199,7 @@ def _cell(name: str, row: Sequence[Any], source: str) -> Cell:
         )
     if not (min(numbers) > 0 and sum(numbers) < _INFINITY):  # a NaN makes the sum one
         raise ValueError(f"expected positive numbers, got {row}")
-    return Cell(
-        problem_class=name,
-        heads=heads,
-        group_size=group_size,
-        len_q=len_q,
-        len_k=len_k,
-        head_dim=head_dim,
-        visible=visible,
-        times=found,
-        default=str(default),
-        num_sequences=num_sequences,
-        source=source,
-    )
+    return Cell(problem_class=name, times=found, default=str(default), source=source, **sizes)
 
 
 def _merged(old: tuple[Cell, ...], new: tuple[Cell, ...]) -> tuple[Cell, ...]:
@@ -224,8 +211,8 @@ def _merged(old: tuple[Cell, ...], new: tuple[Cell, ...]) -> tuple[Cell, ...]:
 
 def _place(cell: Cell) -> tuple[object, ...]:
     """Return what says which problem a cell measured."""
-    sizes = (cell.heads, cell.group_size, cell.len_q, cell.len_k, cell.head_dim, cell.visible)
-    return (*sizes, cell.num_sequences) if cell.num_sequences else sizes
+    sizes: tuple[object, ...] = _sizes_of(cell)
+    return sizes if cell.num_sequences else sizes[:-1]
 
 
 def problem_class(problem: AttentionProblem) -> str:

@@ -117,11 +117,8 @@ class Plan:
     @property
     def shown_budget(self) -> str:
         """The error budget in words."""
-        return (
-            "no error budget"
-            if self.error_budget is None
-            else f"error budget {self.error_budget:g}"
-        )
+        budget = self.error_budget
+        return "no error budget" if budget is None else f"error budget {budget:g}"
 
     def variants(self, own: Precision, repaired: tuple[int, ...] = ()) -> tuple[Variant, ...]:
         """Return how each head is computed.

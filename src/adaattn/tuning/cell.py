@@ -28,6 +28,7 @@ from adaattn.backends import (
     run_group,
 )
 from adaattn.call.describe import Call, without_autocast
+from adaattn.call.run import now_ms
 from adaattn.errors import PlanError
 from adaattn.hardware import free_memory_bytes
 from adaattn.planning import decide, reasons
@@ -209,11 +210,9 @@ def _checked(call: Call, group: HeadGroup, expected: tuple[torch.Tensor, ...]) -
     step = step_of(call, group)
 
     def timed() -> tuple[tuple[torch.Tensor, ...], float]:
-        _wait(device)
-        start = time.perf_counter()
+        start = now_ms(device)
         results = step()
-        _wait(device)
-        return results, 1e3 * (time.perf_counter() - start)
+        return results, now_ms(device) - start
 
     first = _guarded(group.capability, problem, timed)
     if first is None:
@@ -336,9 +335,9 @@ def _take_turn(run: _Run, device: torch.device) -> None:
         run.host.append(run.device[-1])
         return
     few = min(max(int(_HOST_BATCH_MS / max(run.best_ms, 1e-3)), 1), _HOST_BATCH)
-    _wait(device)
+    torch.cuda.synchronize(device)
     run.host.append(_host_ms(run.call, few))
-    _wait(device)
+    torch.cuda.synchronize(device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(_CYCLES_PER_MS * (run.host[-1] * count + 1.0)))
     start.record()
@@ -355,12 +354,6 @@ def _host_ms(call: Callable[[], object], count: int) -> float:
     for _ in range(count):
         call()
     return 1e3 * (time.perf_counter() - start) / count
-
-
-def _wait(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _measured(run: _Run, device: torch.device) -> Measured:

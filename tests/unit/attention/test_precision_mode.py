@@ -11,9 +11,8 @@ from adaattn._dtypes import torch_dtype
 from adaattn.attention import precision_mode
 from adaattn.attention.precision_mode import (
     MODES,
-    cast_call,
     checked_mode,
-    in_mode,
+    in_precision,
     named_precision,
     why_not,
 )
@@ -33,6 +32,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
 
 def draw(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(1, 2, 4, 8).to(dtype) for _ in range(3)]
+
+
+def in_mode(mode: str, *call: Any) -> tuple[Any, str]:
+    return in_precision(f"precision_mode {mode!r}", MODES[mode], *call)
 
 
 class Notes:
@@ -257,7 +260,7 @@ class TestCalls:
     def test_inputs_of_several_dtypes_are_left_for_the_call_to_refuse(self) -> None:
         query, key, value = draw()
         call = Notes()
-        cast_call(torch.bfloat16, query, key.double(), value, call)
+        in_mode("bf16", query, key.double(), value, call)
         assert [tensor.dtype for tensor in call.seen[0]] == [
             torch.float32,
             torch.float64,
@@ -280,7 +283,7 @@ class TestCalls:
         tensors = draw()
 
         def call(*items: torch.Tensor) -> torch.Tensor:
-            return precision_mode.in_mode("bf16", *items, lambda q, k, v: q @ k.mT @ v)[0]
+            return in_mode("bf16", *items, lambda q, k, v: q @ k.mT @ v)[0]
 
         compiled = torch.compile(call, backend="eager")
         assert torch.equal(compiled(*tensors), call(*tensors))

@@ -368,7 +368,7 @@ class TestArriving:
         self, monkeypatch: pytest.MonkeyPatch, events: list[AttentionEvent]
     ) -> None:
         """The verdict on a head is counted although its own call could not be repaired."""
-        monkeypatch.setattr(adapt, "audited", lambda call, outcome, *_: outcome)
+        monkeypatch.setattr(adapt, "audited", lambda call, outcome, *_, **__: outcome)
         tensors, history, statistics = draw(length=4096), History(), AttentionStatistics()
         attend(*tensors, policy=LOSSY, history=history)
         self.known(history).arriving.append(Late((0.01, 0.5), has_arrived=True))

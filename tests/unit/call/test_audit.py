@@ -110,7 +110,7 @@ def test_audited_rows_are_others_than_those_that_planning_measured(
 
     def noting(*args: Any, **settings: Any) -> Any:
         tensors, problem, _, rows = args
-        measured.append(sample_rows(tensors, problem, rows, seed=0).rows)
+        measured.append(sample_rows(tensors, problem, rows, seed=0).index)
         return measure(*args, **settings)
 
     def right_where_measured(

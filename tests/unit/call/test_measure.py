@@ -18,7 +18,8 @@ from adaattn._dtypes import torch_dtype
 from adaattn.backends import Tensors, capabilities, execute
 from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.low_rank.ranks import methods
-from adaattn.call.measure import Sample, audit, check_finite, measure, sample_rows
+from adaattn.backends.sampling import Sampled
+from adaattn.call.measure import audit, check_finite, measure, sample_rows
 from adaattn.spec import AttentionProblem, MaskKind, Plan, TensorStats
 from adaattn.testing import attention, head_errors, make_problem, make_tensors
 
@@ -49,7 +50,7 @@ def wide(numbers: tuple[float, ...]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, Sample]:
+def measured(tensors: Tensors, problem: AttentionProblem) -> tuple[TensorStats, Sampled]:
     stats = measure(tensors, problem, EVERYTHING, ROWS, allowed=capabilities())
     return stats, sample_rows(tensors, problem, ROWS, seed=0)
 
@@ -142,7 +143,7 @@ class TestRows:
     def test_equal_seeds_choose_equal_rows(self) -> None:
         tensors, problem = draw()
         first, second, other = (
-            sample_rows(tensors, problem, ROWS, seed=seed).rows for seed in (5, 5, 6)
+            sample_rows(tensors, problem, ROWS, seed=seed).index for seed in (5, 5, 6)
         )
         assert torch.equal(first, second)
         assert not torch.equal(first, other)
@@ -150,7 +151,7 @@ class TestRows:
     @pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 100, 129, 512, 1000])
     def test_they_are_in_range_distinct_and_spread(self, length: int) -> None:
         tensors, problem = draw(len_q=length, len_k=length)
-        rows = sample_rows(tensors, problem, ROWS, seed=0).rows.tolist()
+        rows = sample_rows(tensors, problem, ROWS, seed=0).rows
         assert len(set(rows)) == len(rows) <= ROWS
         assert all(0 <= row < length for row in rows)
         quarters = {4 * row // length for row in rows}
@@ -159,12 +160,12 @@ class TestRows:
     def test_the_last_rows_of_a_length_that_no_block_divides_are_sampled_too(self) -> None:
         """Blocks once ended at the last whole one, and up to 63 rows were never looked at."""
         tensors, problem = draw(len_q=127, len_k=127)
-        rows = sample_rows(tensors, problem, ROWS, seed=0).rows
+        rows = sample_rows(tensors, problem, ROWS, seed=0).index
         assert (rows >= 64).any()
 
     def test_they_are_none_of_those_that_block_selection_scores(self) -> None:
         tensors, problem = draw()
-        rows = sample_rows(tensors, problem, ROWS, seed=0).rows
+        rows = sample_rows(tensors, problem, ROWS, seed=0).index
         assert (rows % 16 != 0).all()
 
 

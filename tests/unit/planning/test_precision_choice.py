@@ -128,7 +128,7 @@ def test_the_inputs_own_format_comes_first_and_loses_nothing() -> None:
 
 def test_formats_without_numbers_are_told_apart_after_measuring_and_not_before_it() -> None:
     problem, facts = make_problem(), fake_facts("a100")
-    before = choose_precisions(problem, None, facts, LOSSY)
+    before = lower_precisions(problem, facts, LOSSY)
     after = choose_precisions(problem, TensorStats(), facts, LOSSY)
     assert {item.refusal for item in (*before, *after)} == {""}
     assert all(item.is_measured for item in before)

@@ -99,7 +99,7 @@ def test_the_effective_rank_is_that_of_the_scores(name: str) -> None:
 def test_entropies_are_those_of_pooled_weights(name: str) -> None:
     tensors, problem = draw(**PROBLEMS[name])
     stats = measured(tensors, problem)
-    rows = sample_rows(tensors, problem, 64, seed=0).rows
+    rows = sample_rows(tensors, problem, 64, seed=0).index
     keys = tensors.key.repeat_interleave(problem.group_size, dim=1)
     scores = problem.scale * tensors.query @ keys.mT
     if problem.is_causal:
