@@ -182,13 +182,14 @@ def measure_later(
     _, errors = _errors(sampled, wanted, TensorStats(), policy, allowed, budgets)
     magnitude = _magnitudes(tensors).amax().expand(problem.num_heads)
     rows = torch.stack([magnitude, *entropies.double(), *(row.double() for row in errors.rows)])
+    num_rows = len(sampled.rows)  # `sampled` would keep the call's tensors until the numbers arrive
 
     def read(found: list[list[float]]) -> TensorStats:
         largest = found[0][0]
         count = 1 + len(ENTROPY_SCALES)
         return replace(
             _entropy_stats(found[1:count]),
-            sampled_rows=len(sampled.rows),
+            sampled_rows=num_rows,
             max_magnitude=largest if largest < float("inf") else float("inf"),
             **errors.fields(found[count:]),
         )

@@ -1,6 +1,7 @@
 """Low rank by sketches: its errors, when the planner takes it, and what it says where not."""
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -299,6 +300,18 @@ class TestLater:
         assert later.method_errors == now.method_errors and len(now.method_errors) == 2
         assert later.precision_errors == now.precision_errors
         assert later.entropy_bits == now.entropy_bits
+
+    def test_what_arrives_keeps_no_tensor_of_the_call(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measure, "Arriving", Here)
+        tensors, problem = draw()
+        wanted, allowed = ((Method.LOW_RANK, FP32),), (capability_named(NAME),)
+        later = measure.measure_later(tensors, problem, wanted, POLICY, allowed=allowed)
+        held = [weakref.ref(item) for item in (tensors.query, tensors.key, tensors.value)]
+        del tensors
+        assert [item() for item in held] == [None] * 3
+        assert later.value().sampled_rows > 0
 
     @pytest.mark.usefixtures("machine")
     def test_a_call_that_may_not_wait_is_exact_until_they_arrive_and_then_sketched(
