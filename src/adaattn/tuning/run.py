@@ -28,7 +28,7 @@ from adaattn.spec import AttentionProblem, Cell, HardwareFacts, Precision, Timin
 from adaattn.tuning.cell import Effort, cell_of, measure_cell
 from adaattn.tuning.grid import Asked, default_grid
 
-__all__ = ["tune"]
+__all__ = ["keep", "tune"]
 
 _LOGGER = logging.getLogger("adaattn")
 
@@ -100,7 +100,7 @@ def tune(
     facts = describe(chosen)
     if load is not None:
         table = read_table(Path(load), facts)
-        _keep(facts, table, save)
+        keep(facts, table, save)
         return table
     if problems is None:
         asked = default_grid(chosen.type)
@@ -124,7 +124,7 @@ def tune(
         _LOGGER.warning("interrupted: %d of %d problems were measured", len(cells), len(asked))
     finally:
         table = stamped(facts, cells)
-        _keep(facts, table, save)
+        keep(facts, table, save)
     return table
 
 
@@ -151,7 +151,7 @@ def _measure(
         progress("", len(asked), len(asked))
 
 
-def _keep(facts: HardwareFacts, table: TimingTable, save: bool) -> None:
+def keep(facts: HardwareFacts, table: TimingTable, save: bool) -> None:
     """Save the times where that is wanted, and plan with them from now on."""
     if save and table.cells and save_table(facts, table):
         clear_cache()
