@@ -83,7 +83,7 @@ def tune(
         TableError: the file to load is damaged, of a later format, or for other hardware.
         DeviceError: the device is unknown.
         ArgumentError: a number is out of range, or a problem contradicts itself.
-        ArgumentTypeError: ``problems`` are others.
+        ArgumentTypeError: ``problems`` are others, or the budget is no number.
 
     Example:
         >>> import adaattn
@@ -93,6 +93,8 @@ def tune(
         >>> sorted(table.cells["fp32"][0].times)
         ['chunked', 'sdpa.flash', 'sdpa.math']
     """
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
+        raise ArgumentTypeError.got("budget_s", "a positive number of seconds", repr(budget_s))
     if not budget_s > 0:
         raise ArgumentError.got("budget_s", "a positive number of seconds", budget_s)
     require_integer("rounds", rounds, least=1)
