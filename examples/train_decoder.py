@@ -47,8 +47,10 @@ def main():
             print(f"  {entry.candidate}: {entry.reason}")
     if options.plot:
         plot(options.plot, {"adaptive rank": losses, "exact": exact})
-    sizes = [f"--length={options.length}", f"--error-budget={options.error_budget}"]
-    command = [sys.executable, Path(__file__).with_name("training_memory.py"), *sizes]
+    same = {"length": options.length, "error-budget": options.error_budget, "seed": options.seed}
+    same["steps"] = min(options.steps, 10)
+    command = [sys.executable, Path(__file__).with_name("training_memory.py")]
+    command += [f"--{name}={value}" for name, value in same.items()]
     subprocess.run(command, check=True)
 
 

@@ -7,7 +7,7 @@ Shape legend in `adaattn.spec`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 import torch
 
@@ -20,7 +20,7 @@ from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.options import TENSORS
-from adaattn.call.outputs import AuxRequest
+from adaattn.call.outputs import AuxOutput, AuxRequest
 from adaattn.call.recent import Found, Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.errors import ArgumentTypeError
@@ -84,6 +84,73 @@ def _repeated(function: _F) -> _F:
         return known(query, key, value, attn_mask, *others, None, None, tag)
 
     return cast("_F", attention)
+
+
+class _Options(TypedDict, total=False):
+    """Keywords of the public call that do not decide what it returns, for type checkers."""
+
+    scale: float | torch.Tensor | None
+    enable_gqa: bool
+    align: str | Align
+    window: Sequence[int] | torch.Tensor | None
+    dilation: int
+    softcap: float | torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    blocks: BlockList | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    batch_invariant: bool
+    policy: PolicyLike | None
+    plan: Plan | None
+    backend: str
+    tag: str
+    layer: int
+    history: History | None
+
+
+@overload
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_aux: Literal[False] | None = None,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_aux: AuxRequest | Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[torch.Tensor, AuxOutput]: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    return_aux: AuxRequest | bool | None,
+    **options: Unpack[_Options],
+) -> Any: ...
 
 
 @_repeated

@@ -341,6 +341,11 @@ def test_the_caller_s_random_state_and_modes_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        (
+            {"budget_s": "1"},
+            ArgumentTypeError,
+            "budget_s: expected a positive number of seconds, got",
+        ),
         ({"budget_s": 0.0}, ArgumentError, "budget_s: expected a positive number"),
         ({"budget_s": float("nan")}, ArgumentError, "budget_s: expected a positive number"),
         ({"rounds": 0}, ArgumentError, "rounds: expected an integer of at least 1, got 0"),

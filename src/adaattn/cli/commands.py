@@ -122,6 +122,25 @@ def plan(
     ] = "top_left",
     dilation: Annotated[int, typer.Option(help="Only keys at multiples of this distance.")] = 1,
     softcap: Annotated[float, typer.Option(help="c in c*tanh(s/c); 0 is none.")] = 0.0,
+    attn_mask: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bool|float[:SHAPE]", help="A mask [Sq, Sk], or of a shape such as 1,1,1,512."
+        ),
+    ] = None,
+    alibi_slopes: Annotated[bool, typer.Option("--alibi-slopes", help="ALiBi, [Hq].")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="Learned sinks, [Hq].")] = False,
+    dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
+    cu_seqlens_q: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,N,...,Sq", help="Bounds of packed sequences; Sq and Sk are all tokens."
+        ),
+    ] = None,
+    cu_seqlens_k: Annotated[
+        str | None,
+        typer.Option(metavar="0,N,...,Sk", help="Those of the keys, if other."),
+    ] = None,
     policy: Annotated[str, typer.Option(help=f"{_POLICY}.")] = "quality",
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, cuda:N, or a card that need not be here: h200.")
@@ -155,6 +174,12 @@ def plan(
                 align=align,
                 dilation=dilation,
                 softcap=softcap,
+                attn_mask=attn_mask,
+                alibi_slopes=alibi_slopes,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
                 policy=policy,
                 device=device,
                 error_budget=error_budget,

@@ -1,16 +1,21 @@
 """``adaattn plan``: the decision for a call described by its sizes, with every reason."""
 
-import math
 import re
 from dataclasses import dataclass, replace
 
-from adaattn.backends import capabilities
+import torch
+
+from adaattn._dtypes import torch_dtype
+from adaattn.backends import capabilities, capability_named
+from adaattn.call.arguments import Arguments
+from adaattn.call.describe import build_call
 from adaattn.cli.console import STDOUT, check_outputs, refusal, write_json
-from adaattn.cli.machines import facts_of
+from adaattn.cli.machines import CARDS, facts_of
 from adaattn.errors import ArgumentError, DTypeError, PlanError, ShapeError
-from adaattn.planning import decide
+from adaattn.hardware.probe import resolve
+from adaattn.planning import decide, reasons
 from adaattn.policies import resolve_policy
-from adaattn.spec import Align, AttentionProblem, Decision, HardwareFacts, Policy, Precision
+from adaattn.spec import AttentionProblem, Decision, HardwareFacts, Policy, Precision
 
 __all__ = ["PlanRequest", "decision_for", "problem_of", "run_plan"]
 
@@ -21,6 +26,9 @@ _DTYPES = {
     "float16": Precision.FP16,
 }
 _DTYPES |= {precision.label: precision for precision in _DTYPES.values()}
+
+_MOST = 2**31 - 1
+"""Of a size; tensors of more numbers than its square cannot be described."""
 
 _UNITS = {
     "": 1,
@@ -45,6 +53,12 @@ class PlanRequest:
     align: str = "top_left"
     dilation: int = 1
     softcap: float = 0.0
+    attn_mask: str | None = None
+    alibi_slopes: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    cu_seqlens_q: str | None = None
+    cu_seqlens_k: str | None = None
     policy: str = "quality"
     device: str = "auto"
     error_budget: float | None = None
@@ -67,12 +81,14 @@ def run_plan(request: PlanRequest, *, json_path: str | None) -> None:
             write_json(json_path, refusal(error))
         raise
     if json_path is not None:
-        write_json(json_path, decision.to_dict() | {"device": hardware.name})
+        beside = {"device": hardware.name, "sdpa_default": _asked(problem)}
+        write_json(json_path, decision.to_dict() | beside)
     if json_path == STDOUT:
         return
     rates = hardware.rates.source
     print(f"{hardware.name or hardware.device_type} (rates: {rates})")
     print(f"workspace {decision.workspace_bytes / 1e6:.3f} MB")
+    print(f"F.scaled_dot_product_attention: {_in_words(problem)}")
     print(decision.explain() if request.explains else decision)
     if decision.plan.error_budget and problem.len_k:
         print("  note: approximations are judged on the tensors themselves, which a plan by")
@@ -87,6 +103,9 @@ def decision_for(request: PlanRequest) -> tuple[AttentionProblem, HardwareFacts,
     """
     hardware = facts_of(request.device)
     problem = problem_of(request, hardware.device_type)
+    if request.device.lower() not in CARDS:
+        device = resolve(None if request.device == "auto" else request.device)
+        problem = replace(problem, sdpa_default=_described(request, device).sdpa_default)
     policy = _policy(request)
     problem = replace(problem, batch_invariant=policy.batch_invariant)
     decision = decide(problem, None, hardware, policy, capabilities())
@@ -94,39 +113,66 @@ def decision_for(request: PlanRequest) -> tuple[AttentionProblem, HardwareFacts,
 
 
 def problem_of(request: PlanRequest, device_type: str) -> AttentionProblem:
-    """Return the problem that the options describe.
+    """Return the problem that the options describe; what SDPA would choose is not asked.
 
     Raises:
         AdaAttnError: one of them cannot be understood.
     """
+    problem = _described(request, torch.device("cpu")).without_layout()
+    return replace(problem, device_type=device_type, sdpa_default="")
+
+
+def _described(request: PlanRequest, device: torch.device) -> AttentionProblem:
+    """Return the problem of a call with such tensors on a device, none of which takes memory."""
     batch, heads, kv_heads, len_q, len_k, head_dim, value_dim = _sizes(request.shape)
     if request.dtype not in _DTYPES:
         raise DTypeError.got("dtype", f"one of {', '.join(_DTYPES)}", request.dtype)
-    names = {align.name.lower(): align for align in Align}
-    if request.align not in names:
-        raise ArgumentError.got("align", " or ".join(names), request.align)
-    if request.dilation < 1:
-        raise ArgumentError.got("dilation", "at least 1", request.dilation)
-    if not (math.isfinite(request.softcap) and request.softcap >= 0):
-        raise ArgumentError.got("softcap", "0 or a positive number", request.softcap)
-    return AttentionProblem(
-        batch=batch,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        len_q=len_q,
-        len_k=len_k,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        precision=_DTYPES[request.dtype],
-        device_type=device_type,
-        scale=head_dim**-0.5,
+    dtype, grad = torch_dtype(_DTYPES[request.dtype]), request.backward
+
+    def tensor(*shape: int, grad: bool = grad, dtype: torch.dtype = dtype) -> torch.Tensor:
+        row = torch.empty(shape[-1:], dtype=dtype, device=device, requires_grad=grad)
+        return row.expand(shape)
+
+    mask = None
+    if request.attn_mask is not None:
+        is_bool, shape = _mask(request.attn_mask, (len_q, len_k))
+        mask = tensor(*shape, grad=False, dtype=torch.bool if is_bool else dtype)
+    starts_q = _starts("cu_seqlens_q", request.cu_seqlens_q, device)
+    starts_k = _starts("cu_seqlens_k", request.cu_seqlens_k, device)
+    arguments = Arguments(
+        attn_mask=mask,
+        dropout_p=request.dropout_p,
         is_causal=request.is_causal,
-        align=names[request.align],
+        enable_gqa=heads != kv_heads,
+        align=request.align,
         window=_window(request.window),
         dilation=request.dilation,
         softcap=request.softcap,
-        requires_grad=request.backward,
+        sinks=tensor(heads) if request.sinks else None,
+        alibi_slopes=tensor(heads, grad=False) if request.alibi_slopes else None,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_q if starts_k is None else starts_k,
     )
+    query = tensor(batch, heads, len_q, head_dim)
+    key, value = (tensor(batch, kv_heads, len_k, dim) for dim in (head_dim, value_dim))
+    return build_call(query, key, value, arguments).problem
+
+
+def _asked(problem: AttentionProblem) -> str | None:
+    """Return the kernel that SDPA would choose; "" if unknown, None where it has no such call."""
+    return None if _unsaid(problem) else problem.sdpa_default
+
+
+def _in_words(problem: AttentionProblem) -> str:
+    """Return what PyTorch's own function would do with a call."""
+    if unsaid := _unsaid(problem):
+        return f"no such call ({'; '.join(unsaid)})"
+    return problem.sdpa_default or "unknown, it tells on the device itself"
+
+
+def _unsaid(problem: AttentionProblem) -> tuple[str, ...]:
+    """Return what of a call PyTorch's function has no keyword for; () for nothing."""
+    return reasons(capability_named("sdpa.math"), problem, None)
 
 
 def _sizes(shape: str) -> tuple[int, int, int, int, int, int, int]:
@@ -138,6 +184,9 @@ def _sizes(shape: str) -> tuple[int, int, int, int, int, int, int]:
     if min(sizes) < 1:
         raise ShapeError.got("shape", "sizes of at least 1", shape)
     batch, heads, kv_heads, len_q, len_k, head_dim = sizes[:6]
+    numbers = batch * heads * max(len_q, len_k) * max(head_dim, sizes[-1], len_k)
+    if max(sizes) > _MOST or numbers > _MOST**2:
+        raise ShapeError.got("shape", f"sizes up to {_MOST}, scores up to its square", shape)
     if heads % kv_heads:
         raise ShapeError.got("Hq", f"a multiple of Hkv ({kv_heads})", heads)
     return batch, heads, kv_heads, len_q, len_k, head_dim, sizes[-1]
@@ -148,6 +197,24 @@ def _window(text: str) -> tuple[int, int]:
     if found is None:
         raise ArgumentError.got("window", "LEFT,RIGHT, each -1 or at least 0", text)
     return int(found[1]), int(found[2])
+
+
+def _mask(text: str, usual: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+    """Return whether a mask is boolean, and its shape."""
+    found = re.fullmatch(r"\s*(bool|float)\s*(?::\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*)?", text)
+    if found is None:
+        wanted = "bool or float, with a shape such as bool:1,1,1,512 where it is not Sq,Sk"
+        raise ArgumentError.got("attn_mask", wanted, text)
+    return found[1] == "bool", usual if found[2] is None else tuple(map(int, found[2].split(",")))
+
+
+def _starts(name: str, text: str | None, device: torch.device) -> torch.Tensor | None:
+    """Return the bounds of packed sequences."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", text) is None:
+        raise ArgumentError.got(name, "bounds of sequences such as 0,300,1024", text)
+    return torch.tensor([int(part) for part in text.split(",")], dtype=torch.int32, device=device)
 
 
 def _policy(request: PlanRequest) -> Policy:

@@ -23,6 +23,7 @@ from adaattn.hardware.probe import describe
 from adaattn.hardware.tables import own_path, table_text
 from adaattn.spec import Cell, TimingTable
 from adaattn.tuning import tune
+from adaattn.tuning.run import keep
 
 __all__ = ["TuneRequest", "run_tune"]
 
@@ -67,8 +68,9 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
     check_outputs(request.out, json_path)
     if not request.budget_s > 0:
         raise ArgumentError.got("--budget", "a positive number of seconds", request.budget_s)
+    loaded = None
     if request.load is not None:
-        read(request.load, facts)
+        loaded = read(request.load, facts)
         if problems:
             shapes = counted(len(problems), "shape")
             raise ArgumentError.got("--table", "no --shape beside it", shapes)
@@ -78,18 +80,19 @@ def run_tune(request: TuneRequest, *, json_path: str | None, shows_progress: boo
     shown = _Progress(errors, request.budget_s) if shows_progress and not request.load else None
     with _interrupts() as interrupts:
         try:
-            table = tune(
+            table = loaded or tune(
                 problems or None,
                 device=device,
                 budget_s=request.budget_s,
                 rounds=request.rounds,
                 save=request.out is None,
-                load=request.load,
                 progress=shown,
             )
         finally:
             if shown is not None:
                 shown.stop()
+    if loaded is not None:
+        keep(facts, loaded, save=request.out is None)
     if interrupts and not table.cells:
         raise KeyboardInterrupt
     if request.out is not None and table.cells:

@@ -49,7 +49,7 @@ def _default_gpu_rates(facts: HardwareFacts) -> Rates:
         flops=tuple(sorted((p, float(clock) * scale) for p, clock in per_clock.items())),
         bandwidth=gigabytes * 1e9 * facts.num_processors,
         launch_s=LAUNCH_S,
-        source=f"default of {facts.num_processors} multiprocessors",
+        source=f"default of {_counted(facts.num_processors, 'multiprocessor')}",
     )
 
 
@@ -75,5 +75,10 @@ def _default_cpu_rates(facts: HardwareFacts) -> Rates:
         # One thread cannot fill the memory bus; a desktop's two channels are full with two.
         bandwidth=1e10 * min(threads, 2),
         launch_s=LAUNCH_S,
-        source=f"default of {threads} threads",
+        source=f"default of {_counted(threads, 'thread')}",
     )
+
+
+def _counted(number: int, noun: str) -> str:
+    """Return how many there are of something."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaattn._numbers import require_flag, require_integer, require_number
 from adaattn.errors import ArgumentError, ArgumentTypeError, PolicyError
@@ -21,8 +21,9 @@ class Policy:
             path, at the input's dtype.
         memory_budget_bytes: most workspace a call may take beside its inputs and its output;
             None is what the device has.
-        methods: approximations that may be used.
-        precisions: precisions that products may be computed in, beside the input's own.
+        methods: approximations that may be used, or their names, such as ``"low_rank"``.
+        precisions: precisions that products may be computed in, beside the input's own, or their
+            names, such as ``"bf16"``.
         ranks: ranks that low rank may use; () leaves them to the head dimension.
         audit_rows: query rows per head that are sampled for a measurement, and checked after an
             approximation ran; with 0 ``auto`` never approximates, and what is asked for by name
@@ -52,6 +53,24 @@ class Policy:
     head_budgets: tuple[tuple[int, int, float], ...] = ()
     batch_invariant: bool = False
     provenance: str = ""
+
+    if TYPE_CHECKING:  # names will do where members are kept
+
+        def __init__(
+            self,
+            *,
+            name: str = "custom",
+            error_budget: float = 0.0,
+            memory_budget_bytes: int | None = None,
+            methods: tuple[Method | str, ...] = (),
+            precisions: tuple[Precision | str, ...] = (),
+            ranks: tuple[int, ...] = (),
+            audit_rows: int = 32,
+            check: str = "sampled",
+            head_budgets: tuple[tuple[int, int, float], ...] = (),
+            batch_invariant: bool = False,
+            provenance: str = "",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         """Refuse values that no plan could honour."""

@@ -28,7 +28,7 @@ from adaattn.spec import AttentionProblem, Cell, HardwareFacts, Precision, Timin
 from adaattn.tuning.cell import Effort, cell_of, measure_cell
 from adaattn.tuning.grid import Asked, default_grid
 
-__all__ = ["tune"]
+__all__ = ["keep", "tune"]
 
 _LOGGER = logging.getLogger("adaattn")
 
@@ -83,7 +83,7 @@ def tune(
         TableError: the file to load is damaged, of a later format, or for other hardware.
         DeviceError: the device is unknown.
         ArgumentError: a number is out of range, or a problem contradicts itself.
-        ArgumentTypeError: ``problems`` are others.
+        ArgumentTypeError: ``problems`` are others, or the budget is no number.
 
     Example:
         >>> import adaattn
@@ -93,6 +93,8 @@ def tune(
         >>> sorted(table.cells["fp32"][0].times)
         ['chunked', 'sdpa.flash', 'sdpa.math']
     """
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float):
+        raise ArgumentTypeError.got("budget_s", "a positive number of seconds", repr(budget_s))
     if not budget_s > 0:
         raise ArgumentError.got("budget_s", "a positive number of seconds", budget_s)
     require_integer("rounds", rounds, least=1)
@@ -100,7 +102,7 @@ def tune(
     facts = describe(chosen)
     if load is not None:
         table = read_table(Path(load), facts)
-        _keep(facts, table, save)
+        keep(facts, table, save)
         return table
     if problems is None:
         asked = default_grid(chosen.type)
@@ -124,7 +126,7 @@ def tune(
         _LOGGER.warning("interrupted: %d of %d problems were measured", len(cells), len(asked))
     finally:
         table = stamped(facts, cells)
-        _keep(facts, table, save)
+        keep(facts, table, save)
     return table
 
 
@@ -151,7 +153,7 @@ def _measure(
         progress("", len(asked), len(asked))
 
 
-def _keep(facts: HardwareFacts, table: TimingTable, save: bool) -> None:
+def keep(facts: HardwareFacts, table: TimingTable, save: bool) -> None:
     """Save the times where that is wanted, and plan with them from now on."""
     if save and table.cells and save_table(facts, table):
         clear_cache()

@@ -89,6 +89,22 @@ def test_ctrl_c_exits_with_130_and_one_line(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--version",), ("plan", "--shape", "1,1,1,8,8,8")])
+def test_a_full_disk_is_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "adaattn", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+    assert done.returncode == 2
+
+
 def test_ctrl_c_inside_a_command_exits_with_130(capsys: pytest.CaptureFixture[str]) -> None:
     import typer
 

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import adaattn
+from adaattn.call.arguments import Arguments
+from adaattn.call.describe import build_call
 from adaattn.cli.machines import CARDS, facts_of
-from adaattn.cli.plan import PlanRequest, decision_for
+from adaattn.cli.plan import PlanRequest, decision_for, problem_of
 from adaattn.errors import DeviceError
-from adaattn.spec import Align
+from adaattn.spec import Align, MaskKind
 
 SHAPE = "1,8,2,512,512,64"
 
@@ -88,13 +91,74 @@ def test_options_reach_the_problem_and_the_policy() -> None:
     assert (problem.batch, problem.len_q, problem.len_k) == (2, 100, 300)
     assert (problem.num_heads, problem.num_kv_heads) == (8, 4)
     assert (problem.head_dim, problem.value_dim) == (64, 32)
-    assert problem.window == (128, 0)
+    assert problem.window == (128, -1)  # to the right causal order says it
     assert problem.align is Align.BOTTOM_RIGHT
     assert (problem.dilation, problem.softcap) == (2, 30.0)
     assert problem.is_causal
     assert problem.requires_grad
     assert decision.policy == "balanced"
     assert decision.plan.error_budget == 0.25
+
+
+def test_masks_alibi_sinks_dropout_and_packed_sequences_are_described_as_calls_are() -> None:
+    shape = "1,8,2,512,512,64"
+    options = {"alibi_slopes": True, "sinks": True, "dropout_p": 0.1, "cu_seqlens_q": "0,100,512"}
+    problem, _, decision = decision_for(PlanRequest(shape=shape, device="cpu", **options))
+    query, key = torch.empty(1, 8, 512, 64), torch.empty(1, 2, 512, 64)
+    starts = torch.tensor([0, 100, 512], dtype=torch.int32)
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "enable_gqa": True, "dropout_p": 0.1}
+    beside = {"alibi_slopes": torch.ones(8), "sinks": torch.ones(8)}
+    arguments = Arguments(**given, **beside)
+    assert problem == build_call(query, key, key, arguments).problem.without_layout()
+    assert decision.plan == adaattn.plan_attention(query, key, key, **given, **beside).plan
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "shape"),
+    [
+        ("bool", MaskKind.BOOLEAN, (1, 1, 512, 512)),
+        ("float:8,1,512", MaskKind.ADDITIVE, (1, 8, 1, 512)),
+        ("bool: 1, 1, 1, 512", MaskKind.BOOLEAN, (1, 1, 1, 512)),
+    ],
+)
+def test_a_mask_is_of_all_pairs_or_of_the_shape_that_is_given(
+    text: str, kind: MaskKind, shape: tuple[int, ...]
+) -> None:
+    problem, _, _ = decision_for(PlanRequest(shape=SHAPE, attn_mask=text, device="h200"))
+    assert (problem.mask, problem.mask_shape) == (kind, shape)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "name"),
+    [
+        (("--device", "cpu"), "sdpa.flash", "sdpa.flash"),
+        (("--device", "cpu", "--dropout-p", "0.1"), "sdpa.math", "sdpa.math"),
+        (("--device", "cpu", "--softcap", "9"), "no such call (it does not support softcap)", None),
+        (("--device", "t4"), "unknown, it tells on the device itself", ""),
+    ],
+)
+def test_what_pytorch_would_choose_is_said(
+    invoke: Callable[..., Any], arguments: tuple[str, ...], words: str, name: str | None
+) -> None:
+    shape = ("--shape", "1,8,8,512,512,64")
+    told = invoke("plan", *shape, *arguments).stdout.splitlines()
+    assert told[2] == f"F.scaled_dot_product_attention: {words}"
+    assert json.loads(invoke("plan", *shape, *arguments, "--json").stdout)["sdpa_default"] == name
+
+
+def test_a_plan_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that no machine has room for are planned all the same."""
+    made = torch.empty
+    sizes: list[int] = []
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        found = made(*size, **options)
+        sizes.append(found.numel())
+        return found
+
+    monkeypatch.setattr(torch, "empty", empty)
+    problem_of(PlanRequest(shape="64,64,64,1000000,1000000,128", attn_mask="bool"), "cpu")
+    assert sum(sizes) < 10**7
 
 
 def test_a_number_is_a_policy() -> None:
@@ -108,6 +172,19 @@ def test_a_number_is_a_policy() -> None:
         (["--shape", "1,2,3"], "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
         (["--shape", "1,2,2,a,4,8"], "error: shape: expected B,Hq,Hkv,Sq,Sk,D"),
         (["--shape", "1,2,2,0,4,8"], "error: shape: expected sizes of at least 1"),
+        (["--shape", "1,8,8,4,9999999999,8"], "error: shape: expected sizes up to 2147483647"),
+        (["--shape", "1,999999999,1,999999999,1,64"], "error: shape: expected sizes up to"),
+        (["--shape", SHAPE, "--attn-mask", "int"], "error: attn_mask: expected bool or float, "),
+        (
+            ["--shape", SHAPE, "--attn-mask", "bool:3,512"],
+            "error: attn_mask: expected a shape",
+        ),
+        (["--shape", SHAPE, "--attn-mask", "bool", "--causal"], "error: attn_mask with is_causal"),
+        (["--shape", SHAPE, "--dropout-p", "2"], "error: dropout_p: expected a probability in"),
+        (["--shape", SHAPE, "--cu-seqlens-q", "512"], "error: cu_seqlens_q: expected at least two"),
+        (["--shape", SHAPE, "--cu-seqlens-q", "0;512"], "error: cu_seqlens_q: expected bounds of"),
+        (["--shape", SHAPE, "--cu-seqlens-q", "0,9,500"], "error: cu_seqlens_q: expected rising"),
+        (["--shape", SHAPE, "--cu-seqlens-k", "0,512"], "error: cu_seqlens_q and cu_seqlens_k: "),
         (["--shape", "1,8,3,4,4,8"], "error: Hq: expected a multiple of Hkv (3), got 8"),
         (["--shape", SHAPE, "--dtype", "int3"], "error: dtype: expected one of float64"),
         (
@@ -116,9 +193,12 @@ def test_a_number_is_a_policy() -> None:
         ),
         (["--shape", SHAPE, "--window", "1"], "error: window: expected LEFT,RIGHT"),
         (["--shape", SHAPE, "--window", "-2,0"], "error: window: expected LEFT,RIGHT"),
-        (["--shape", SHAPE, "--align", "middle"], "error: align: expected top_left or bottom"),
-        (["--shape", SHAPE, "--dilation", "0"], "error: dilation: expected at least 1"),
-        (["--shape", SHAPE, "--softcap", "nan"], "error: softcap: expected 0 or a positive"),
+        (["--shape", SHAPE, "--align", "middle"], "error: align: expected 'top_left' or 'bottom"),
+        (
+            ["--shape", SHAPE, "--dilation", "0"],
+            "error: dilation: expected an integer of",
+        ),
+        (["--shape", SHAPE, "--softcap", "nan"], "error: softcap: expected None or a finite"),
         (["--shape", SHAPE, "--policy", "fastest"], "error: policy: expected 'quality'"),
         (["--shape", SHAPE, "--error-budget", "2"], "error: error_budget: expected a number in"),
         (["--shape", SHAPE, "--memory-budget", "much"], "error: memory budget: expected bytes"),

@@ -120,6 +120,23 @@ def test_a_table_written_to_a_file_can_be_taken_over(
     assert len(list(cache.iterdir())) == 1
 
 
+def test_a_table_is_read_once_so_that_a_pipe_can_bring_it(
+    invoke: Callable[..., Any], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads = tmp_path / "table.json", []
+    assert invoke("tune", *SHAPE, "--out", str(path), "--no-progress").exit_code == 0
+    read_text = Path.read_text
+
+    def counted(self: Path, *arguments: Any, **options: Any) -> str:
+        reads.append(self)
+        return read_text(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    assert invoke("tune", "--device", "cpu", "--table", str(path)).exit_code == 0
+    assert reads.count(path) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ import torch
 
 from adaattn.errors import DeviceError
 from adaattn.hardware import clear_cache, probe
-from adaattn.spec import Precision
+from adaattn.hardware.defaults import default_rates
+from adaattn.spec import HardwareFacts, Precision
 
 # The package exports a function of the module's name.
 probe_module = importlib.import_module("adaattn.hardware.probe")
@@ -118,6 +120,12 @@ def test_a_known_card_gets_its_data_sheet_and_an_unknown_one_a_default(
     slice_rates = probe("cuda").rates
     assert slice_rates.source == "default of 14 multiprocessors"
     assert slice_rates.flops_of(BF16) < 0.2 * 312e12
+
+
+def test_one_thread_is_not_called_threads() -> None:
+    facts = HardwareFacts(device_type="cpu", num_processors=1)
+    assert default_rates(facts).source == "default of 1 thread"
+    assert default_rates(replace(facts, num_processors=2)).source == "default of 2 threads"
 
 
 def test_plain_cuda_is_the_current_device(
