@@ -1,4 +1,4 @@
-"""Launches of kernels in Gluon whose tensors TMA copies."""
+"""Kernels in Gluon compiled, and launched with tensors that TMA copies."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
