@@ -318,7 +318,7 @@ def tile_scores(
 ) -> torch.Tensor:
     """Return the scores of some rows after scale, softcap, bias and masks: [B, Hq, R, C]."""
     dtype = accumulation_dtype(tensors.query.dtype)
-    query = _take_rows(tensors.query, rows).to(dtype) * problem.scale
+    query = tensors.query.index_select(2, rows).to(dtype) * problem.scale
     if tensors.head_scale is not None:
         query = query * tensors.head_scale[:, None, None].to(dtype)
     keys = tensors.key[:, :, cols.start : cols.stop].to(dtype)
@@ -380,11 +380,6 @@ def _entropy(weights: torch.Tensor) -> torch.Tensor:
     positive = weights > 0
     logs = torch.where(positive, weights, 1.0).log()
     return -(weights * logs).sum(-1) / LN_2
-
-
-def _take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of [B, H, S, X] by number."""
-    return tensor.index_select(2, rows)
 
 
 def _mask_rows(mask: torch.Tensor, rows: torch.Tensor, cols: range) -> torch.Tensor:

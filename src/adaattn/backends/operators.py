@@ -129,19 +129,19 @@ def trained(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, aux=problem.aux | Aux.LSE)
 
 
-def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
+def operator(name: str, run: _Run, training: Training) -> _Run:
     """Return what calls ``run`` through the operator ``adaattn::<name>``.
 
     Args:
         name: of the operator.
         run: computes a problem.
-        training: how it is differentiated; None where it is not.
+        training: how it is differentiated.
     """
 
     def call(*given: Any) -> list[torch.Tensor]:
         tensors, problem, chunk_rows, seed = call_of(given)
         rest = None
-        if training is not None and problem.wants_gradients:
+        if problem.wants_gradients:
             result, rest = training.forward(tensors, problem, seed, chunk_rows)
         else:
             result = run(tensors, problem, chunk_rows)
@@ -151,16 +151,15 @@ def operator(name: str, run: _Run, training: Training | None = None) -> _Run:
 
     made = _custom_op(name, call, SCHEMA)
     made.register_fake(_fake)
-    if training is not None:
-        backward = _backward_operator(name, training)
-        made.register_autograd(partial(_differentiated, backward), setup_context=_keep)
+    backward = _backward_operator(name, training)
+    made.register_autograd(partial(_differentiated, backward), setup_context=_keep)
 
     def through(tensors: Tensors, problem: AttentionProblem, chunk_rows: int) -> Result:
         if not torch.compiler.is_compiling():
             check_untransformed(tensors.query, tensors.key, tensors.value)
         blocks, seed = tensors.blocks, None
         asked = problem
-        if training is not None and problem.wants_gradients:
+        if problem.wants_gradients:
             asked = trained(problem)
             seed = training.seed_of(tensors.query) if problem.dropout_p else None
         output, *statistics = made(

@@ -6,7 +6,7 @@ this file.
 
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaattn.backends import (
     block_sparse,
@@ -41,11 +41,20 @@ __all__ = [
 
 _Bind = Callable[[AttentionProblem, HeadGroup], Direct | None]
 
-_BY_NAME: Final[dict[str, Capability]] = {}
-_EXECUTORS: Final[dict[str, Executor]] = {}
-_DIRECT: Final[dict[str, _Bind]] = {}
-_SAMPLERS: Final[dict[str, Sampler]] = {}
-_READY: Final[dict[str, Callable[[AttentionProblem], bool]]] = {}
+_Ready = Callable[[AttentionProblem], bool]
+
+
+class _Registered(NamedTuple):
+    """What `register` was given for a name."""
+
+    capability: Capability
+    run: Executor
+    bind: _Bind | None
+    sample: Sampler | None
+    ready: _Ready | None
+
+
+_KNOWN: Final[dict[str, _Registered]] = {}
 
 
 def register(
@@ -53,7 +62,7 @@ def register(
     run: Executor,
     bind: _Bind | None = None,
     sample: Sampler | None = None,
-    ready: Callable[[AttentionProblem], bool] | None = None,
+    ready: _Ready | None = None,
 ) -> Callable[[], None]:
     """Add an executor under the names of its capabilities; return what takes it out again.
 
@@ -71,26 +80,18 @@ def register(
     """
     items = tuple(items)
     for item in items:
-        if item.name in _BY_NAME:
+        if item.name in _KNOWN:
             raise ArgumentError.got("name of an executor", "a new one", repr(item.name))
         if item.method is not Method.EXACT and (sample is None or item.methods is None):
             expected = "`methods` to try and a `sample` function that estimates its errors"
             raise ArgumentError.got(f"{item.name}, which approximates", expected, "none")
     for item in items:
-        _BY_NAME[item.name] = item
-        _EXECUTORS[item.name] = run
-        if bind is not None:
-            _DIRECT[item.name] = bind
-        if sample is not None:
-            _SAMPLERS[item.name] = sample
-        if ready is not None:
-            _READY[item.name] = ready
+        _KNOWN[item.name] = _Registered(item, run, bind, sample, ready)
     capabilities_asked_for.cache_clear()
 
     def remove() -> None:
         for item in items:
-            for known in (_BY_NAME, _EXECUTORS, _DIRECT, _SAMPLERS, _READY):
-                known.pop(item.name, None)
+            _KNOWN.pop(item.name, None)
         capabilities_asked_for.cache_clear()
 
     return remove
@@ -98,7 +99,7 @@ def register(
 
 def capabilities() -> tuple[Capability, ...]:
     """Return what every executor declares, in the order in which ties are broken."""
-    return tuple(_BY_NAME.values())
+    return tuple(known.capability for known in _KNOWN.values())
 
 
 def capability_named(name: str) -> Capability:
@@ -107,13 +108,13 @@ def capability_named(name: str) -> Capability:
     Raises:
         ArgumentError: there is none of that name.
     """
-    if name not in _BY_NAME:
+    if name not in _KNOWN:
         raise ArgumentError.got(
             "backend",
-            f"'auto', 'flash', 'unfused', 'sdpa' or one of {', '.join(_BY_NAME)}",
+            f"'auto', 'flash', 'unfused', 'sdpa' or one of {', '.join(_KNOWN)}",
             repr(name),
         )
-    return _BY_NAME[name]
+    return _KNOWN[name].capability
 
 
 @lru_cache(maxsize=256)
@@ -140,22 +141,23 @@ def capabilities_asked_for(backend: str) -> tuple[Capability, ...]:
 
 def load(name: str) -> Executor:
     """Return the executor of a capability; compiled kernels are imported when they first run."""
-    return _EXECUTORS[name]
+    return _KNOWN[name].run
 
 
 def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     """Return what an executor does for a problem, as short as it can be; None if `load` is it."""
     own = group.scheme.inputs is problem.precision and not group.heads
-    if not own or problem.aux is not Aux.NONE or group.capability not in _DIRECT:
+    known = _KNOWN.get(group.capability)
+    if not own or problem.aux is not Aux.NONE or known is None or known.bind is None:
         return None
-    return _DIRECT[group.capability](problem, group)
+    return known.bind(problem, group)
 
 
 def is_ready(problem: AttentionProblem, group: HeadGroup) -> bool:
     """Return whether what an executor compiles for a problem is there already."""
-    known = _READY.get(group.capability)
+    known = _KNOWN.get(group.capability)
     own = group.scheme.inputs is problem.precision and not group.heads
-    return known is not None and own and known(problem)
+    return known is not None and known.ready is not None and own and known.ready(problem)
 
 
 def samplers(
@@ -169,8 +171,9 @@ def samplers(
     """
     found: dict[Sampler, list[Capability]] = {}
     for item in allowed:
-        if item.method in methods and item.name in _SAMPLERS:
-            found.setdefault(_SAMPLERS[item.name], []).append(item)
+        known = _KNOWN.get(item.name)
+        if item.method in methods and known is not None and known.sample is not None:
+            found.setdefault(known.sample, []).append(item)
     return found
 
 

@@ -349,7 +349,5 @@ def _aligned(bias: torch.Tensor) -> torch.Tensor:
 
 def _repeated(tensor: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
     """Return k or v with one head for each query head, copied once whatever its layout."""
-    if problem.group_size == 1:
-        return tensor
     heads = tensor.unsqueeze(2).expand(-1, -1, problem.group_size, -1, -1)
     return heads.reshape(tensor.shape[0], problem.num_heads, *tensor.shape[2:])

@@ -22,7 +22,7 @@ from adaattn.backends.operators import (
     trained,
 )
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.spec import AttentionProblem, Aux
+from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["Differentiated", "drawn_seed", "with_statistics"]
 
@@ -45,52 +45,58 @@ class Differentiated:
             rounding takes from the log-sum-exp; where a plan says how many rows are computed at
             once, with ``chunk_rows``.
         backward_of: returns the backward pass of a problem, with ``chunk_rows`` likewise.
+        launcher: returns its function of repeated calls without gradients, likewise.
+        is_chunked: plans say how many rows are computed at once.
     """
 
     def __init__(
-        self, name: str, compute: Callable[..., Result], backward_of: Callable[..., _Backward]
+        self,
+        name: str,
+        compute: Callable[..., Result],
+        backward_of: Callable[..., _Backward],
+        launcher: Callable[..., Direct],
+        *,
+        is_chunked: bool = False,
     ) -> None:
         self.name = name
         self.compute = compute
         self._backward_of = backward_of
+        self._launcher = launcher
+        self._is_chunked = is_chunked
         passes = Training(
             seed_of=drawn_seed, forward=self._graph_forward, backward=self._graph_backward
         )
         self.operator = operator(name, self._eager, passes)
 
-    def attend(self, tensors: Tensors, problem: AttentionProblem, chunk_rows: int = 0) -> Result:
+    def run(self, tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
         """Return attention with the row outputs that ``problem.aux`` asks for.
 
         Args:
             tensors: of the call.
             problem: what to compute.
-            chunk_rows: rows that are computed at once; 0 where no plan says it.
+            group: says how many rows are computed at once, where plans do.
 
         Raises:
             ExecutorError: a kernel cannot be compiled here.
         """
+        chunk_rows = group.launch.chunk_rows if self._is_chunked else 0
         if is_watched(tensors.query):
             return self.operator(tensors, problem, chunk_rows)
         return self._eager(tensors, problem, chunk_rows)
 
-    def direct(
-        self,
-        problem: AttentionProblem,
-        launcher: Callable[[AttentionProblem], Direct],
-        chunk_rows: int = 0,
-    ) -> Direct:
+    def direct(self, problem: AttentionProblem, group: HeadGroup) -> Direct:
         """Return a problem's function of repeated calls.
 
         Args:
             problem: of the calls.
-            launcher: makes it where no gradient is wanted.
-            chunk_rows: as for `attend`.
+            group: as for `run`.
         """
+        chunk_rows = group.launch.chunk_rows if self._is_chunked else 0
         launch: Direct
         if problem.wants_gradients:
             launch = partial(self._output, trained(problem), chunk_rows)
         else:
-            launch = launcher(problem)
+            launch = self._launcher(problem, **_chunked(chunk_rows))
 
         def run(*given: Any) -> torch.Tensor:
             if is_observed(given[0]):

@@ -50,42 +50,34 @@ class AttentionClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._is_on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
 
     def wrap(self, attention: _Attention) -> _Attention:
         """Return the same function, timed."""
-        if self._device.type == "cuda":
-            return self._wrap_cuda(attention)
+        now = _recorded if self._is_on_gpu else time.perf_counter
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = now()
             result = attention(*args, **kwargs)
-            self._seconds += time.perf_counter() - start
+            self._spans.append((start, now()))
             return result
 
         return timed
 
     def read_ms(self) -> float:
         """Return the milliseconds since the last reading; on CUDA after a synchronisation."""
-        on_device = [float(start.elapsed_time(end)) for start, end in self._spans]
-        total = self._seconds * 1e3 + sum(on_device)
-        self._seconds = 0.0
-        self._spans = []
-        return total
+        spans, self._spans = self._spans, []
+        if self._is_on_gpu:
+            return sum((float(start.elapsed_time(end)) for start, end in spans), 0.0)
+        return sum((1e3 * (end - start) for start, end in spans), 0.0)
 
-    def _wrap_cuda(self, attention: _Attention) -> _Attention:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            result = attention(*args, **kwargs)
-            end.record()
-            self._spans.append((start, end))
-            return result
 
-        return timed
+def _recorded() -> torch.cuda.Event:
+    """Return an event of the device's current moment."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class EntropyProbe:

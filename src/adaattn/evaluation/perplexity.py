@@ -213,7 +213,7 @@ def _accepts(model: LanguageModel, implementation: str) -> bool:
 
 
 def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) -> list[Run]:
-    runs = [Run(name=_BASELINE, implementation=baseline, clock=AttentionClock(device))]
+    runs = [Run(name=baseline, implementation=baseline, clock=AttentionClock(device))]
     for policy in (Policy(name=_EXACT), *policies):
         runs.append(
             Run(
@@ -223,7 +223,6 @@ def _make_runs(baseline: str, policies: Sequence[Policy], device: torch.device) 
                 clock=AttentionClock(device),
             )
         )
-    runs[0].name = baseline
     return runs
 
 

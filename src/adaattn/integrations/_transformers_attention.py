@@ -110,7 +110,7 @@ def attention_forward(
     structure: object = None
     place: Place | None = None
     known: Bound | Miss = Miss.SKIP
-    if not is_traced() and (wanted := _collector()) and any(map(_names_weights, wanted)):
+    if not is_traced() and (wanted := _collector()) and any("attentions" in it for it in wanted):
         keywords["output_attentions"] = True
     if not (positional or is_traced()):
         if keywords.get("s_aux") is not None and keywords.get("sinks") is None:
@@ -159,11 +159,6 @@ def attention_forward(
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, key.shape[2] - call.tensors[1].shape[2]))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
-
-
-def _names_weights(name: str) -> bool:
-    """Return whether an output that is collected is attention weights."""
-    return "attentions" in name
 
 
 def _may_join(bias: torch.Tensor, mask: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ Deliberate approximation: the relative Frobenius error of each head is within it
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -108,13 +108,7 @@ def compare(
         f"worst at {index}: expected {float(exact[index]):.9g}, got {float(got[index]):.9g}, "
         f"error {comparison.worst_error:.3g}, bound {comparison.worst_bound:.3g}"
     )
-    return Comparison(
-        problems=(sentence,),
-        worst_index=index,
-        worst_error=comparison.worst_error,
-        worst_bound=comparison.worst_bound,
-        share_failing=comparison.share_failing,
-    )
+    return replace(comparison, problems=(sentence,))
 
 
 def assert_matches(

@@ -27,12 +27,7 @@ __all__ = [
 def differentiable(tensors: Tensors) -> dict[str, torch.Tensor]:
     """Return the tensors that want a gradient, by field name."""
     named = {name: getattr(tensors, name) for name in FLOATING}
-    return {name: tensor for name, tensor in named.items() if _wants_gradient(tensor)}
-
-
-def _wants_gradient(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor is there and wants a gradient."""
-    return tensor is not None and tensor.requires_grad
+    return {name: it for name, it in named.items() if it is not None and it.requires_grad}
 
 
 def gradients_of(result: Result, tensors: Tensors, *, seed: int = 1) -> dict[str, torch.Tensor]:

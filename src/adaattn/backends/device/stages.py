@@ -1,10 +1,24 @@
-"""What all kernels in Gluon do with stages of shared memory: layouts, rings, copies, products."""
+"""What all kernels in Gluon share: fields of aggregates, and stages of shared memory.
+
+Those are layouts, rings, copies, products.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from adaattn.backends.device.gluon import shaped_as, tma_load
+
+
+@gluon.constexpr_function
+def set_fields(aggregate, arguments, *others):
+    """Sets fields from the constructor's arguments that have their names; in capitals, constants.
+
+    Beside the aggregate itself all are fields but those that are named.
+    """
+    for name, value in arguments.items():
+        if name != "self" and name not in others:
+            setattr(aggregate, name, gl.constexpr(value) if name.isupper() else value)
 
 
 @gluon.constexpr_function

@@ -76,18 +76,13 @@ def _lists(problem: AttentionProblem) -> str:
     )
 
 
-def _training(problem: AttentionProblem) -> tuple[str, ...]:
-    """Return what its gradients are not for."""
-    refused = (
-        (problem.has_blocks, "a list of blocks"),
-        (problem.head_terms.value > 0, "numbers of each head"),
-    )
-    return tuple(text for applies, text in refused if applies)
-
-
 def _untrained(problem: AttentionProblem) -> str:
     """Return why gradients are not its, or ""."""
-    found = _training(problem) if problem.wants_gradients else ()
+    refused = {
+        "a list of blocks": problem.has_blocks,
+        "numbers of each head": problem.head_terms.value > 0,
+    }
+    found = [text for text, applies in refused.items() if applies and problem.wants_gradients]
     return f"it has no gradients with {', nor with '.join(found)}" if found else ""
 
 

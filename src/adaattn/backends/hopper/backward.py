@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.device.barriers import two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_add, tma_store
-from adaattn.backends.device.stages import copy, mma_layout, product
+from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
@@ -128,66 +128,10 @@ class Backward:
         ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
         IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED,
     ):  # fmt: skip
-        self.query = query
-        self.key = key
-        self.value = value
-        self.upstream = upstream
-        self.row_terms = row_terms
-        self.key_gradient = key_gradient
-        self.value_gradient = value_gradient
-        self.sums = sums
-        self.slopes = slopes
-        self.turns = turns
-        self.scale = scale
-        self.natural = natural
-        self.cap = cap
-        self.zero = zero
-        self.sizes = sizes
-        self.batch = batch
-        self.key_head = key_head
-        self.first_head = first_head
-        self.last_head = last_head
-        self.start_q = start_q
-        self.start_k = start_k
-        self.block = block
-        self.first_key = first_key
-        self.first_tile = first_tile
-        self.end_tile = end_tile
-        self.first_slot = first_slot
-        self.added_before = added_before
-        self.skipped = skipped
-        self.tiles_per_head = tiles_per_head
-        self.visits = visits
-        self.q = q
-        self.o = o
-        self.r = r
-        self.k = k
-        self.v = v
-        self.ds = ds
-        self.caps = caps
-        self.dq = dq
-        self.q_full = q_full
-        self.o_full = o_full
-        self.q_empty = q_empty
-        self.kv_full = kv_full
-        self.ds_full = ds_full
-        self.dq_full = dq_full
-        self.dq_empty = dq_empty
-        self.end = end
+        set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
         self.ROW_AXIS = gl.constexpr(1)
-        self.BLOCK_D = gl.constexpr(BLOCK_D)
         self.KEYS = gl.constexpr(BLOCK_N // 2)
-        self.IS_GROUPED = gl.constexpr(IS_GROUPED)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
-        self.IS_ALIGNED = gl.constexpr(IS_ALIGNED)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.FAST_TANH = gl.constexpr(FAST_TANH)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.IS_ORDERED = gl.constexpr(IS_ORDERED)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
         # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
         self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
         self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))

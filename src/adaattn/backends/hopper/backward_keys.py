@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.device.barriers import FREED_BY, meet, two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
-from adaattn.backends.device.stages import copy, mma_layout, product
+from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
 from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import (
@@ -110,56 +110,12 @@ class BackwardKeys:
         kv_full, q_full, o_full, BLOCK_D, BLOCK_V, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
-        self.query = query
-        self.key = key
-        self.value = value
-        self.upstream = upstream
-        self.row_terms = row_terms
-        self.key_gradient = key_gradient
-        self.value_gradient = value_gradient
-        self.slopes = slopes
-        self.mask = mask
-        self.scale = scale
-        self.natural = natural
-        self.cap = cap
-        self.sizes = sizes
-        self.batch = batch
-        self.key_head = key_head
-        self.first_head = first_head
-        self.last_head = last_head
-        self.start_q = start_q
-        self.start_k = start_k
-        self.first_key = first_key
-        self.first_tile = first_tile
-        self.end_tile = end_tile
-        self.first_slot = first_slot
-        self.skipped = skipped
-        self.visits = visits
-        self.q = q
-        self.o = o
-        self.k = k
-        self.v = v
-        self.p = p
-        self.lse = lse
-        self.delta = delta
-        self.kv_full = kv_full
-        self.q_full = q_full
-        self.o_full = o_full
+        set_fields(self, locals())
         self.ROWS = gl.constexpr(SPLIT_TILE)
         self.KEYS = gl.constexpr(SPLIT_TILE)
         self.ROW_AXIS = gl.constexpr(1)
-        self.BLOCK_D = gl.constexpr(BLOCK_D)
-        self.BLOCK_V = gl.constexpr(BLOCK_V)
-        self.IS_GROUPED = gl.constexpr(IS_GROUPED)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.IS_RAGGED = gl.constexpr(False)
-        self.IS_ALIGNED = gl.constexpr(IS_ALIGNED)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.FAST_TANH = gl.constexpr(FAST_TANH)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
         self.IS_ORDERED = gl.constexpr(False)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
         self.score_layout = gl.constexpr(mma_layout(64))
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.device.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
-from adaattn.backends.device.stages import copy, mma_layout, product
+from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
 from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
 from adaattn.backends.hopper.gradient_scores import (
     SPLIT_TILE,
@@ -95,48 +95,10 @@ class BackwardQueries:
         q, o, k, v, q_full, o_full, k_full, v_full, BLOCK_D, HAS_RIGHT, HAS_LEFT, IS_RAGGED,
         IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_PACKED,
     ):  # fmt: skip
-        self.query = query
-        self.key = key
-        self.value = value
-        self.upstream = upstream
-        self.query_gradient = query_gradient
-        self.row_terms = row_terms
-        self.slopes = slopes
-        self.mask = mask
-        self.scale = scale
-        self.natural = natural
-        self.cap = cap
-        self.zero = zero
-        self.sizes = sizes
-        self.batch = batch
-        self.head = head
-        self.last_head = last_head
-        self.key_head = key_head
-        self.start_q = start_q
-        self.start_k = start_k
-        self.first_row = first_row
-        self.start = start
-        self.end = end
-        self.q = q
-        self.o = o
-        self.k = k
-        self.v = v
-        self.q_full = q_full
-        self.o_full = o_full
-        self.k_full = k_full
-        self.v_full = v_full
+        set_fields(self, locals())
         self.ROWS = gl.constexpr(SPLIT_TILE)
         self.KEYS = gl.constexpr(SPLIT_TILE)
         self.ROW_AXIS = gl.constexpr(0)
-        self.BLOCK_D = gl.constexpr(BLOCK_D)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
-        self.IS_ALIGNED = gl.constexpr(IS_ALIGNED)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.FAST_TANH = gl.constexpr(FAST_TANH)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
         self.score_layout = gl.constexpr(mma_layout(64))
 
 

@@ -6,10 +6,10 @@ from adaattn.backends.compiled_before import is_noted
 from adaattn.backends.hopper.forward import bound, output_function
 from adaattn.backends.hopper.gradients import backward_of, noted_as
 from adaattn.backends.hopper.launch import choose
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Result
 from adaattn.backends.operators import trained
 from adaattn.backends.training import Differentiated
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem
 
 __all__ = ["KERNELS", "direct", "is_ready", "run"]
 
@@ -20,19 +20,8 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     return bound(problem)(*given)
 
 
-KERNELS: Final = Differentiated("hopper", _computed, backward_of)
-
-
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return attention by one launch."""
-    del group
-    return KERNELS.attend(tensors, problem)
-
-
-def direct(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
-    """Return the launch for tensors of the problem's kind."""
-    del group
-    return KERNELS.direct(problem, output_function)
+KERNELS: Final = Differentiated("hopper", _computed, backward_of, output_function)
+run, direct = KERNELS.run, KERNELS.direct
 
 
 def is_ready(problem: AttentionProblem) -> bool:

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from triton import compile as compile_source
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.device.gluon import GluonASTSource
+from adaattn.backends.device import tma
 from adaattn.backends.device.tma import Launcher, descriptor_type
 from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
-from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
+from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
 
 __all__ = ["compile_gradients", "constants_of", "gradient_kernels", "kinds_of"]
@@ -37,22 +35,15 @@ def compile_gradients(variant: GradientVariant, kind: str) -> Any:
         variant: what it depends on.
         kind: one of `kinds_of`.
     """
-    function = _FUNCTIONS[kind]
-    constants = constants_of(variant, kind)
-    types = dict.fromkeys(function.arg_names, "i32") | _types(variant, kind)
-    signature = {name: types[name] for name in function.arg_names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = GluonASTSource(
-        function,
-        signature=signature,
-        constexprs={(function.arg_names.index(name),): it for name, it in constants.items()},
-        attrs=_alignments(variant, kind, function.arg_names, signature),
+    types = _types(variant, kind)
+    return tma.compiled(
+        _FUNCTIONS[kind],
+        types,
+        constants_of(variant, kind),
+        alignments=_alignments(variant, kind, types),
+        # Of two warpgroups and the producer's.
+        registers=None if kind in _SMALL else 168,
     )
-    options: dict[str, Any] = {"num_warps": 4}
-    if kind not in _SMALL:
-        # At entry: two warpgroups and the producer's, which gives most of its own up.
-        options["maxnreg"] = 168
-    return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def gradient_kernels(variant: GradientVariant) -> tuple[Launcher, ...]:
@@ -71,44 +62,14 @@ def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
 
 def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel by name."""
-    sizes = {"BLOCK_M": variant.block_m, "BLOCK_D": variant.block_v}
-    if kind == "prepare":
-        return sizes | {
-            "HAS_LSE_GRADIENT": variant.has_lse_gradient,
-            "HAS_SUMS": not variant.is_split,
-            "IS_ORDERED": variant.is_ordered,
-            "IS_PACKED": variant.is_packed,
-        }
-    if kind == "finish":
-        return sizes | {"IS_PACKED": variant.is_packed}
-    shared = {
-        "BLOCK_D": variant.block_d,
-        "HAS_RIGHT": variant.has_right,
-        "HAS_LEFT": variant.has_left,
-        "IS_ALIGNED": variant.is_aligned,
-        "HAS_SOFTCAP": variant.has_softcap,
+    others = {
         "FAST_TANH": variant.has_fast_tanh,
-        "HAS_ALIBI": variant.has_alibi,
-        "IS_PACKED": variant.is_packed,
-        "TO_END": variant.to_end,
-    }
-    if kind == "main":
-        return shared | {
-            "BLOCK_M": variant.block_m,
-            "BLOCK_N": BLOCK_KEYS,
-            "IS_GROUPED": variant.is_grouped,
-            "IS_RAGGED": variant.is_ragged,
-            "IS_ORDERED": variant.is_ordered,
-        }
-    shared |= {
-        "BLOCK_V": variant.block_v,
         "MASK": int(variant.mask),
-        "MASK_HAS_ROWS": variant.mask_has_rows,
-        "MASK_IS_DENSE": variant.mask_is_dense,
+        "HAS_SUMS": not variant.is_split,
     }
-    if kind == "keys":
-        return shared | {"IS_GROUPED": variant.is_grouped}
-    return shared | {"IS_RAGGED": variant.is_ragged}
+    if kind in _SMALL:
+        others["BLOCK_D"] = variant.block_v
+    return tma.constants_of(_FUNCTIONS[kind], variant, **others)
 
 
 def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
@@ -150,21 +111,20 @@ def _plain(tile: list[int]) -> str:
     return f"tensordesc<fp32[{','.join(map(str, tile))}],{layout!r}>"
 
 
-def _alignments(
-    variant: GradientVariant, kind: str, names: list[str], signature: dict[str, str]
-) -> dict[tuple[int], list[list[Any]]]:
+def _alignments(variant: GradientVariant, kind: str, types: dict[str, str]) -> dict[str, int]:
     """Return what Triton may take for granted of addresses, strides and columns.
 
     Not of the log-sum-exp, its gradient and the bounds of packed sequences, which may begin
     anywhere; of kernels with products, of the mask alone.
     """
-    found: dict[tuple[int], list[list[Any]]] = {}
-    for place, name in enumerate(names):
-        if kind not in _SMALL:
-            if variant.mask_is_aligned and name in ("mask", *_STRIDES_OF_MASK[:3]):
-                found[place,] = [["tt.divisibility", MASK_ALIGNMENT]]
-        elif signature[name].startswith("*") and not name.startswith(("lse", "starts")):
-            found[place,] = [["tt.divisibility", _ADDRESS_BYTES]]
-        elif name.startswith("stride_") or name == "columns":
-            found[place,] = [["tt.divisibility", _STEP]]
+    if kind not in _SMALL:
+        names = ("mask", *_STRIDES_OF_MASK[:3]) if variant.mask_is_aligned else ()
+        found = dict.fromkeys(names, MASK_ALIGNMENT)
+        return {name: step for name, step in found.items() if name in _FUNCTIONS[kind].arg_names}
+    found = {}
+    for name in _FUNCTIONS[kind].arg_names:
+        if name.startswith("stride_") or name == "columns":
+            found[name] = _STEP
+        elif types.get(name, "").startswith("*") and not name.startswith(("lse", "starts")):
+            found[name] = _ADDRESS_BYTES
     return found

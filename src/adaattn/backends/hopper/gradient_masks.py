@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from adaattn.backends.device.gluon import aggregate
+from adaattn.backends.device.stages import set_fields
 from adaattn.backends.hopper.gradient_scores import beside
 from adaattn.backends.hopper.scores import ADDITIVE, BOOLEAN, LOG2_E, NO_MASK, numbers
 
@@ -29,14 +30,7 @@ class Mask:
 
     @gluon.constexpr_function
     def __init__(self, start, stride_b, stride_h, stride_m, stride_n, KIND, HAS_ROWS, IS_DENSE):
-        self.start = start
-        self.stride_b = stride_b
-        self.stride_h = stride_h
-        self.stride_m = stride_m
-        self.stride_n = stride_n
-        self.KIND = gl.constexpr(KIND)
-        self.HAS_ROWS = gl.constexpr(HAS_ROWS)
-        self.IS_DENSE = gl.constexpr(IS_DENSE)
+        set_fields(self, locals())
 
 
 @gluon.jit

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from adaattn.backends.allocation import unfilled
+from adaattn.backends.device.launch import address_of
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
 from adaattn.backends.masks import stream_of
 
 __all__ = ["Pass", "SinglePass", "SplitPass"]
 
 _Optional = torch.Tensor | None
+_Tensors = tuple[torch.Tensor, ...]
+_Optionals = tuple[_Optional, ...]
 _Strides = tuple[int, ...]
 _Numbers = tuple[int | float, ...]
 _Launch = Callable[..., None]
@@ -38,7 +41,7 @@ class Pass:
 
     def run(
         self,
-        read: tuple[torch.Tensor, ...],
+        read: _Tensors,
         lse: torch.Tensor,
         lse_upstream: _Optional,
         mask: _Optional,
@@ -63,12 +66,12 @@ class Pass:
             for item in written:  # tokens of no sequence
                 item.zero_()
         terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
-        sums, turns = self._summed(upstream)
-        stream, starts_q = stream_of(upstream), _address(starts[0])
-        of_rows = map(_address, (read[4], upstream, lse, lse_upstream, terms, sums, turns))
+        summed = self._summed(upstream)
+        stream, starts_q = stream_of(upstream), address_of(starts[0])
+        of_rows = map(address_of, (read[4], upstream, lse, lse_upstream, terms, *summed))
         self.launches[0](self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
         beside = slopes, *starts, mask
-        self._differentiate((*read[:4], terms, *written), stream, sums, turns, beside)
+        self._differentiate((*read[:4], terms, *written), stream, summed, beside)
         return written, terms
 
     def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
@@ -78,20 +81,14 @@ class Pass:
 
     @abstractmethod
     def _differentiate(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        stream: int,
-        sums: _Optional,
-        turns: _Optional,
-        beside: tuple[_Optional, ...],
+        self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
     ) -> None:
         """Launch the kernels behind the first.
 
         Args:
             tensors: q, k, v, the gradient of the output, terms of rows, and those to be written.
             stream: of the launches.
-            sums: of gradients of queries.
-            turns: in summing.
+            summed: sums of gradients of queries, and turns in summing.
             beside: slopes, starts of queries and of keys, and the mask.
         """
 
@@ -120,18 +117,14 @@ class SinglePass(Pass):
         return sums, turns
 
     def _differentiate(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        stream: int,
-        sums: _Optional,
-        turns: _Optional,
-        beside: tuple[_Optional, ...],
+        self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
     ) -> None:
-        slopes, *bounds = map(_address, beside[:3])
+        slopes, *bounds = map(address_of, beside[:3])
+        sums, turns = summed
         _, main, finish = self.launches
         copied = (*tensors[:5], *tensors[6:], sums)
-        main(self.num_blocks, stream, copied, slopes, _address(turns), *self.main, *bounds)
-        of_queries = map(_address, (sums, tensors[5]))
+        main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *bounds)
+        of_queries = map(address_of, (sums, tensors[5]))
         finish(self.num_tiles, stream, (), *of_queries, bounds[0], *self.finish)
 
 
@@ -154,23 +147,13 @@ class SplitPass(Pass):
     mask: tuple[int, ...]
 
     def _differentiate(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        stream: int,
-        sums: _Optional,
-        turns: _Optional,
-        beside: tuple[_Optional, ...],
+        self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
     ) -> None:
-        del sums, turns
-        slopes, *bounds_and_mask = map(_address, beside)
+        del summed
+        slopes, *bounds_and_mask = map(address_of, beside)
         _, keys, queries = self.launches
         others = (*bounds_and_mask, *self.mask)
         copied = (*tensors[:5], *tensors[6:])
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
-        copied, terms = (*tensors[:4], tensors[5]), _address(tensors[4])
+        copied, terms = (*tensors[:4], tensors[5]), address_of(tensors[4])
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
-
-
-def _address(tensor: _Optional) -> int:
-    """Return where a tensor begins: a number is launched faster than the tensor."""
-    return 0 if tensor is None else tensor.data_ptr()

@@ -22,7 +22,7 @@ __all__ = [
     "mask_bytes",
     "mask_dtype",
     "tile_bits",
-    "tiles_per_head",
+    "tiles_of",
 ]
 
 Sizes = tuple[int, ...]
@@ -161,15 +161,11 @@ class Variant:
         return bool(self.head_terms & term)
 
 
-def choose(
-    problem: AttentionProblem, *, has_tiles: bool | None = None, staged: bool | None = None
-) -> Variant:
+def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
     """Return the kernel for a problem.
 
     Args:
         problem: what to compute; sizes, precision and features are read.
-        has_tiles: whether tiles come from a list; None: where their costs differ and the host
-            knows them.
         staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
     right, left = edges(problem)
@@ -191,12 +187,12 @@ def choose(
     unaligned = own_windows or (right >= 0 and (apart or blind or edge % tiling.block_n != 0))
     hides_late = right >= 0 and (unaligned or edge < 0)
     has_left = own_windows or left >= 0
-    differ = (right >= 0 or left >= 0) and not on_device
     return Variant(
         tiling=tiling,
         precision=problem.precision,
         fixed=fixed,
-        has_tiles=differ if has_tiles is None else has_tiles,
+        # Where their costs differ and the host knows them.
+        has_tiles=(right >= 0 or left >= 0) and not on_device,
         is_packed=is_packed,
         to_end=to_end,
         list_ratio=problem.block_size[1] // tiling.block_n,
@@ -276,7 +272,7 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     masked = problem.mask is not MaskKind.NONE
     modified = masked or problem.has_alibi or problem.softcap > 0 or _scales_by_head(problem)
     sees_all = edges(problem) == (-1, -1) and not problem.by_head(HeadTerm.WINDOW)
-    len_q, len_k = _longest(problem)
+    len_q, len_k = problem.longest
     blind = problem.batch_invariant
     short = not sees_all and len_k <= 1024 and not blind
     narrow = problem.block_size[1] % 128 != 0
@@ -339,13 +335,6 @@ def _staged(problem: AttentionProblem, block_d: int, block_v: int, *, fixed: boo
     )
 
 
-def _longest(problem: AttentionProblem) -> tuple[int, int]:
-    """Return the rows and keys of a sequence; of packed ones, those of the longest."""
-    if problem.num_sequences:
-        return problem.max_len_q, problem.max_len_k
-    return problem.len_q, problem.len_k
-
-
 def _rows(len_q: int, block_m: int) -> int:
     """Return the rows that tiles of a height compute."""
     return -(-len_q // block_m) * block_m
@@ -366,11 +355,6 @@ def mask_dtype(problem: AttentionProblem) -> str:
 def mask_bytes(problem: AttentionProblem) -> int:
     """Return the bytes of a number of the mask."""
     return {"i8": 1, "fp32": 4}.get(mask_dtype(problem), 2)
-
-
-def tiles_per_head(problem: AttentionProblem, tiling: Tiling) -> int:
-    """Return the tiles of one head's query rows."""
-    return tiles_of(problem, problem.len_q, tiling.block_m)
 
 
 def tiles_of(problem: AttentionProblem, length: int, size: int) -> int:

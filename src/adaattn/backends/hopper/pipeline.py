@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from adaattn.backends.device.barriers import meet, meet_late
 from adaattn.backends.device.gluon import aggregate
-from adaattn.backends.device.stages import copy, mma_layout
+from adaattn.backends.device.stages import copy, mma_layout, set_fields
 from adaattn.backends.hopper.places import (
     corner,
     is_listed,
@@ -44,9 +44,7 @@ class Packing:
 
     @gluon.constexpr_function
     def __init__(self, starts_q, starts_k, num_sequences):
-        self.starts_q = starts_q
-        self.starts_k = starts_k
-        self.num_sequences = num_sequences
+        set_fields(self, locals())
 
 
 @aggregate
@@ -67,14 +65,7 @@ class Lists:
 
     @gluon.constexpr_function
     def __init__(self, counts, indices, stride_b, stride_h, rows, width, most, num_blocks):
-        self.counts = counts
-        self.indices = indices
-        self.stride_b = stride_b
-        self.stride_h = stride_h
-        self.rows = rows
-        self.width = width
-        self.most = most
-        self.num_blocks = num_blocks
+        set_fields(self, locals())
 
 
 @aggregate
@@ -143,56 +134,8 @@ class Call:
         BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M, OUT_PARTS, LATE, HAS_TILES,
         IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY, dropped, HAS_DROPPED,
     ):  # fmt: skip
-        self.query = query
-        self.key = key
-        self.value = value
-        self.out = out
-        self.mask = mask
-        self.lse = lse
-        self.row_max = row_max
-        self.entropy = entropy
-        self.tiles = tiles
-        self.flags = flags
-        self.terms = terms
-        self.sizes = sizes
-        self.packing = packing
-        self.lists = lists
-        self.num_tiles = num_tiles
-        self.tiles_per_head = tiles_per_head
-        self.tile_bits = tile_bits
-        self.tiles_per_block = tiles_per_block
-        self.num_heads = num_heads
-        self.group_size = group_size
-        self.q = q
-        self.k = k
-        self.v = v
-        self.o = o
-        self.m = m
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.k_full = k_full
-        self.v_full = v_full
-        self.m_full = m_full
-        self.done = done
-        self.NUM_WARPGROUPS = gl.constexpr(NUM_WARPGROUPS)
+        set_fields(self, locals())
         self.BLOCK_M = gl.constexpr(64 * NUM_WARPGROUPS)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.BLOCK_V = gl.constexpr(BLOCK_V)
-        self.STAGES_K = gl.constexpr(STAGES_K)
-        self.STAGES_V = gl.constexpr(STAGES_V)
-        self.STAGES_Q = gl.constexpr(STAGES_Q)
-        self.STAGES_M = gl.constexpr(STAGES_M)
-        self.OUT_PARTS = gl.constexpr(OUT_PARTS)
-        self.LATE = gl.constexpr(LATE)
-        self.HAS_TILES = gl.constexpr(HAS_TILES)
-        self.IS_PACKED = gl.constexpr(IS_PACKED)
-        self.TO_END = gl.constexpr(TO_END)
-        self.LIST_RATIO = gl.constexpr(LIST_RATIO)
-        self.HAS_LSE = gl.constexpr(HAS_LSE)
-        self.HAS_ROW_MAX = gl.constexpr(HAS_ROW_MAX)
-        self.HAS_ENTROPY = gl.constexpr(HAS_ENTROPY)
-        self.dropped = dropped
-        self.HAS_DROPPED = gl.constexpr(HAS_DROPPED)
         self.score_layout = gl.constexpr(mma_layout(BLOCK_N))
         self.out_layout = gl.constexpr(mma_layout(BLOCK_V))
         self.weight_layout = gl.constexpr(

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from adaattn import _constants
 from adaattn.backends.device.gluon import aggregate
+from adaattn.backends.device.stages import set_fields
 from adaattn.backends.hopper.scores import Sizes
 
 WRAP = gl.constexpr(_constants.TMA_WRAP)
@@ -28,12 +29,7 @@ class PackedTile:
 
     @gluon.constexpr_function
     def __init__(self, number, first_row, start_q, len_q, start_k, len_k):
-        self.number = number
-        self.first_row = first_row
-        self.start_q = start_q
-        self.len_q = len_q
-        self.start_k = start_k
-        self.len_k = len_k
+        set_fields(self, locals())
 
 
 @aggregate
@@ -55,13 +51,7 @@ class ListedTile:
 
     @gluon.constexpr_function
     def __init__(self, number, entries, num, begin, end, first_key, len_k):
-        self.number = number
-        self.entries = entries
-        self.num = num
-        self.begin = begin
-        self.end = end
-        self.first_key = first_key
-        self.len_k = len_k
+        set_fields(self, locals())
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from adaattn._constants import LOG2_E
 from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.block_list import list_strides
 from adaattn.backends.compiled_before import note
+from adaattn.backends.device.launch import address_of
 from adaattn.backends.hopper.launch import (
     MASK_ALIGNMENT,
     Sizes,
@@ -23,12 +24,12 @@ from adaattn.backends.hopper.launch import (
     edges,
     key_blocks,
     tile_bits,
-    tiles_per_head,
+    tiles_of,
 )
 from adaattn.backends.hopper.order import heads_together, schedule
 from adaattn.backends.hopper.views import head_view, is_staged, mask_view
 from adaattn.backends.interface import STATISTICS, Result
-from adaattn.backends.masks import stream_of, with_rank
+from adaattn.backends.masks import broadcast_strides, stream_of, with_rank
 from adaattn.backends.own_kernels import compiling
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux, HeadTerm
@@ -193,18 +194,18 @@ class Prepared:
         ) if self.stored else (None, None, None, None)  # fmt: skip
         copied = (query, key, value, out, mask) if self.copies_mask else (query, key, value, out)
         first = self.num_blocks, stream_of(query), copied
-        rows = *map(_address, (lse, row_max, entropy)), tiles, _address(flags)
+        rows = *map(address_of, (lse, row_max, entropy)), tiles, address_of(flags)
         if self.plain is not None:
             self.launch(*first, *rows, *self.plain)
         else:
             self.launch(
                 *first,
                 *rows,
-                *map(_address, (mask, sinks, slopes)),
+                *map(address_of, (mask, sinks, slopes)),
                 *self.scalars,
-                *map(_address, beside),
+                *map(address_of, beside),
                 *self.numbers,
-                *map(_address, (*by_head, dropped)),
+                *map(address_of, (*by_head, dropped)),
             )
         if not self.has_lse:
             lse = None
@@ -216,7 +217,7 @@ class Prepared:
         out = unfilled(query, self.out_shape, self.out_strides)
         flags = self._flags(query)
         copied = query, key, value, out
-        rows = 0, 0, 0, self._tiles(), _address(flags)
+        rows = 0, 0, 0, self._tiles(), address_of(flags)
         self.launch(self.num_blocks, stream_of(query), copied, *rows, *self.plain)
         return out
 
@@ -232,12 +233,7 @@ class Prepared:
             return 0
         if tiles.is_copied is not None:
             tiles.settle()
-        return _address(tiles.tensor)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    """Return where a tensor begins: a number is launched faster than the tensor."""
-    return 0 if tensor is None else tensor.data_ptr()
+        return address_of(tiles.tensor)
 
 
 def prepare(problem: AttentionProblem, given: Given) -> Prepared:
@@ -263,7 +259,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     num_blocks = probe(query.device).num_processors
     tiles, lasting = _tiles(problem, known_by, num_blocks, query.device)
     variant = _for_tensors(replace(known_by, has_tiles=tiles is not None), given)
-    per_head = tiles_per_head(problem, variant.tiling)
+    per_head = tiles_of(problem, problem.len_q, variant.tiling.block_m)
     num_tiles = per_head * problem.batch * problem.num_heads
     num_blocks = min(num_blocks, num_tiles)
     per_block = -(-num_tiles // num_blocks) if tiles is None else tiles.tensor.shape[1] - 1
@@ -366,9 +362,7 @@ def strides_of(mask: torch.Tensor | None, slopes: torch.Tensor | None) -> tuple[
     by_batch = 0 if slopes is None or slopes.dim() < 2 or slopes.shape[0] == 1 else slopes.stride(0)
     if mask is None:
         return by_batch, 0, 0, 0, 0
-    full = with_rank(mask, 4)
-    strides = zip(full.shape, full.stride(), strict=True)
-    return by_batch, *(0 if size == 1 else stride for size, stride in strides)
+    return by_batch, *broadcast_strides(with_rank(mask, 4))
 
 
 def _lists(problem: AttentionProblem, given: Given) -> tuple[int, ...]:
@@ -395,7 +389,7 @@ def _tiles(
     call outside of it.
     """
     heads = problem.batch * problem.num_heads
-    per_head = tiles_per_head(problem, variant.tiling)
+    per_head = tiles_of(problem, problem.len_q, variant.tiling.block_m)
     if not variant.has_tiles or per_head * heads > _MOST_LISTED:
         return None, True
     tiling = variant.tiling

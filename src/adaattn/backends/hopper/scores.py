@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from adaattn import _constants
 from adaattn.backends.device.gluon import aggregate
+from adaattn.backends.device.stages import set_fields
 
 NOTHING = gl.constexpr(-float("inf"))
 LOG2_E = gl.constexpr(_constants.LOG2_E)
@@ -42,11 +43,7 @@ class Sizes:
 
     @gluon.constexpr_function
     def __init__(self, len_q, len_k, offset, left, right):
-        self.len_q = len_q
-        self.len_k = len_k
-        self.offset = offset
-        self.left = left
-        self.right = right
+        set_fields(self, locals())
 
 
 @aggregate
@@ -92,38 +89,10 @@ class Terms:
         HAS_ALIBI, MASK, MASK_HAS_ROWS, MASK_IS_DENSE, MASK_IS_FIRST, MASK_IS_STAGED,
         HAS_HEAD_SCALES, HAS_HEAD_WINDOWS, HAS_HEAD_SOFTCAPS,
     ):  # fmt: skip
-        self.scale = scale
-        self.cap = cap
-        self.sinks = sinks
-        self.slopes = slopes
-        self.slopes_stride = slopes_stride
-        self.mask = mask
-        self.mask_stride_b = mask_stride_b
-        self.mask_stride_h = mask_stride_h
-        self.mask_stride_m = mask_stride_m
-        self.mask_stride_n = mask_stride_n
-        self.head_scales = head_scales
-        self.head_windows = head_windows
-        self.head_softcaps = head_softcaps
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.HAS_UNALIGNED_RIGHT = gl.constexpr(HAS_UNALIGNED_RIGHT)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
-        self.MAY_HIDE = gl.constexpr(MAY_HIDE)
+        set_fields(self, locals(), "MASK_IS_FIRST")
         added_last = MASK == 2 and not MASK_IS_FIRST
         scaled_first = HAS_SOFTCAP or HAS_ALIBI or HAS_HEAD_SCALES
         self.IS_MODIFIED = gl.constexpr(scaled_first or added_last)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-        self.FAST_TANH = gl.constexpr(FAST_TANH)
-        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.HAS_ALIBI = gl.constexpr(HAS_ALIBI)
-        self.MASK = gl.constexpr(MASK)
-        self.MASK_HAS_ROWS = gl.constexpr(MASK_HAS_ROWS)
-        self.MASK_IS_DENSE = gl.constexpr(MASK_IS_DENSE)
-        self.MASK_IS_STAGED = gl.constexpr(MASK_IS_STAGED)
-        self.HAS_HEAD_SCALES = gl.constexpr(HAS_HEAD_SCALES)
-        self.HAS_HEAD_WINDOWS = gl.constexpr(HAS_HEAD_WINDOWS)
-        self.HAS_HEAD_SOFTCAPS = gl.constexpr(HAS_HEAD_SOFTCAPS)
 
 
 @gluon.jit

@@ -8,7 +8,7 @@ import torch
 from adaattn._constants import TMA_WRAP
 from adaattn.backends.device.launch import View
 from adaattn.backends.hopper.launch import Sizes, mask_bytes
-from adaattn.backends.masks import with_rank
+from adaattn.backends.masks import broadcast_strides, with_rank
 from adaattn.spec import AttentionProblem
 
 __all__ = [
@@ -97,15 +97,13 @@ def mask_view(mask: torch.Tensor) -> View:
     What one mask serves, expanded or not, is one place: the kernel's coordinate there is 0.
     """
     full = with_rank(mask, 4)
-    strides = [
-        0 if size == 1 else step for size, step in zip(full.shape, full.stride(), strict=True)
-    ]
+    strides = broadcast_strides(full)
     shape = [size if step else 1 for size, step in zip(full.shape, strides, strict=True)]
-    strides = [step or full.stride(2) for step in strides[:3]]
+    steps = [step or full.stride(2) for step in strides[:3]]
     if mask.dtype is torch.bool:
-        strides = [step // 2 for step in strides]
+        steps = [step // 2 for step in steps]
         shape[3] //= 2
-    return tuple(shape), (*strides, 1)
+    return tuple(shape), (*steps, 1)
 
 
 class Layouts(Generic[_T]):

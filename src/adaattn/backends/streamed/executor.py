@@ -13,7 +13,7 @@ from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Result
 from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
@@ -34,24 +34,9 @@ from adaattn.backends.streamed.planes import (
 )
 from adaattn.backends.streamed.products import multiply
 from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
-from adaattn.spec import AttentionProblem, HeadGroup
+from adaattn.spec import AttentionProblem
 
 __all__ = ["KERNELS", "direct", "is_ready", "run"]
-
-
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return exact attention, ``group.launch.chunk_rows`` query rows at a time.
-
-    Raises:
-        ExecutorError: a kernel cannot be compiled here.
-    """
-    return KERNELS.attend(tensors, problem, group.launch.chunk_rows)
-
-
-def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
-    """Return the function of repeated calls."""
-    rows = group.launch.chunk_rows
-    return KERNELS.direct(problem, lambda own: _Launcher(own, rows), rows)
 
 
 def is_ready(problem: AttentionProblem) -> bool:
@@ -63,9 +48,6 @@ def is_ready(problem: AttentionProblem) -> bool:
 def _computed(problem: AttentionProblem, *given: Any, chunk_rows: int = 0, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
     return with_statistics(_launcher(problem, chunk_rows), problem, given, others)
-
-
-KERNELS: Final = Differentiated("streamed", _computed, backward_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +144,7 @@ class _Prepared:
 class _Launcher:
     """Computes one problem; lengths and strides are those of each call."""
 
-    def __init__(self, problem: AttentionProblem, chunk_rows: int) -> None:
+    def __init__(self, problem: AttentionProblem, chunk_rows: int = 0) -> None:
         self._problem = problem
         self._chunk_rows = chunk_rows
         self._prepared: _Prepared | None = None
@@ -245,3 +227,5 @@ class _Launcher:
 
 
 _launcher = kept_by_problem(_Launcher)
+KERNELS: Final = Differentiated("streamed", _computed, backward_of, _Launcher, is_chunked=True)
+run, direct = KERNELS.run, KERNELS.direct

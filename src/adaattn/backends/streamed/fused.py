@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adaattn import _constants
 from adaattn.backends.device.barriers import meet, sum_in_thread, wait_for_writes
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
-from adaattn.backends.device.stages import advance, copy, mma_layout
+from adaattn.backends.device.stages import advance, copy, mma_layout, set_fields
 
 LINES = gl.constexpr(128)
 KEYS = gl.constexpr(128)
@@ -84,30 +84,7 @@ class Weights:
         self, query, key, out, read, totals, references, noted, scale, num_lines, num_rows, len_k,
         first, plane, line, k, o, p, k_full, p_full, done, KIND, PARTS, STAGES, IS_CAUSAL,
     ):  # fmt: skip
-        self.query = query
-        self.key = key
-        self.out = out
-        self.read = read
-        self.totals = totals
-        self.references = references
-        self.noted = noted
-        self.scale = scale
-        self.num_lines = num_lines
-        self.num_rows = num_rows
-        self.len_k = len_k
-        self.first = first
-        self.plane = plane
-        self.line = line
-        self.k = k
-        self.o = o
-        self.p = p
-        self.k_full = k_full
-        self.p_full = p_full
-        self.done = done
-        self.KIND = gl.constexpr(KIND)
-        self.PARTS = gl.constexpr(PARTS)
-        self.STAGES = gl.constexpr(STAGES)
-        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        set_fields(self, locals())
         self.TURNS = gl.constexpr(3 if KIND == SUMS else 1)
         self.layout = gl.constexpr(mma_layout(128))
         self.query_layout = gl.constexpr(

@@ -2,11 +2,7 @@
 
 from typing import Any, Final
 
-from triton import compile as compile_source
-from triton.backends.compiler import GPUTarget
-
-from adaattn.backends.device.gluon import GluonASTSource
-from adaattn.backends.device.tma import descriptor_type
+from adaattn.backends.device import tma
 from adaattn.backends.streamed import fused
 from adaattn.backends.streamed.fused_launch import Kind, Variant, boxes
 
@@ -20,29 +16,16 @@ _STAGES: Final = {Kind.SUMS: 11, Kind.GIVEN: 11, Kind.CHANGES: 9}
 
 def compile_weights(variant: Variant) -> Any:
     """Return Triton's compiled kernel for sm_90a; its loading waits for the first launch."""
-    names = fused.weights.arg_names
-    constants = constants_of(variant)
-    types = dict.fromkeys(names, "i32") | _OTHERS
+    types = dict(_OTHERS)
     for name, box in zip(_COPIED, boxes(variant.kind), strict=False):
-        types[name] = descriptor_type(variant.dtype, [1, *box])
-    source = GluonASTSource(
-        fused.weights,
-        signature=types | dict.fromkeys(constants, "constexpr"),
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={},
-    )
-    # Registers at entry: two warpgroups and the producer's, which gives most of its own up.
-    options = {"num_warps": 4, "maxnreg": 168}
-    return compile_source(source, target=GPUTarget("cuda", 90, 32), options=options)
+        types[name] = tma.descriptor_type(variant.dtype, [1, *box])
+    # Of two warpgroups and the producer's.
+    return tma.compiled(fused.weights, types, constants_of(variant), registers=168)
 
 
 def constants_of(variant: Variant) -> dict[str, Any]:
     """Return the compile-time arguments by name."""
     kind = variant.kind
-    constants = {
-        "KIND": kind.value,
-        "PARTS": variant.parts,
-        "STAGES": _STAGES[kind],
-        "IS_CAUSAL": variant.is_causal,
-    }
+    own = {"KIND": kind.value, "STAGES": _STAGES[kind]}
+    constants = tma.constants_of(fused.weights, variant, **own)
     return constants if kind is Kind.CHANGES else constants | {"read": None}

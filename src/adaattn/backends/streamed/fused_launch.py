@@ -10,7 +10,7 @@ import torch
 
 from adaattn._constants import LOG2_E
 from adaattn.backends.allocation import adjacent, unfilled
-from adaattn.backends.device.launch import Launch, View
+from adaattn.backends.device.launch import Launch, View, address_of
 from adaattn.backends.masks import stream_of
 from adaattn.backends.own_kernels import compiling
 from adaattn.backends.streamed.chunks import Chunk
@@ -149,7 +149,7 @@ class Fused:
             dense = (it.clone(memory_format=torch.contiguous_format) for it in copied[:2])
             self(chunk, (*dense, *copied[2:]), references, totals, noted)
             return
-        addresses = map(_address, (totals, references, noted))
+        addresses = map(address_of, (totals, references, noted))
         known.launch(known.num_blocks, stream_of(first), copied, *addresses, *known.numbers)
 
     def _bound_to(self, chunk: Chunk, copied: tuple[torch.Tensor, ...], layout: _Layout) -> _Bound:
@@ -303,11 +303,6 @@ def _view(tensor: torch.Tensor) -> View:
     planes, by_plane = tensor.shape[0], tensor.stride(0)
     by_line = tensor.stride(1) if tensor.shape[1] > 1 else -(-tensor.shape[2] // _STEP) * _STEP
     return tuple(tensor.shape), (by_plane if planes > 1 else by_line, by_line, 1)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    """Return where a tensor begins: a number is launched faster than the tensor."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from adaattn.backends.allocation import output_like, unfilled
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.masks import as_bytes
 from adaattn.backends.operators import Kept, trained
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem, sinks_gradient
@@ -26,7 +26,7 @@ from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.split import choose_splits, is_wide, partials, slices
 from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
 from adaattn.hardware import probe
-from adaattn.spec import AttentionProblem, HardwareFacts, HeadGroup
+from adaattn.spec import AttentionProblem, HardwareFacts
 
 __all__ = ["CAPABILITIES", "KERNELS", "direct", "is_ready", "run"]
 
@@ -39,22 +39,6 @@ _ALIGNED_BYTES: Final = 16
 
 _Optional = torch.Tensor | None
 _Made = tuple[tuple[Launch, ...], tuple[int, ...]]
-
-
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return exact attention of few rows and keys.
-
-    Raises:
-        ExecutorError: a kernel cannot be compiled here.
-    """
-    del group
-    return KERNELS.attend(tensors, problem)
-
-
-def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
-    """Return the function of repeated calls."""
-    del group
-    return KERNELS.direct(problem, _Launcher)
 
 
 def is_ready(problem: AttentionProblem) -> bool:
@@ -265,7 +249,8 @@ def _backward_launches(
 
 
 _launcher, _backward = kept_by_problem(_Launcher), kept_by_problem(_Backward)
-KERNELS: Final = Differentiated("small", _computed, _backward)
+KERNELS: Final = Differentiated("small", _computed, _backward, _Launcher)
+run, direct = KERNELS.run, KERNELS.direct
 
 
 def _whole(problem: AttentionProblem) -> Chunk:

@@ -11,7 +11,7 @@ from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
+from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
@@ -21,9 +21,9 @@ from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import backward_of
 from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
 from adaattn.hardware import probe
-from adaattn.spec import AttentionProblem, Aux, HeadGroup
+from adaattn.spec import AttentionProblem, Aux
 
-__all__ = ["direct", "is_ready", "run"]
+__all__ = ["KERNELS", "direct", "is_ready", "run"]
 
 _OVERLAPS_FROM: Final = (9, 0)
 """Compute capability of GPUs that launch a kernel before the one it waits for has ended."""
@@ -36,25 +36,9 @@ _Lying = tuple[_Sizes, _Sizes]
 _NO_STATISTICS: Final = (None,) * len(STATISTICS)
 
 
-def run(tensors: Tensors, problem: AttentionProblem, group: HeadGroup) -> Result:
-    """Return exact attention by the portable kernels.
-
-    Raises:
-        ExecutorError: the kernel cannot be compiled here.
-    """
-    del group
-    return KERNELS.attend(tensors, problem)
-
-
 def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     """Return the output and the statistics that the problem asks for."""
     return with_statistics(_launcher(problem), problem, given, others)
-
-
-def direct(problem: AttentionProblem, group: HeadGroup) -> Direct:
-    """Return the function of repeated calls: what they have in common is worked out once."""
-    del group
-    return KERNELS.direct(problem, _Launcher)
 
 
 def is_ready(problem: AttentionProblem) -> bool:
@@ -62,9 +46,6 @@ def is_ready(problem: AttentionProblem) -> bool:
     if problem.wants_gradients:
         return is_noted(GradientArguments(trained(problem)).known_by)
     return is_noted(Arguments(problem).known_by)
-
-
-KERNELS: Final = Differentiated("triton", _computed, backward_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +271,8 @@ class _Launcher:
 
 
 _launcher = kept_by_problem(_Launcher)
+KERNELS: Final = Differentiated("triton", _computed, backward_of, _Launcher)
+run, direct = KERNELS.run, KERNELS.direct
 
 
 def _halved(

@@ -87,14 +87,15 @@ def test_a_launch_hands_over_what_tritons_own_does(kind: str) -> None:
         variant = GradientVariant(block_d=columns, block_v=columns)
         assert kind in gradient_compiled.kinds_of(variant)
         types = gradient_compiled._types(variant, kind)
-        names = gradient_compiled._FUNCTIONS[kind].arg_names
+        function = gradient_compiled._FUNCTIONS[kind]
         constants = gradient_compiled.constants_of(variant, kind)
-        listed = [types.get(name, "constexpr" if name in constants else "i32") for name in names]
     else:
         mask = {"mask": MaskKind.ADDITIVE, "mask_shape": (1, 1, 256, 256)} if kind == "mask" else {}
         problem = make_problem(precision=Precision.BF16, head_dim=64, len_q=256, len_k=256, **mask)
         forward = choose(problem)
-        listed = list(compiled._signature(forward, compiled._constants(forward)).values())
+        types, constants = compiled._types(forward), compiled._constants(forward)
+        function = compiled.kernel.forward
+    listed = list(tma.signature_of(function, types, constants).values())
     found = [driver.ty_to_cpp(name) for name in launches._launched_types(listed)]
     expected = [name.replace("CUdeviceptr", "int64_t") for name in _taken_by_triton(listed)]
     assert found == expected

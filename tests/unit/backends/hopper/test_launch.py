@@ -13,7 +13,7 @@ from adaattn.backends.hopper.launch import (
     edges,
     key_blocks,
     tile_bits,
-    tiles_per_head,
+    tiles_of,
 )
 from adaattn.backends.hopper.order import heads_together, schedule
 from adaattn.backends.hopper.views import packed_view
@@ -118,8 +118,8 @@ def test_lists_of_a_causal_problem_are_balanced() -> None:
 def test_tiles_cover_all_rows() -> None:
     problem = _problem(len_q=1000)
     tiling = choose(problem).tiling
-    assert tiles_per_head(problem, tiling) * tiling.block_m >= 1000
-    assert (tiles_per_head(problem, tiling) - 1) * tiling.block_m < 1000
+    assert tiles_of(problem, problem.len_q, tiling.block_m) * tiling.block_m >= 1000
+    assert (tiles_of(problem, problem.len_q, tiling.block_m) - 1) * tiling.block_m < 1000
     assert [tile_bits(count) for count in (1, 2, 3, 4, 5)] == [0, 1, 2, 2, 3]
 
 
@@ -135,7 +135,7 @@ def test_packed_sequences_have_tiles_enough_at_places_that_depend_on_starts_alon
     starts = list(itertools.accumulate(lengths, initial=0))
     first = [start // tiling.block_m + n for n, start in enumerate(starts[:-1])]
     rows = set()
-    for tile in range(tiles_per_head(problem, tiling)):
+    for tile in range(tiles_of(problem, problem.len_q, tiling.block_m)):
         sequence = max(n for n, place in enumerate(first) if place <= tile)
         start = (tile - first[sequence]) * tiling.block_m
         end = min(start + tiling.block_m, lengths[sequence])

@@ -82,7 +82,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(fused_launch, "_compiled", machine)
-    monkeypatch.setattr(fused_launch, "_address", lambda tensor: tensor)
+    monkeypatch.setattr(fused_launch, "address_of", lambda tensor: tensor)
     monkeypatch.setattr(fused_rules, "_LEAST_LINES", 1)
     monkeypatch.setattr(fused_rules, "_is_on_hopper", lambda device: True)
     forget()
