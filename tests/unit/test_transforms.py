@@ -378,6 +378,43 @@ def test_symbolic_sizes_are_refused_with_what_takes_them() -> None:
         make_fx(lambda *given: attend(*given), tracing_mode="symbolic")(*draw())
 
 
+@pytest.mark.parametrize("more", [{}, {"window": (3, 0)}], ids=str)
+@pytest.mark.parametrize("name", ["alibi_slopes", "scale", "softcap"])
+def test_a_graph_of_operators_takes_the_numbers_that_it_is_given(
+    name: str, more: dict[str, Any]
+) -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Any) -> Any:
+        return attend(q, k, v, **{name: numbers}, **more)
+
+    tensors, numbers = draw(), torch.rand(HEADS)
+    for _ in range(3):
+        attention(*tensors, numbers)
+    graph = make_fx(attention, tracing_mode="real")(*tensors, numbers)
+    for given in (numbers, numbers + 1):
+        torch.testing.assert_close(graph(*tensors, given), attention(*tensors, given))
+
+
+def test_windows_of_each_head_are_drawn_as_a_graph_and_by_fake_tensors() -> None:
+    tensors, windows = draw(), torch.tensor([[3, 0], [-1, 2], [0, 0], [5, -1]])
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any) -> Any:
+        return attend(q, k, v, window=window)
+
+    graph = make_fx(attention, tracing_mode="real")(*tensors, windows)
+    for given in (windows, windows.flip(0)):
+        torch.testing.assert_close(graph(*tensors, given), attention(*tensors, given))
+    with FakeTensorMode() as mode:
+        output = attention(*map(mode.from_tensor, (*tensors, windows)))
+    assert output.shape == tensors[0].shape
+
+
+@pytest.mark.parametrize("settings", [{"window": (3, 0)}, {"dilation": 2}], ids=str)
+def test_functionalized_calls_see_what_position_shows(settings: dict[str, Any]) -> None:
+    tensors = draw()
+    found = torch.func.functionalize(lambda *given: attend(*given, **settings))(*tensors)
+    torch.testing.assert_close(found, attend(*tensors, **settings))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved tensors", "reentrant"])
 @pytest.mark.parametrize(
     "settings",

@@ -83,6 +83,8 @@ def choose_chunk_rows(problem: AttentionProblem, memory_budget_bytes: int | None
             only where 16 rows need more.
     """
     problem = _own(problem)
+    if problem.dropout_p:  # reentrant checkpoints draw without gradients what they draw again with
+        problem = replace(problem, requires_grad=True)
     available, smallest = _DEFAULT_BYTES, _MIN_ROWS
     if problem.device_type == "cuda":
         available = _GPU_WRITTEN_BYTES[problem.requires_grad]

@@ -174,13 +174,13 @@ def visible_tile(
     distance = (rows + problem.offset).unsqueeze(-1) - cols.unsqueeze(-2)
     left, right = problem.window
     right = 0 if problem.is_causal else right
-    visible = torch.ones_like(distance, dtype=torch.bool)
+    visible = torch.ones_like(distance, dtype=torch.bool)  # `functionalize` knows no &=
     if right >= 0:
-        visible &= distance >= -right
+        visible.logical_and_(distance >= -right)
     if left >= 0:
-        visible &= distance <= left
+        visible.logical_and_(distance <= left)
     if problem.dilation > 1:
-        visible &= distance % problem.dilation == 0
+        visible.logical_and_(distance % problem.dilation == 0)
     return visible
 
 

@@ -100,10 +100,11 @@ def is_gathered(problem: AttentionProblem) -> bool:
     """Return whether gathering serves a list of blocks: on a CPU, nothing beside it but positions.
 
     The gradients of keys and values, sums over blocks of rows, are added in their own dtype.
+    Dropout draws as it would with gradients.
     """
     others = problem.mask is not MaskKind.NONE or problem.has_alibi or problem.dilation > 1
     half = problem.precision in (Precision.BF16, Precision.FP16)
-    fits = not others and not (half and problem.requires_grad)
+    fits = not others and not (half and (problem.requires_grad or problem.dropout_p))
     some = problem.len_q > 0 and problem.len_k > 0
     return problem.has_blocks and problem.device_type == "cpu" and fits and some
 

@@ -6,6 +6,7 @@ PyTorch gives zeros (H200, PyTorch 2.11, cuDNN 9.19, 2026-11), and converts noth
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,11 @@ __all__ = [
 
 PLAIN_TENSORS: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types that are no subclass with a mind of its own."""
+
+_graph_maker: Final[Callable[[], object]] = partial(
+    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+)
+"""Returns what makes a graph of the operators that run, as `make_fx` does; None where nothing."""
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -139,5 +145,7 @@ def may_keep(tensor: torch.Tensor) -> bool:
     if is_compiling() or torch._C._is_tracing() or peek_interpreter_stack() is not None:
         return False
     if forward_ad._current_level >= 0 or type(tensor) not in PLAIN_TENSORS:
+        return False
+    if _graph_maker() is not None:  # it would hold this call's numbers
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
