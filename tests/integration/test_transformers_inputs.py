@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn.integrations.transformers import register
 from adaattn.testing import assert_matches
@@ -103,3 +104,36 @@ def test_words_for_the_loss_and_of_a_tokenizer_are_no_word_of_attention() -> Non
     tokens = torch.randint(3, 40, (2, 6))
     words = {"labels": tokens, "shift_labels": tokens, "ignore_index": 3, "token_type_ids": tokens}
     assert_alike([eager, ours], lambda model: model(tokens, **words).loss[None])
+
+
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("padding", [None, PADDED], ids=["none", "left"])
+@pytest.mark.parametrize("where", ["meta", "fake"])
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (transformers.GPT2Model, GPT2),
+        (transformers.LlamaModel, LLAMA),
+        (transformers.BertModel, BERT),
+    ],
+)
+def test_a_model_without_numbers_gives_shapes_as_with_sdpa(
+    kind: Any, config: Any, where: str, padding: torch.Tensor | None
+) -> None:
+    """On device meta each layer raised, in a FakeTensorMode each padding mask did."""
+    device = "meta" if where == "meta" else "cpu"
+    with FakeTensorMode() if where == "fake" else torch.device("meta"):
+        mask = None if padding is None else torch.ones((2, 6), dtype=torch.long, device=device)
+        model = kind._from_config(copy.deepcopy(config), attn_implementation="adaattn")
+        tokens = torch.zeros((2, 6), dtype=torch.long, device=device)
+        output = model(tokens, attention_mask=mask, output_attentions=True)
+        found = output.last_hidden_state
+        found.sum().backward()
+    assert found.shape == (2, 6, 32) and found.is_meta == (where == "meta")
+    assert [tuple(weights.shape) for weights in output.attentions] == [(2, 2, 6, 6)] * 2
+    weights = [p for n, p in model.named_parameters() if p.dim() > 1 and "att" in n]
+    assert weights and all(weight.grad is not None for weight in weights)
+    real = torch.randint(3, 40, (2, 6))
+    assert_alike(both(kind, config), lambda m: m(real, attention_mask=padding)[0][1:])

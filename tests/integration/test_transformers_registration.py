@@ -51,6 +51,30 @@ def test_registering_again_replaces_the_earlier_registration(policy: str | float
     assert "adaattn-test" not in transformers.AttentionInterface._global_mapping
 
 
+def test_a_block_puts_back_what_it_replaced_unless_that_was_undone() -> None:
+    registered = transformers.AttentionInterface._global_mapping
+    first = register("adaattn-test", policy="speed")
+    hooks = len(torch.nn.modules.module._global_module_registration_hooks)
+    with register("adaattn-test") as second:
+        with register("adaattn-test", policy="quality") as third:
+            assert [handle.is_active for handle in (first, second, third)] == [False, False, True]
+        assert second.is_active and not third.is_active
+    assert first.is_active and not second.is_active
+    assert len(torch.nn.modules.module._global_module_registration_hooks) == hooks
+    with register("adaattn-test"):
+        assert unregister("adaattn-test")
+    assert "adaattn-test" not in registered and not first.is_active
+    first = register("adaattn-test")
+    with register("adaattn-test"):
+        transformers.AttentionInterface.register("adaattn-test", print)
+    assert registered.pop("adaattn-test") is print
+    transformers.AttentionMaskInterface._global_mapping.pop("adaattn-test", None)
+    first.undo()
+    with register("adaattn-test") as last:
+        pass
+    assert not last.is_active and "adaattn-test" not in registered
+
+
 def test_a_name_is_taken_out_without_its_handle() -> None:
     handle = register("adaattn-test")
     assert unregister("adaattn-test")

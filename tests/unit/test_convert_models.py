@@ -672,6 +672,46 @@ def test_methods_that_forward_calls_are_found(x: torch.Tensor) -> None:
     assert len(tags) == len(report.replaced) == 2
 
 
+class StaticAttention(CausalSelfAttention):
+    """With attention in a method that takes no module."""
+
+    @staticmethod
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return [B, H, S, D]."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return [B, S, C]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(torch.flatten(self.attend(q, k, v).transpose(1, 2), 2))
+
+
+class ClassAttention(StaticAttention):
+    """With attention in a method that takes the class."""
+
+    causal = True
+
+    @classmethod
+    def attend(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return [B, H, S, D]."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=cls.causal)
+
+
+@pytest.mark.parametrize("kind", [StaticAttention, ClassAttention])
+def test_static_methods_and_those_of_a_class_stay_so(
+    kind: type[nn.Module], x: torch.Tensor
+) -> None:
+    model = nn.Sequential(kind()).eval()
+    before, events = model(x), []
+    report = convert(model, policy="quality")
+    with record_events(events.append):
+        torch.testing.assert_close(model(x), before)
+    assert len(events) == len(report.replaced) == 1
+    torch.testing.assert_close(pickle.loads(pickle.dumps(model))(x), before)
+    report.undo()
+    assert torch.equal(model(x), before)
+
+
 @pytest.mark.parametrize("policy", [0, 0.0, None])
 def test_a_policy_that_is_nothing_is_none_of_ours(policy: float | None, x: torch.Tensor) -> None:
     """0 once became the default, 1 %."""

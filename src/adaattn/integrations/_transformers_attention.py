@@ -139,6 +139,8 @@ def attention_forward(
             return output.transpose(1, 2).contiguous(), None
         del keywords["policy"]
     call = _described(module, query, key, value, attention_mask, *positional, **keywords)
+    if query.is_meta:
+        return _unwritten(query, key, value, has_weights="return_aux" in call.options)
     options = {"policy": policy, "history": history, "tag": tag, **call.options}
     if layer is not None:
         options["layer"] = int(layer)
@@ -159,6 +161,16 @@ def attention_forward(
     output, aux = result
     weights = torch.nn.functional.pad(aux.weights, (0, key.shape[2] - call.tensors[1].shape[2]))
     return output.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def _unwritten(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, has_weights: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what a layer expects, on device meta: shapes that autograd follows, no numbers."""
+    grouped = query.shape[1] != key.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
+    weights = query.new_empty((*query.shape[:3], key.shape[2])) if has_weights else None
+    return output.transpose(1, 2).contiguous(), weights
 
 
 def _may_join(bias: torch.Tensor, mask: torch.Tensor) -> bool:

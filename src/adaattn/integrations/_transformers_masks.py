@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from adaattn.integrations._transformers_structure import (
     UNLIMITED,
@@ -240,7 +241,7 @@ def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
     len_q, len_k = request["q_length"], request["kv_length"]
     offset = request.get("q_offset", 0)
     if isinstance(offset, torch.Tensor):
-        if len_q == 1:  # reading it would stop the device once a token
+        if len_q == 1 or not _is_readable(offset):  # it would stop the device once a token
             return None
         offset = int(offset)
     # Key position of the first query, counted from the first key that there is.
@@ -252,9 +253,15 @@ def _num_keys(pattern: _Pattern, request: Mapping[str, Any]) -> int | None:
         is_limited = pattern.left != UNLIMITED or pattern.right != UNLIMITED
         if is_limited or pattern.segments is not None:
             return None
-    if pattern.segments is not None and (pattern.segments.shape != (1, len_q) or num_keys != len_q):
+    segments = pattern.segments
+    if segments is not None and (segments.shape != (1, len_q) or num_keys != len_q):
         return None
-    return num_keys
+    return num_keys if segments is None or _is_readable(segments) else None
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has numbers; not on device meta, nor in a `FakeTensorMode`."""
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def _structure(pattern: _Pattern, num_keys: int) -> MaskStructure:
@@ -283,13 +290,13 @@ def _starts_of(segments: torch.Tensor) -> torch.Tensor:
 
 
 def _is_padded(num_keys: int, request: Mapping[str, Any]) -> bool:
-    """Return whether a key that is shown is padding. Reads the device once."""
+    """Return whether a key that is shown is padding, or may be. Reads the device once."""
     padding = request.get("attention_mask")
     if padding is None:
         return False
     start = request.get("kv_offset", 0)
     visible = padding[:, start : start + num_keys]
-    return visible.shape[-1] < num_keys or not bool(visible.all())
+    return visible.shape[-1] < num_keys or not (_is_readable(visible) and bool(visible.all()))
 
 
 def _may_skip(pattern: _Pattern, num_keys: int, request: Mapping[str, Any]) -> bool:

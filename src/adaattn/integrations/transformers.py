@@ -51,9 +51,9 @@ class Registration:
     Args:
         name: what to pass as ``attn_implementation``.
         policy: policy of every call through this name; None follows ``adaattn.use_policy``.
-        registries: Transformers' attention and mask registries, and what was put into each.
-        hook: PyTorch's handle on the check of models that are being built.
+        registries: Transformers' attention and mask registries, and what is put into each.
         history: what the calls teach, layer by layer.
+        earlier: the registration whose name this one takes over.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Registration:
         name: str,
         policy: Policy | None,
         registries: tuple[tuple[Any, Callable[..., Any]], ...],
-        hook: RemovableHandle,
         history: History,
+        earlier: "Registration | None",
     ) -> None:
         self._history = history
         self._statistics = AttentionStatistics()
@@ -70,7 +70,14 @@ class Registration:
         self.name = name
         self.policy = policy
         self._registries = registries
-        self._hook = hook
+        self._hook: RemovableHandle | None = None  # PyTorch's, on the check of models being built
+        self._earlier = earlier
+        self._is_entered = self._is_undone = False
+        if earlier is not None:
+            earlier._take_out()
+            if not earlier._is_entered:
+                earlier._earlier = None
+        self._put_in()
 
     @property
     def is_active(self) -> bool:
@@ -95,7 +102,20 @@ class Registration:
 
         Models that still use the name raise Transformers' own error at their next call.
         """
-        self._hook.remove()
+        self._is_undone = True
+        self._take_out()
+
+    def _put_in(self) -> None:
+        """Put the implementation into Transformers."""
+        for registry, made in self._registries:
+            registry.register(self.name, made)
+        self._hook = register_module_module_registration_hook(module_check(self.name))
+        _REGISTRATIONS[self.name] = self
+
+    def _take_out(self) -> None:
+        """Take it out, where nobody replaced it."""
+        if self._hook is not None:
+            self._hook.remove()
         for registry, made in self._registries:
             if _entry(registry, self.name) is made:
                 del registry._global_mapping[self.name]
@@ -104,11 +124,16 @@ class Registration:
 
     def __enter__(self) -> "Registration":
         """Return the handle itself."""
+        self._is_entered = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Undo the registration."""
+        """Undo the registration, and put back the one that it replaced, unless that was undone."""
+        was_active = self.is_active
         self.undo()
+        earlier, self._earlier = self._earlier, None
+        if was_active and earlier is not None and not earlier._is_undone:
+            earlier._put_in()
 
     def __repr__(self) -> str:
         """Return the name and whether it is still registered."""
@@ -122,7 +147,8 @@ _REGISTRATIONS: dict[str, Registration] = {}
 def register(name: str = "adaattn", *, policy: PolicyLike | None = None) -> Registration:
     """Return a handle after making ``attn_implementation=name`` work in Transformers.
 
-    Doing it again replaces the earlier registration, whose handle then undoes nothing.
+    Doing it again replaces the earlier registration, whose handle then undoes nothing; after a
+    ``with`` block the earlier one is back, unless it was undone.
 
     Args:
         name: letters, digits, ``_``, ``.`` and ``-``. Not "flash...", which Transformers takes
@@ -163,10 +189,10 @@ def register(name: str = "adaattn", *, policy: PolicyLike | None = None) -> Regi
     attention_registry, mask_registry = _registries()
     resolved = None if policy is None else resolve_policy(policy)
     earlier = _REGISTRATIONS.get(name)
-    if earlier is not None:
-        earlier.undo()
+    own = {} if earlier is None else dict(earlier._registries)
     for registry in (attention_registry, mask_registry):
-        if name == "eager" or _entry(registry, name) is not None:
+        entry = _entry(registry, name)
+        if name == "eager" or (entry is not None and entry is not own.get(registry)):
             raise ArgumentError.got(
                 "name", "one that Transformers does not know yet", repr(name), "choose another name"
             )
@@ -174,12 +200,8 @@ def register(name: str = "adaattn", *, policy: PolicyLike | None = None) -> Regi
     history = History()
     attend = partial(attention_forward, policy=resolved, history=history)
     mask = partial(make_mask)  # an object of its own, by which undoing knows it
-    attention_registry.register(name, attend)
-    mask_registry.register(name, mask)
     made = ((attention_registry, attend), (mask_registry, mask))
-    hook = register_module_module_registration_hook(module_check(name))
-    _REGISTRATIONS[name] = Registration(name, resolved, made, hook, history)
-    return _REGISTRATIONS[name]
+    return Registration(name, resolved, made, history, earlier)
 
 
 def unregister(name: str = "adaattn") -> bool:

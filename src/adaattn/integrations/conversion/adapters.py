@@ -21,7 +21,7 @@ from torch import nn
 
 from adaattn.call.history import History
 from adaattn.functional import scaled_dot_product_attention
-from adaattn.integrations.conversion.calls import calling_methods, with_attention
+from adaattn.integrations.conversion.calls import calling_methods, method_with_attention
 from adaattn.integrations.conversion.change import Attend
 from adaattn.integrations.conversion.first_calls import Adapter, FirstCalls
 from adaattn.integrations.pytorch import sdpa_like
@@ -179,7 +179,7 @@ def _derived(base: type, setting: Setting, adapter: Adapter | None) -> type:
     if adapter is None:
         attend = setting.sdpa()
         names = calling_methods(base)
-        methods = {name: with_attention(getattr(base, name), attend) for name in names}
+        methods = {name: method_with_attention(base, name, attend) for name in names}
     else:
         methods = {"forward": _adapted(base, adapter, setting)}
     members = {

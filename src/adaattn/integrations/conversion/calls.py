@@ -7,16 +7,17 @@ calls are not touched.
 """
 
 import dis
+import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from adaattn.integrations.conversion.change import Attend
 from adaattn.integrations.pytorch import is_sdpa
 
-__all__ = ["calling_methods", "with_attention"]
+__all__ = ["calling_methods", "method_with_attention"]
 
 _SDPA: Final = "scaled_dot_product_attention"
 _DISPATCH: Final = "dispatch_attention_fn"
@@ -33,26 +34,44 @@ def calling_methods(cls: type) -> list[str]:
 
     Seen is what the code loads from its globals: ``F.scaled_dot_product_attention``, by any alias
     of a module, the function itself, or diffusers' dispatcher. A method that a decorator has
-    wrapped is not looked into.
+    wrapped is not looked into, but for ``staticmethod`` and ``classmethod``.
 
     Args:
         cls: any class.
     """
     found = []
     for name in dir(cls):
-        method = getattr(cls, name, None)
-        if isinstance(method, types.FunctionType) and _globals_to_exchange(method):
+        function = _function_of(inspect.getattr_static(cls, name, None))
+        if function is not None and _globals_to_exchange(function):
             found.append(name)
     return found
 
 
-def with_attention(function: types.FunctionType, attend: Attend) -> types.FunctionType:
-    """Return a clone of a function that calls ``attend`` instead of PyTorch's attention.
+def method_with_attention(cls: type, name: str, attend: Attend) -> Any:
+    """Return what a class derived from another holds by a name, to call ``attend``.
 
     Args:
-        function: a method of which `calling_methods` tells.
-        attend: what it is to call.
+        cls: the other class.
+        name: of a method of which `calling_methods` tells; a static one stays static, and one of
+            the class of the class.
+        attend: what it is to call instead of PyTorch's attention.
     """
+    method = inspect.getattr_static(cls, name)
+    function = _function_of(method)
+    assert function is not None
+    clone = _with_attention(function, attend)
+    return clone if method is function else type(method)(clone)
+
+
+def _function_of(method: object) -> types.FunctionType | None:
+    """Return the function behind what a class holds by a name; None where there is none."""
+    if type(method) in (staticmethod, classmethod):
+        method = cast("Any", method).__func__
+    return method if isinstance(method, types.FunctionType) else None
+
+
+def _with_attention(function: types.FunctionType, attend: Attend) -> types.FunctionType:
+    """Return a clone of a function that calls ``attend`` instead of PyTorch's attention."""
     names = dict(function.__globals__)
     for name in _globals_to_exchange(function):
         names[name] = _exchanged(names[name], attend)
