@@ -1,10 +1,14 @@
 """The same problem in its plainest words, so that each backend need know fewer cases."""
 
 from dataclasses import replace
+from typing import Final
 
 from adaattn.spec import Align, AttentionProblem, HeadTerm
 
 __all__ = ["simplify"]
+
+_ANY_REACH: Final = 2**30
+"""More than any sequence has tokens. Kernels add the edge of a window to a position, in int32."""
 
 
 def simplify(problem: AttentionProblem) -> AttentionProblem:
@@ -23,6 +27,7 @@ def simplify(problem: AttentionProblem) -> AttentionProblem:
     is_causal = problem.is_causal or right == 0
     if problem.batch_invariant and problem.num_sequences:
         right = -1 if is_causal else right
+        left, right = (-1 if edge >= _ANY_REACH else edge for edge in (left, right))
         return replace(problem, is_causal=is_causal, window=(left, right))
     dilation = problem.dilation
     align = problem.align

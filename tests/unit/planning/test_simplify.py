@@ -138,6 +138,15 @@ def test_a_simplified_problem_has_nothing_left_to_simplify(
             {"window": (9, -1), "is_causal": True},
         ),
         ({"window": (9, 9), "batch_invariant": True}, {"window": (-1, -1)}),
+        # But an edge that no sequence reaches hides nothing, and is no int32 beside a position.
+        (
+            {"lengths_q": (3, 5), "window": (2**30 - 1, 2**31 - 1), "batch_invariant": True},
+            {"window": (2**30 - 1, -1)},
+        ),
+        (
+            {"lengths_q": (3, 5), "window": (2**63 - 1, 4), "batch_invariant": True},
+            {"window": (-1, 4)},
+        ),
     ],
 )
 def test_what_hides_nothing_is_dropped_and_what_hides_something_stays(

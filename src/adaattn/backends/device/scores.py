@@ -22,6 +22,7 @@ __all__ = [
     "lse_rest",
     "scores_of",
     "seen",
+    "share_kept",
     "soft_capped",
     "weights_of",
     "with_sink",
@@ -156,6 +157,15 @@ def is_kept(seed, row_of_all, keys, dropout_p):
     high = zeros + (row_of_all >> 32).to(tl.uint32)
     bits, _, _, _ = tl.philox(seed, zeros + keys.to(tl.uint32), low, high, zeros)
     return tl.uint_to_uniform_float(bits) >= dropout_p
+
+
+@triton.jit
+def share_kept(dropout_p):
+    """Return the share of weights that dropout keeps; where it keeps none the least that it may be.
+
+    Weights of 0 are divided by it.
+    """
+    return tl.maximum(1.0 - dropout_p, 2.0**-24)
 
 
 @triton.jit

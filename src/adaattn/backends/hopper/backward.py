@@ -178,7 +178,7 @@ def weights_of(c, w: gl.constexpr, s, lse, slope, first_key, first_row):
     s, tangent = capped(c, s)
     if c.HAS_SOFTCAP:
         keep_slope(c, w, tangent)
-    return weighed(c, s, beside(c, lse), slope, first_key, first_row)
+    return weighed(c, s, beside(c, lse), slope, first_key, first_row, False)
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from adaattn.backends.hopper.gradient_scores import (
     weighed,
 )
 from adaattn.backends.hopper.places import corner
-from adaattn.backends.hopper.scores import Sizes, numbers
+from adaattn.backends.hopper.scores import ADDITIVE, Sizes, numbers
 
 
 @aggregate
@@ -187,7 +187,10 @@ def pass_weights(c, s, lse, mask, visit, head, first_row, IS_FIRST: gl.constexpr
     which it frees behind the product made of them.
     """
     s, tangent = capped(c, s)
-    p = weighed(c, s, base_of(c, lse, mask), slope_of(c, head), c.first_key, first_row)
+    p = weighed(
+        c, s, base_of(c, lse, mask), slope_of(c, head), c.first_key, first_row,
+        c.mask.KIND == ADDITIVE,
+    )  # fmt: skip
     if IS_FIRST or c.IS_GROUPED or not c.IS_ALIGNED:
         p = hide_at_edges(c, p, c.first_key, first_row)
     p = kept(c, p, mask)

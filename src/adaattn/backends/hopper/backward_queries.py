@@ -33,7 +33,7 @@ from adaattn.backends.hopper.gradient_scores import (
     weighed,
 )
 from adaattn.backends.hopper.places import bounds, corner, seen_blocks, sequence_of
-from adaattn.backends.hopper.scores import Sizes
+from adaattn.backends.hopper.scores import ADDITIVE, Sizes
 
 
 @aggregate
@@ -146,7 +146,8 @@ def row_weights(c, s, lse, slope, mask, first_key, first_row, IS_FIRST: gl.const
     that they visit has hidden keys, or keys that are not there.
     """
     s, tangent = capped(c, s)
-    p = weighed(c, s, base_of(c, lse, mask), slope, first_key, first_row)
+    base = base_of(c, lse, mask)
+    p = weighed(c, s, base, slope, first_key, first_row, c.mask.KIND == ADDITIVE)
     if c.HAS_SOFTCAP:
         p = p * (1.0 - tangent * tangent)
     if IS_FIRST or not c.IS_ALIGNED:

@@ -62,12 +62,19 @@ def positions(c, first_key, first_row):
 
 
 @gluon.jit
-def weighed(c, s, base, slope, first_key, first_row):
-    """The weights of scores that are scaled and capped, of hidden keys too."""
+def weighed(c, s, base, slope, first_key, first_row, IS_BOUNDED: gl.constexpr):
+    """The weights of scores that are scaled and capped, of hidden keys too.
+
+    Where IS_BOUNDED none is above 1: beside numbers of -1e12 rounding may leave a base that would
+    make them infinite.
+    """
     if c.HAS_ALIBI:
         keys, rows = positions(c, first_key, first_row)
         s = s - slope * gl.abs((keys - beside(c, rows)).to(gl.float32))
-    return gl.exp2(s - base)
+    s = s - base
+    if IS_BOUNDED:
+        s = gl.minimum(s, 0.0)
+    return gl.exp2(s)
 
 
 @gluon.jit

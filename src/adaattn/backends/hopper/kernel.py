@@ -67,6 +67,7 @@ from adaattn.backends.hopper.places import (
 )
 from adaattn.backends.hopper.results import finish_tile
 from adaattn.backends.hopper.scores import (
+    ADDITIVE,
     BOOLEAN,
     NOTHING,
     Sizes,
@@ -87,6 +88,19 @@ def moment_of(c, p, t, HIDES: gl.constexpr):
     if HIDES or c.terms.MASK != 0:
         t = gl.maximum(t, -16384.0)
     return sum_in_thread(p * t)
+
+
+@gluon.jit
+def held_to(x, t, factor, base, FIXED: gl.constexpr):
+    """Exponents of scores: times a factor, less the reference of their rows.
+
+    That is one instruction which does not round the product, as it was for the reference: beside
+    numbers of -1e10 that a mask adds before the factor, they could be above 0 by hundreds.
+    """
+    t = t * factor - gl.expand_dims(base, 1)
+    if x.MASK == ADDITIVE and not x.IS_MODIFIED and not FIXED:
+        t = gl.minimum(t, 0.0)
+    return t
 
 
 @gluon.jit
@@ -117,7 +131,7 @@ def key_step(
             shift_sums = gl.expand_dims(gl.convert_layout(shift, of_sums), 1)
             moment = (moment + shift_sums * row_sum) * scale_sums
         row_sum = row_sum * scale_sums
-    t = t * factor - gl.expand_dims(base, 1)
+    t = held_to(x, t, factor, base, FIXED)
     p = gl.exp2(t)
     row_sum = row_sum + sum_in_thread(p)
     if c.HAS_ENTROPY:
@@ -260,7 +274,7 @@ def attend_tile(
         base = gl.where(largest == NOTHING, 0.0, largest)
     if FIXED and not REPAIR and x.MASK != 0:
         base = gl.maximum(base, LEAST_REFERENCE)
-    t = t * factor - gl.expand_dims(base, 1)
+    t = held_to(x, t, factor, base, FIXED and not REPAIR)
     p = gl.exp2(t)
     new_sum = sum_in_thread(p)
     new_moment = moment

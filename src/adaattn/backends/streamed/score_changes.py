@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, times
-from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
+from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.streamed.softmax import (
     NUMBERS,
     entries_of,
@@ -144,7 +144,7 @@ def score_changes(
     change = tl.where(keys < high, change, 0.0)
     left_over = weights
     if HAS_DROPOUT:
-        inverse = 1.0 / (1.0 - dropout_p)
+        inverse = 1.0 / share_kept(dropout_p)
         kept = is_kept(tl.load(seed_ptr), row_of_all[:, None], keys, dropout_p)
         change = tl.where(kept, change * inverse, 0.0)
         left_over = tl.where(kept, weights * inverse, 0.0)

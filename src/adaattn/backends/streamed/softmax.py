@@ -18,6 +18,7 @@ from adaattn.backends.device.scores import (
     log2_or_nothing,
     lse_rest,
     scores_of,
+    share_kept,
     with_sink,
 )
 
@@ -338,7 +339,7 @@ def softmax(
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     factor *= inverse
     if HAS_DROPOUT:
-        factor /= 1.0 - dropout_p
+        factor /= share_kept(dropout_p)
     if IS_HELD:
         store_weights(
             weights_ptr, starts, 0, weights * factor[:, None], seed, row_of_all, first_key, width,

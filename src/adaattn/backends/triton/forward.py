@@ -28,6 +28,7 @@ from adaattn.backends.device.scores import (
     log2_or_nothing,
     lse_rest,
     seen,
+    share_kept,
     soft_capped,
     with_sink,
 )
@@ -534,7 +535,7 @@ def forward(
 
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_DROPOUT:
-        factor /= 1.0 - dropout_p
+        factor /= share_kept(dropout_p)
     if IS_HALVED:
         unit = tl.where(running_lift == _NOTHING, 0.0, running_lift)
         unit = tl.where(values_are_level, value_level, unit)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
-from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
+from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
     head_factors,
@@ -180,7 +180,7 @@ def key_gradients(
     key_places = (start_k + keys * dilation).to(tl.int64) * stride_mn
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
-        inverse = 1.0 / (1.0 - dropout_p)
+        inverse = 1.0 / share_kept(dropout_p)
     key_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     start_of_rows = start_q + tile * 0  # a tensor, also where it is 0 for all

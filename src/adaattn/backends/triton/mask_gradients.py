@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
-from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
+from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.primitives import bounds, head_factors, head_window
 
 __all__ = ["mask_gradients"]
@@ -157,7 +157,7 @@ def mask_gradients(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
-        inverse = 1.0 / (1.0 - dropout_p)
+        inverse = 1.0 / share_kept(dropout_p)
     for step in range(times_n * times_m * times_h * times_b):
         first_key = (tile_n + step % times_n) * BLOCK_N
         first_row = (tile_m + step // times_n % times_m) * BLOCK_M

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
-from adaattn.backends.device.scores import LOG2_E, is_kept, weights_of
+from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
     head_factors,
@@ -201,7 +201,7 @@ def row_gradients(
         row_places = (start_q + rows * dilation).to(tl.int64) * stride_mm
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
-        inverse = 1.0 / (1.0 - dropout_p)
+        inverse = 1.0 / share_kept(dropout_p)
     positions = rows + offset
     low, before, whole, after, high = key_ranges(
         first_slot + offset,

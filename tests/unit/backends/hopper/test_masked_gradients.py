@@ -1,6 +1,7 @@
 """Gradients beside a mask by the Hopper kernels, run on a CPU by `conftest.py`."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,27 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
         slopes = torch.rand(problem.batch, problem.num_heads)
         tensors = with_tensors(tensors, alibi_slopes=slopes)
     return problem, tensors
+
+
+@pytest.mark.parametrize("number", [-1e9, -1e12, -1e15, -1e30])
+def test_rows_of_padding_alone_that_nobody_counts_have_no_gradient(number: float) -> None:
+    """fp32 keeps nothing of a score beside such numbers: weights made anew were infinite."""
+    values = {"len_q": 66, "head_dim": 32, "num_heads": 1, "is_causal": True, "requires_grad": True}
+    problem = make_problem(**BIAS, **values, mask_is_wide=True, precision=Precision.BF16)
+    mask = torch.zeros(1, 1, 66, 66)
+    mask[..., :9] = number
+    tensors = with_tensors(make_tensors(problem), mask=mask)
+    upstream = torch.randn(1, 1, 66, 32).bfloat16()
+    upstream[:, :, :9] = 0.0
+    leaves = [tensors.query, tensors.key, tensors.value]
+    found = torch.autograd.grad(run(tensors, problem).output, leaves, upstream)
+    assert all(not item[:, :, :9].any() for item in found)
+    later = [item[:, :, 9:].detach().requires_grad_() for item in leaves]
+    rest = replace(problem, len_q=57, len_k=57, mask_shape=(1, 1, 57, 57))
+    alone = run(Tensors.of(*later, mask=mask[..., 9:, 9:]), rest)
+    expected = torch.autograd.grad(alone.output, later, upstream[:, :, 9:])
+    for item, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(item[:, :, 9:], other, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,6 +143,34 @@ def test_a_bias_beside_a_scale_that_it_cannot_be_divided_by(scale: float) -> Non
     assert tensors.mask is not None
     small = replace(tensors, query=tensors.query * min(1.0, 1.0 / scale))
     held_to_the_oracle(replace(small, mask=tensors.mask * 10), problem)
+
+
+PADDED: dict[str, Any] = {"len_q": 70, "len_k": 272, "head_dim": 64, "num_heads": 1,
+                          "mask_shape": (1, 1, 1, 272), **BIAS}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"aux": Aux.ROW_MAX},
+        {"aux": Aux.ROW_MAX, "mask_is_wide": True},
+        {"precision": Precision.FP16, "mask_is_wide": True},
+    ],
+    ids=["bf16", "a wide bias", "half"],
+)
+def test_a_bias_of_padding_makes_no_weight_infinite(
+    values: dict[str, Any], simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    """A GPU does not round the product of `held_to`, but that of which the reference is made."""
+    old = "t * factor - gl.expand_dims(base, 1)"
+    new = "(t.double() * factor - gl.expand_dims(base, 1)).float()"
+    simulated.replace("held_to", partial(rewritten, old=old, new=new))
+    problem = make_problem(**(USUAL | PADDED | values))
+    tensors = make_tensors(problem)
+    assert tensors.mask is not None
+    bias = torch.zeros_like(tensors.mask)
+    bias[..., 100:] = -1e10
+    held_to_the_oracle(replace(tensors, mask=bias), problem)
 
 
 def test_a_kernel_for_masks_that_tma_cannot_read_is_known_to_be_ready(

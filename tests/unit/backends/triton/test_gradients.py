@@ -227,6 +227,21 @@ def test_the_gradient_of_the_log_sum_exp_alone_needs_none_of_the_output() -> Non
     assert_matches(found, exact, eager, summands=num_summands(problem, found))
 
 
+@pytest.mark.parametrize("name", ["triton", "streamed", "small"])
+@pytest.mark.parametrize("len_k", [9, 600])
+def test_dropout_of_all_weights_leaves_zeros(name: str, len_k: int) -> None:
+    """The share that is kept divides what is left, and is 0."""
+    lengths = {"len_q": 3, "len_k": min(len_k, 128) if name == "small" else len_k}
+    wide = {"head_dim": 16 if name == "triton" else 264, "requires_grad": True}
+    added = ADDED if name == "triton" else {}
+    problem = make_problem(**lengths, **wide, **added, dropout_p=1.0)
+    tensors = make_tensors(problem)
+    result = load(name)(tensors, problem, HeadGroup(capability=name))
+    found = (result.output, *gradients_of(result, tensors).values())
+    assert len(found) == 4 + len(added) // 2
+    assert all(torch.equal(it, torch.zeros_like(it)) for it in found)
+
+
 @pytest.mark.parametrize(
     "shape",
     [
