@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from adaattn.backends.masks import is_drawn
 from adaattn.errors import ArgumentError
 from adaattn.spec import HeadTerm
 
@@ -14,8 +15,6 @@ __all__ = ["HeadTerms"]
 _KINDS: Final = tuple(HeadTerm(number) for number in range(8))
 _INTEGERS: Final = (torch.int32, torch.int64)
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
-_graph_maker: Final = torch._C._get_dispatch_mode
 _EXPECTED: Final = {
     "scale": "finite numbers",
     "window": "numbers of at least -1, which is unlimited",
@@ -112,6 +111,6 @@ def _is_hidden(numbers: torch.Tensor, waits: bool) -> bool:
     """Return whether the host cannot, or may not, read the numbers of a tensor."""
     if numbers.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(numbers):
         return True
-    if isinstance(numbers, FakeTensor) or _graph_maker(_PROXY) is not None:
+    if isinstance(numbers, FakeTensor) or is_drawn():
         return True
     return numbers.is_cuda and (not waits or torch.cuda.is_current_stream_capturing())

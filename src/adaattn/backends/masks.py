@@ -6,7 +6,6 @@ PyTorch gives zeros (H200, PyTorch 2.11, cuDNN 9.19, 2026-11), and converts noth
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ __all__ = [
     "aligned_bias",
     "as_bytes",
     "broadcast_strides",
+    "is_drawn",
     "kept_beside",
     "kept_bias",
     "may_keep",
@@ -32,10 +32,8 @@ __all__ = [
 PLAIN_TENSORS: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types that are no subclass with a mind of its own."""
 
-_graph_maker: Final[Callable[[], object]] = partial(
-    torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
-)
-"""Returns what makes a graph of the operators that run, as `make_fx` does; None where nothing."""
+_modes_in_use = torch._C._len_torch_dispatch_stack
+_PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
 
 
 def additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -136,6 +134,11 @@ def aligned_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return hidden[..., :columns].masked_fill_(mask, 0.0)
 
 
+def is_drawn() -> bool:
+    """Return whether a graph is made of the operators that run, as `make_fx` does."""
+    return _modes_in_use() > 0 and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
 def may_keep(tensor: torch.Tensor) -> bool:
     """Return whether what is made now stays valid and has no derivative of its own.
 
@@ -146,6 +149,6 @@ def may_keep(tensor: torch.Tensor) -> bool:
         return False
     if forward_ad._current_level >= 0 or type(tensor) not in PLAIN_TENSORS:
         return False
-    if _graph_maker() is not None:  # it would hold this call's numbers
+    if is_drawn():  # the graph would hold this call's numbers
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
