@@ -25,7 +25,7 @@ from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
-from adaattn.planning.trace import trace_of, when_compiled
+from adaattn.planning.trace import seems_faster, trace_of, when_compiled
 from adaattn.planning.unmeasured import could_pay, rivals_of, why_unchecked, why_unmeasured
 from adaattn.spec import (
     AttentionProblem,
@@ -125,7 +125,7 @@ def decide(
     )
     return Decision(
         plan=plan,
-        trace=trace_of(judged, chosen, exact, _why_exact(exact, problem), variants),
+        trace=trace_of(judged, chosen, exact, _why_exact(exact, problem, judged), variants),
         policy=policy.name,
         cost=cost,
         exact_cost=exact.cost if exact else None,
@@ -274,15 +274,18 @@ def _best_exact(
     return (best,) if best is now or not _calls_before(best, now) else (best, now)
 
 
-def _why_exact(exact: Candidate | None, problem: AttentionProblem) -> str:
+def _why_exact(
+    exact: Candidate | None, problem: AttentionProblem, candidates: Sequence[Candidate]
+) -> str:
     """Return why an exact candidate was preferred to the other exact ones."""
     if exact is None:
         return ""
     if problem.batch_invariant:
         return "the first in a fixed order whose results do not depend on the batch"
     if exact.group.capability == problem.sdpa_default:
-        return "what PyTorch would run, and nothing exact was measured faster"
-    if exact.measured is None:
+        return "what PyTorch would run, and nothing exact is surely faster"
+    rivals = [item for item in candidates if item.is_exact and not item.refusal]
+    if exact.measured is None or any(seems_faster(item, exact) for item in rivals):
         return "the usual way where SDPA cannot serve, serves by math, or was not asked"
     return "by measurement the fastest that loses nothing"
 
@@ -335,7 +338,8 @@ def _exact_decision(
     return Decision(
         plan=_plan_of(exact, problem, policy),
         trace=trace_of(
-            judged, [exact] * max(problem.num_heads, 1), exact, _why_exact(exact, problem)
+            *(judged, [exact] * max(problem.num_heads, 1), exact),
+            _why_exact(exact, problem, judged),
         ),
         policy=policy.name,
         later=later,

@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 
 from adaattn.planning.candidates import Candidate
+from adaattn.planning.evidence import DISPLACES
 from adaattn.spec import TraceEntry, Variant, Why
 
-__all__ = ["format_ms", "measured_beside", "shown_time", "trace_of", "when_compiled"]
+__all__ = [
+    "format_ms",
+    "measured_beside",
+    "seems_faster",
+    "shown_time",
+    "trace_of",
+    "when_compiled",
+]
 
 
 def trace_of(
@@ -116,6 +124,16 @@ def shown_time(item: Candidate) -> str:
     return f"{format_ms(_best_ms(item))} ({_source(item)})"
 
 
+def seems_faster(item: Candidate, other: Candidate) -> bool:
+    """Return whether a caller would wait for less by the times that are shown.
+
+    They may be of simpler problems, and of two the device's may be the other's.
+    """
+    if item.measured is None or other.measured is None:
+        return False
+    return item.measured.wall_ms < DISPLACES * other.measured.wall_ms
+
+
 def measured_beside(item: Candidate) -> str:
     """Return what follows an estimated time of all heads: the measured one where there is one."""
     return "" if item.measured is None else f" (estimated), {shown_time(item)}"
@@ -154,7 +172,8 @@ def _slower_reason(
         times = f"{shown_time(item)}, {rival.name} {shown_time(rival)}"
         if item.measured is None or rival.measured is None:
             return f"nobody measured that it is faster here: {times}"
-        return f"not faster by enough: {times}"
+        word = "surely faster" if seems_faster(item, rival) else "faster by enough"
+        return f"not {word}: {times}"
     heads = [head for head in range(len(chosen)) if item.may_serve(head, variants)]
     mine = sum(item.head_ms(head) for head in heads)
     theirs = sum(chosen[head].head_ms(head) for head in heads)

@@ -84,6 +84,21 @@ def test_what_is_waited_for_is_what_others_are_compared_with() -> None:
     assert other.endswith("20 ms (estimated), later/fp32 2 ms (estimated)")
 
 
+@pytest.mark.parametrize(
+    ("wall_ms", "words"), [(7.5, "not surely faster: "), (7.7, "not faster by enough: ")]
+)
+def test_a_time_that_is_less_and_proves_nothing_is_not_called_too_long(
+    wall_ms: float, words: str
+) -> None:
+    """A time of simpler problems, 20 times less than the incumbent's, was not enough, it said."""
+    known, other = (
+        replace(item, measured=Measured(device_ms=time_ms, host_ms=time_ms), source="a table")
+        for item, time_ms in ((EXACT, 8.0), (replace(EXACT, group=SLOW.group), wall_ms))
+    )
+    _, reason = _reasons([known, other], [known] * NUM_HEADS, known)
+    assert reason.startswith(words)
+
+
 def test_an_approximation_taken_for_all_heads_names_its_error_and_what_exact_would_cost() -> None:
     taken, exact = trace_of([LOW, EXACT], [LOW] * NUM_HEADS, EXACT, WHY)
     assert taken.reason == (
