@@ -8,6 +8,7 @@ import torch
 from adaattn._dtypes import torch_dtype
 from adaattn.backends import capabilities, capability_named
 from adaattn.call.arguments import Arguments
+from adaattn.call.choose import decide_exactly
 from adaattn.call.describe import build_call
 from adaattn.cli.console import STDOUT, check_outputs, refusal, write_json
 from adaattn.cli.machines import CARDS, facts_of
@@ -108,7 +109,10 @@ def decision_for(request: PlanRequest) -> tuple[AttentionProblem, HardwareFacts,
         problem = replace(problem, sdpa_default=_described(request, device).sdpa_default)
     policy = _policy(request)
     problem = replace(problem, batch_invariant=policy.batch_invariant)
-    decision = decide(problem, None, hardware, policy, capabilities())
+    # None: only a lower format can serve, which shapes alone do not allow.
+    decision = decide_exactly(problem, hardware, policy, "auto") or decide(
+        problem, None, hardware, policy, capabilities()
+    )
     return problem, hardware, decision
 
 

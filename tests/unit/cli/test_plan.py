@@ -268,3 +268,13 @@ def test_a_card_that_is_not_here_is_planned_for_by_its_shipped_times() -> None:
     table = facts_of("h200").timings
     assert table is not None and table.cells
     assert facts_of("v100").timings is None
+
+
+def test_a_decoding_step_is_planned_for_as_many_keys_as_a_call_is() -> None:
+    _, _, decision = decision_for(PlanRequest(shape="1,4,1,1,1500,64", device="cpu"))
+    tensors = [
+        torch.randn(1, heads, length, 64) for heads, length in ((4, 1), (1, 1500), (1, 1500))
+    ]
+    called = adaattn.plan_attention(*tensors, enable_gqa=True, policy="quality")
+    assert decision.plan == called.plan
+    assert [entry.time_ms for entry in decision.trace] == [entry.time_ms for entry in called.trace]
