@@ -403,7 +403,8 @@ def test_what_fails_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> None:
         raise torch.OutOfMemoryError("the memory is full")
 
-    monkeypatch.setitem(adaattn.backends.registry._EXECUTORS, "chunked", fails)
+    known = adaattn.backends.registry._KNOWN["chunked"]._replace(run=fails)
+    monkeypatch.setitem(adaattn.backends.registry._KNOWN, "chunked", known)
     with pytest.raises(torch.OutOfMemoryError, match="the memory is full"):
         attend(X, X, X, batch_invariant=True)
 

@@ -249,14 +249,15 @@ class TestFailures:
         """A shortcut held the executor itself, and no step down was left behind it."""
         tensors = draw(length=141 + num_good)
         name = plan_attention(*tensors, **EXPLICIT).plan.groups[0].capability
-        honest, is_full = registry._EXECUTORS[name], False
+        honest, is_full = registry._KNOWN[name].run, False
 
         def failing(*given: Any) -> Any:
             if is_full:
                 raise FULL
             return honest(*given)
 
-        monkeypatch.setitem(registry._EXECUTORS, name, failing)
+        known = registry._KNOWN[name]._replace(run=failing)
+        monkeypatch.setitem(registry._KNOWN, name, known)
         for _ in range(num_good):
             attend(*tensors, **EXPLICIT)
         assert [event.fallbacks for event in events] == [()] * num_good
@@ -295,7 +296,8 @@ class TestFailures:
             with kernel, pytest.raises(RuntimeError, match="a bug in the kernel"):
                 attend(*tensors)
         name = plan_attention(*tensors, **EXPLICIT).plan.groups[0].capability
-        monkeypatch.setitem(registry._EXECUTORS, name, broken)
+        known = registry._KNOWN[name]._replace(run=broken)
+        monkeypatch.setitem(registry._KNOWN, name, known)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="a bug in the executor"):
                 attend(*tensors, **EXPLICIT)

@@ -64,8 +64,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what replaces an executor."""
 
     def replace_executor(name: str, run: Callable[..., Result]) -> None:
-        monkeypatch.setitem(registry._EXECUTORS, name, run)
-        monkeypatch.delitem(registry._DIRECT, name, raising=False)
+        known = registry._KNOWN[name]._replace(run=run, bind=None)
+        monkeypatch.setitem(registry._KNOWN, name, known)
 
     return replace_executor
 
@@ -524,7 +524,8 @@ def test_a_problem_of_a_grid_that_may_not_compile_leaves_out_who_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiling = replace(registry.capability_named("sdpa.math"), compiles=True)
-    monkeypatch.setitem(registry._BY_NAME, "sdpa.math", compiling)
+    known = registry._KNOWN["sdpa.math"]._replace(capability=compiling)
+    monkeypatch.setitem(registry._KNOWN, "sdpa.math", known)
     asked = tuning.Asked(problem=PLAIN, compiles=False)
     monkeypatch.setattr(tuning, "default_grid", lambda device_type: (asked,))
     (cell,) = cells_of(adaattn.tune(device="cpu", rounds=1, save=False))

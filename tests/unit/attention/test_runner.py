@@ -92,7 +92,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, factor: float) -> None:
             return result
         return replace(result, output=result.output * factor)
 
-    monkeypatch.setitem(registry._EXECUTORS, name, wrong)
+    known = registry._KNOWN[name]._replace(run=wrong)
+    monkeypatch.setitem(registry._KNOWN, name, known)
 
 
 class TestCalls:

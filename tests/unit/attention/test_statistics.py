@@ -384,7 +384,8 @@ class TestReasons:
         def full(*arguments: object) -> None:
             raise torch.OutOfMemoryError("the memory is full")
 
-        monkeypatch.setitem(registry._EXECUTORS, "chunked", full)
+        known = registry._KNOWN["chunked"]._replace(run=full)
+        monkeypatch.setitem(registry._KNOWN, "chunked", known)
         runner = Runner("quality")
         x = torch.randn(1, 2, 64, 8)
         slopes = torch.tensor([0.5, 0.25])

@@ -146,8 +146,8 @@ def test_an_executor_that_fails_while_others_wait_does_not_end_the_wait(
     def fails(*given: Any) -> Result:
         raise ExecutorError("not today")
 
-    monkeypatch.setitem(registry._EXECUTORS, "sdpa.flash", fails)
-    monkeypatch.delitem(registry._DIRECT, "sdpa.flash", raising=False)
+    known = registry._KNOWN["sdpa.flash"]._replace(run=fails, bind=None)
+    monkeypatch.setitem(registry._KNOWN, "sdpa.flash", known)
     ran = [call(events) for _ in range(8)]
     assert "sdpa.flash" not in ran
     assert ran[0] != "compiling"

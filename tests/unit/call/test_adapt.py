@@ -56,7 +56,8 @@ def scale_heads(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
         factor = torch.tensor([factors[head] for head in heads])[:, None, None]
         return replace(result, output=result.output * factor[-result.output.shape[1] :])
 
-    monkeypatch.setitem(registry._EXECUTORS, "low_rank", scaled)
+    known = registry._KNOWN["low_rank"]._replace(run=scaled)
+    monkeypatch.setitem(registry._KNOWN, "low_rank", known)
 
 
 def low_heads(event: AttentionEvent) -> tuple[int, ...]:
@@ -452,7 +453,8 @@ class TestRecomputed:
                 raise torch.OutOfMemoryError("the memory is full")
             return honest(inputs, problem, group)
 
-        monkeypatch.setitem(registry._EXECUTORS, "low_rank", broken)
+        known = registry._KNOWN["low_rank"]._replace(run=broken)
+        monkeypatch.setitem(registry._KNOWN, "low_rank", known)
         square, gradients = self.checkpointed(tensors, History())
         assert len(tried) == 1 and len(events[0].fallbacks) == 1 and events[1].fallbacks == ()
         assert events[1].decision.plan == events[0].decision.plan

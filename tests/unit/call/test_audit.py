@@ -36,7 +36,8 @@ def scale_heads(monkeypatch: pytest.MonkeyPatch, *factors: float) -> None:
         result = honest(tensors, problem, group)
         return replace(result, output=result.output * torch.tensor(factors)[:, None, None])
 
-    monkeypatch.setitem(registry._EXECUTORS, "low_rank", scaled)
+    known = registry._KNOWN["low_rank"]._replace(run=scaled)
+    monkeypatch.setitem(registry._KNOWN, "low_rank", known)
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +123,8 @@ def test_audited_rows_are_others_than_those_that_planning_measured(
         return replace(result, output=output)
 
     monkeypatch.setattr("adaattn.call.adapt.measure", noting)
-    monkeypatch.setitem(registry._EXECUTORS, "low_rank", right_where_measured)
+    known = registry._KNOWN["low_rank"]._replace(run=right_where_measured)
+    monkeypatch.setitem(registry._KNOWN, "low_rank", known)
     output = attend(*tensors, policy=LOSSY)
     assert measured
     assert_within_budget(output, exactly(tensors), LOSSY.error_budget)
@@ -144,7 +146,8 @@ def test_a_repair_keeps_the_memory_budget(
         )
         return chunked(inputs, problem, group)
 
-    monkeypatch.setitem(registry._EXECUTORS, "chunked", noting)
+    known = registry._KNOWN["chunked"]._replace(run=noting)
+    monkeypatch.setitem(registry._KNOWN, "chunked", known)
     attend(*tensors, policy=policy)
     assert len(chunks) == 1
     assert 0 < chunks[0] <= limit

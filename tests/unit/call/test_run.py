@@ -58,7 +58,8 @@ def wrap(
         groups.append(group)
         return change(honest(tensors, problem, group))
 
-    monkeypatch.setitem(registry._EXECUTORS, name, changed)
+    known = registry._KNOWN[name]._replace(run=changed)
+    monkeypatch.setitem(registry._KNOWN, name, known)
     return groups
 
 
@@ -77,9 +78,9 @@ def break_executor(
         tried.append(name)
         raise error
 
-    monkeypatch.setitem(registry._EXECUTORS, name, broken)
-    if name in registry._DIRECT:
-        monkeypatch.setitem(registry._DIRECT, name, lambda problem, group: broken)
+    known = registry._KNOWN[name]
+    bind = known.bind and (lambda problem, group: broken)
+    monkeypatch.setitem(registry._KNOWN, name, known._replace(run=broken, bind=bind))
     hardware.clear_cache()
     return tried
 
@@ -243,7 +244,8 @@ class TestStepsDown:
                 raise FULL
             return honest(tensors, problem, group)
 
-        monkeypatch.setitem(registry._EXECUTORS, "chunked", limited)
+        known = registry._KNOWN["chunked"]._replace(run=limited)
+        monkeypatch.setitem(registry._KNOWN, "chunked", known)
         tensors = draw(length=2048)
         problem = plan_attention(*tensors, softcap=2.0)
         free = problem.workspace_bytes // 4

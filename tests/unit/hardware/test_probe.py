@@ -212,7 +212,7 @@ def test_a_cpu_has_the_formats_that_its_flags_name(
 
     assert facts.name == "Test CPU @ 2GHz"
     assert facts.instructions == instructions
-    assert facts.rates.source == f"default of {torch.get_num_threads()} threads"
+    assert facts.rates.source == default_rates(facts).source
     assert facts.rates.flops_of(FP32) > facts.rates.flops_of(FP64) > 0
     is_native = BF16 in instructions
     assert (facts.rates.flops_of(BF16) > facts.rates.flops_of(FP32)) == is_native
