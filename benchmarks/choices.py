@@ -174,8 +174,8 @@ def run(options: argparse.Namespace) -> Path:
         cells.append(cell)
         if chosen not in cell.times:
             continue
-        rows.append(row_of(problem, chosen, cell))
-        row = rows[-1]
+        row = row_of(problem, chosen, cell)
+        rows.append(row)
         print(
             f"{row['gain']:7.3f}  {row['cell']}  [{row['chosen']}, fastest {row['fastest']}]",
             flush=True,
