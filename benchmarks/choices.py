@@ -171,7 +171,8 @@ def run(options: argparse.Namespace) -> Path:
         free_unused(options.device)
         if cell is None:
             continue
-        cells.append(cell)
+        if not cell.num_sequences:  # a table's packed sequences have equal lengths, these have not
+            cells.append(cell)
         if chosen not in cell.times:
             continue
         row = row_of(problem, chosen, cell)

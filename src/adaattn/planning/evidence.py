@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from adaattn.planning.stand_ins import stand_ins
@@ -94,19 +96,24 @@ def ratio(
         name: of the challenger.
         incumbent: of the executor that it would displace.
         by_stand_in: simpler problems' times count where its own has none: the challenger is one
-            kernel for all mixes, and nothing says that it was left out of this one.
+            kernel for all mixes, and nothing says that it was left out of this one. Those with
+            the fewest features left out count, and of them the one that says most for it.
     """
     is_known = problem_class(problem) in table.cells
-    for place, (known, factor, is_mix) in enumerate(stand_ins(problem)):
-        if place and not by_stand_in and (is_known or is_mix):
-            return None
-        evened = _evened(known)
-        found = [_log_ratio(table, even, name, incumbent) for even in evened]
-        told = [log for log in found if log is not None]
-        if told:
-            return factor * math.exp(max(told))
-        if not place and any(_near(table, even, (incumbent,)) for even in evened):
-            return None
+    for place, alike in groupby(stand_ins(problem), key=attrgetter("place")):
+        shares = []
+        for known in alike:
+            if place and not by_stand_in and (is_known or known.is_mix):
+                return None
+            evened = _evened(known.problem)
+            found = [_log_ratio(table, even, name, incumbent) for even in evened]
+            told = [log for log in found if log is not None]
+            if told:
+                shares.append(known.factor * math.exp(max(told)))
+            elif not place and any(_near(table, even, (incumbent,)) for even in evened):
+                return None
+        if shares:
+            return min(shares)
     return None
 
 
@@ -176,12 +183,12 @@ def interpolated(
     table: TimingTable, problem: AttentionProblem, name: str
 ) -> tuple[Measured, str, str] | None:
     """Return what an executor should take by cells around a problem, their class and source."""
-    for known, _, _ in stand_ins(problem):
-        for even in reversed(_evened(known)):  # a bound may be that of all tokens
+    for known in stand_ins(problem):
+        for even in reversed(_evened(known.problem)):  # a bound may be that of all tokens
             near = _near(table, even, (name,))
             if near:
                 source = near[0][1].source or table.source
-                return _time_of(even, name, near), problem_class(known), source
+                return _time_of(even, name, near), problem_class(known.problem), source
     return None
 
 
