@@ -8,10 +8,9 @@ events are emitted: a graph has no place for them.
 import contextlib
 import contextvars
 import logging
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from adaattn.errors import ArgumentTypeError
 from adaattn.spec import AttentionProblem, Decision, TensorStats
@@ -91,26 +90,23 @@ class AttentionEvent:
 
 Sink = Callable[[AttentionEvent], None]
 
-_SINKS: contextvars.ContextVar[tuple[tuple[Sink, bool], ...]] = contextvars.ContextVar(
+_SINKS: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar(
     "adaattn_sinks", default=()
 )
 
 
 listeners = _SINKS.get
-"""Returns who listens, one by one; true where anybody does."""
-
-
-_TIMING: Final = operator.itemgetter(1)
+"""Returns (whether one of them wants times, each sink); () where nobody listens."""
 
 
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    return any(map(_TIMING, listeners()))
+    return bool(listeners()[:1] == (True,))
 
 
 def emit(event: AttentionEvent) -> None:
     """Deliver an event to every sink; a failing sink is logged."""
-    for sink, _ in listeners():
+    for sink in listeners()[1:]:
         try:
             sink(event)
         except Exception:
@@ -158,7 +154,10 @@ def no_events() -> Iterator[None]:
 
 def add_sink(sink: Sink, *, timing: bool = False) -> contextvars.Token[Any]:
     """Send events to a sink until its token is given to `remove_sink`; without a ``with``."""
-    return _SINKS.set((*listeners(), (sink, timing)))
+    earlier = listeners()
+    if earlier:
+        timing = timing or earlier[0]
+    return _SINKS.set((timing, *earlier[1:], sink))
 
 
 remove_sink = _SINKS.reset

@@ -81,13 +81,7 @@ def check_inputs(
         first, second, size = query.shape
         batch, length = (first, second) if batch_first else (second, first)
         if size == config.embed_dim:
-            return Layout(
-                is_batched=True,
-                batch_first=batch_first,
-                batch=batch,
-                len_q=length,
-                len_k=length,
-            )
+            return Layout(True, batch_first, batch, length, length)
     named = [("query", query, config.embed_dim)]
     if not own:
         named += [("key", key, config.key_size), ("value", value, config.value_size)]

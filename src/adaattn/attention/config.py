@@ -153,9 +153,14 @@ class AttentionConfig:
 
     def numbers(self) -> dict[str, Any]:
         """Return the keywords of the public call that say more than its defaults, in each call."""
-        found = {"scale": self.scale, "softcap": self.softcap}
-        given = {name: value for name, value in found.items() if value is not None}
-        return given if self.kv_heads == self.num_heads else given | {"enable_gqa": True}
+        given: dict[str, Any] = {}
+        if self.scale is not None:
+            given["scale"] = self.scale
+        if self.softcap is not None:
+            given["softcap"] = self.softcap
+        if self.kv_heads != self.num_heads:
+            given["enable_gqa"] = True
+        return given
 
     @cached_property
     def kv_heads(self) -> int:

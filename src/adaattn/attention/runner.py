@@ -106,7 +106,7 @@ class Runner:
         else:
             if self.policy is not None:
                 semantics["policy"] = self.policy
-            backend = self._backend_of(query)
+            backend = self.backend if self.fused_on_gpu else self._backend_of(query)
             if backend != "auto":
                 semantics["backend"] = backend
             if not compiling:
