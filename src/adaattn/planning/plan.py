@@ -22,7 +22,7 @@ from adaattn.planning.assignment import (
 )
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import measuring_ms
-from adaattn.planning.evidence import DISPLACES, fastest, ratio
+from adaattn.planning.evidence import DISPLACES, DISPLACES_ON_A_CPU, fastest, ratio
 from adaattn.planning.order import behind, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import seems_faster, trace_of, when_compiled
@@ -267,7 +267,8 @@ def _best_exact(
         for name, item in by_name.items()
         if name != own
     }
-    faster = {name: share for name, share in shares.items() if share and share < DISPLACES}
+    below = DISPLACES_ON_A_CPU if problem.device_type == "cpu" else DISPLACES
+    faster = {name: share for name, share in shares.items() if share and share < below}
     ready = {name: share for name, share in faster.items() if not _compile_ms(by_name[name])}
     now = by_name[fastest(hardware.timings, problem, ready)] if ready else incumbent
     best = by_name[fastest(hardware.timings, problem, faster)] if faster else incumbent

@@ -13,7 +13,7 @@ from adaattn.backends.block_sparse.executor import KEPT_MASSES
 from adaattn.backends.low_rank.ranks import methods
 from adaattn.planning import decide, head_budgets, worth_measuring
 from adaattn.planning.cost import estimate
-from adaattn.planning.evidence import DISPLACES, ratio
+from adaattn.planning.evidence import DISPLACES_ON_A_CPU, ratio
 from adaattn.planning.plan import MARGIN
 from adaattn.spec import (
     AttentionProblem,
@@ -515,7 +515,8 @@ def test_a_guess_never_displaces_what_pytorch_would_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "taken"), [(DISPLACES - 0.01, "best"), (DISPLACES + 0.01, "pytorch")]
+    ("share", "taken"),
+    [(DISPLACES_ON_A_CPU - 0.01, "best"), (DISPLACES_ON_A_CPU + 0.01, "pytorch")],
 )
 def test_a_measured_time_displaces_it_if_it_is_clearly_better(share: float, taken: str) -> None:
     decision, found = _taken({"best": _time(share), "pytorch": _time(1.0)})
