@@ -116,7 +116,11 @@ def wanted(
 ) -> Iterator[tuple[Problem, AttentionProblem, str]]:
     """Yield the problems that are to be timed, with `asked` of each; every ``step``-th drawn."""
     problems = draw(
-        options.problems, seed=options.seed, device=options.device, through=options.through
+        options.problems,
+        seed=options.seed,
+        device=options.device,
+        through=options.through,
+        few_heads=options.few_heads,
     )
     for problem in problems[first::step]:
         if options.only not in problem.name:
@@ -226,6 +230,7 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--through", default="function", choices=FUNCTIONS)
     parser.set_defaults(rounds=5)
+    parser.add_argument("--few-heads", action="store_true", help="one sequence, 1 to 4 heads")
     parser.add_argument("--compiles", action="store_true", help="also what compiles for a length")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no problem begins later")
     parser.add_argument("--table", type=Path, help="put the times into this table's file too")

@@ -239,6 +239,7 @@ def run(options: argparse.Namespace) -> Path:
         device=options.device,
         through=options.through,
         longest=options.longest,
+        few_heads=options.few_heads,
     )
     end = time.monotonic() + options.limit_s
     rows: list[dict[str, Any]] = []
@@ -281,7 +282,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(rows: list[dict[str, Any]], options: argparse.Namespace) -> Path:
     """Write the rows, the options and their summary, and return the path."""
-    state = "_compiled" if options.compiled else ""
+    state = "_few_heads" * options.few_heads + "_compiled" * options.compiled
     name = f"regret_{options.through}_{options.policy}{state}_{options.device}"
     return save(name, options, rows, summary=summary(rows, options.device))
 
@@ -295,6 +296,7 @@ def main(given: list[str] | None = None) -> Path:
     parser.add_argument("--policy", default="quality", choices=tuple(_WARM_CALLS))
     parser.add_argument("--through", default="function", choices=tuple(SIDES))
     parser.add_argument("--compiled", action="store_true", help="after `adaattn.warmup`")
+    parser.add_argument("--few-heads", action="store_true", help="one sequence, 1 to 4 heads")
     parser.add_argument("--longest", type=int, default=None, help="greatest length; by device")
     parser.add_argument("--limit-s", type=float, default=1e6, help="no problem begins later")
     path = run(parser.parse_args(given))

@@ -153,6 +153,8 @@ class _Limits:
         elements: of a query or key tensor.
         mask_bytes: of the mask that PyTorch's function needs.
         width: H D of a layer, whose projections count too; 0 where there is none.
+        heads: the most heads of a key.
+        batch: the most sequences.
     """
 
     shortest: int
@@ -162,6 +164,8 @@ class _Limits:
     elements: int
     mask_bytes: int
     width: int = 0
+    heads: int = 32
+    batch: int = 8
 
 
 _LIMITS = {
@@ -189,7 +193,13 @@ def kinds(through: str) -> tuple[Kind, ...]:
 
 
 def draw(
-    count: int, *, seed: int, device: str, through: str = "function", longest: int | None = None
+    count: int,
+    *,
+    seed: int,
+    device: str,
+    through: str = "function",
+    longest: int | None = None,
+    few_heads: bool = False,
 ) -> list[Problem]:
     """Return problems that depend on these arguments alone; every kind comes equally often.
 
@@ -200,6 +210,8 @@ def draw(
         through: ``"function"``, ``"written"``, ``"cache"``, ``"module"``, ``"transformers"``, or
             ``"generation"``: one query over all keys but the last, which is its own.
         longest: the greatest length; None is that of the device.
+        few_heads: one sequence, and at most four heads: seldom drawn otherwise, and no work for
+            all processors.
     """
     source = random.Random(seed)
     limits = _LIMITS[device]
@@ -208,6 +220,8 @@ def draw(
         limits = replace(limits, longest=longest, shortest=shortest)
     if through not in FUNCTIONS:
         limits = replace(limits, **_LAYER[device])
+    if few_heads:
+        limits = replace(limits, heads=4, batch=1)
     order: list[Kind] = []
     found = []
     for index in range(count):
@@ -222,15 +236,15 @@ def _problem(
     source: random.Random, index: int, kind: Kind, device: str, through: str, limits: _Limits
 ) -> Problem:
     """Return one problem of a kind."""
-    group = _weighted(source, _GROUPS)
-    kv_heads = _between(source, 1, 32 // group)
+    group = min(_weighted(source, _GROUPS), limits.heads)
+    kv_heads = _between(source, 1, limits.heads // group)
     len_q, len_k = _lengths(source, kind, through, limits)
     is_function = through in FUNCTIONS
     drawn = Problem(
         index=index,
         kind=kind,
         dtype=_weighted(source, _DTYPES[device]),
-        batch=1 if kind is Kind.PACKED else source.randint(1, 8),
+        batch=1 if kind is Kind.PACKED else source.randint(1, limits.batch),
         heads=group * kv_heads,
         kv_heads=kv_heads,
         len_q=len_q,

@@ -113,6 +113,12 @@ def test_a_transformers_model_is_checked_and_timed_too(
     assert all(row.keys() >= TIMES for row in rows), rows
 
 
+def test_few_heads_are_few(problems: ModuleType) -> None:
+    drawn = problems.draw(60, seed=4, device="cuda", few_heads=True)
+    assert {item.heads for item in drawn} == {1, 2, 3, 4} and {item.batch for item in drawn} == {1}
+    assert all(item.heads % item.kv_heads == 0 for item in drawn)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_seed_gives_the_same_problems_of_every_kind(problems: ModuleType, device: str) -> None:
     drawn = problems.draw(300, seed=4, device=device)
