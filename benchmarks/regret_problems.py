@@ -153,7 +153,7 @@ class _Limits:
         elements: of a query or key tensor.
         mask_bytes: of the mask that PyTorch's function needs.
         width: H D of a layer, whose projections count too; 0 where there is none.
-        heads: the most heads of a key.
+        heads: the most of a query.
         batch: the most sequences.
     """
 

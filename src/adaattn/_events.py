@@ -101,7 +101,7 @@ listeners = _SINKS.get
 
 def wants_timing() -> bool:
     """Return whether a sink asked for time, which costs a device synchronisation a call."""
-    return bool(listeners()[:1] == (True,))
+    return listeners()[:1] == (True,)
 
 
 def emit(event: AttentionEvent) -> None:

@@ -51,7 +51,7 @@ def test_every_file_of_random_problems_is_named_on_a_page() -> None:
     ("card", "names"),
     [
         ("an H200\nran 300", "`function_quality_h200`"),
-        ("two CPU\ncores 100", "`function_quality_cpu_avx512`"),
+        ("two CPU\ncores 100", "`function_quality_cpu_avx512_few_heads`"),
         (
             "the H200's problems run",
             "`function_quality_warm_h200` and `function_quality_warm_h200_from_290`",
