@@ -23,6 +23,10 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 _SHORT_KEYS: Final = 512
 """Up to this many keys one block of a kernel that does not split them is fast enough."""
 
+_SPLIT_WIDTH, _MANY_HEADS = 256, 32
+"""What is wider no kernel of PyTorch splits. At D 512 and 1084 to 8051 keys one block takes 1.3 to
+2.8 times as long as math over 4 heads in all, 0.4 to 0.6 over 32 (H200, PyTorch 2.11, 2026-11)."""
+
 
 def _rows_differ(problem: AttentionProblem) -> str:
     """Return why a mask keeps the rows of a group apart, or ""."""
@@ -35,7 +39,10 @@ def _rows_differ(problem: AttentionProblem) -> str:
 
 def _order(problem: AttentionProblem) -> int:
     """Return 5 in the place of math, if no gradient is wanted and the keys are few or split."""
-    unsplit = problem.device_type == "cuda" and problem.precision.bits > 16
+    few_of_wide = (
+        problem.head_dim > _SPLIT_WIDTH and problem.batch * problem.num_heads < _MANY_HEADS
+    )
+    unsplit = problem.device_type == "cuda" and (problem.precision.bits > 16 or few_of_wide)
     slow = problem.requires_grad or (unsplit and problem.len_k > _SHORT_KEYS)
     return 61 if slow or problem.sdpa_default != "sdpa.math" else 5
 

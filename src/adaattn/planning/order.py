@@ -7,10 +7,19 @@ from typing import Final
 from adaattn.planning.candidates import Candidate
 from adaattn.spec import AttentionProblem, Why
 
-__all__ = ["behind", "first_in_order", "incumbent_of"]
+__all__ = ["behind", "default_of", "first_in_order", "incumbent_of"]
 
 _BY_TIMES: Final = 70
 """What stands behind this place is for problems in which it was measured to be faster."""
+
+
+def default_of(problem: AttentionProblem) -> str:
+    """Return the kernel that ``F.scaled_dot_product_attention`` would run; "" if it has no word.
+
+    FlashAttention-2 takes windows, sinks and packed sequences, and that function none of them.
+    """
+    beyond = problem.has_sinks or problem.window != (-1, -1) or problem.num_sequences
+    return "" if beyond else problem.sdpa_default
 
 
 def incumbent_of(usable: Sequence[Candidate], problem: AttentionProblem) -> Candidate:
@@ -23,7 +32,8 @@ def incumbent_of(usable: Sequence[Candidate], problem: AttentionProblem) -> Cand
     def order(item: Candidate) -> int:
         return item.capability.order(problem)
 
-    default = next((it for it in usable if it.group.capability == problem.sdpa_default), None)
+    name = default_of(problem)
+    default = next((it for it in usable if it.group.capability == name), None)
     if default is None:
         return min(usable, key=order)
     if problem.group_size == 1 or not default.capability.materialises_scores:

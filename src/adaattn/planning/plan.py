@@ -23,7 +23,7 @@ from adaattn.planning.assignment import (
 from adaattn.planning.candidates import Candidate, enumerate_candidates, with_stats
 from adaattn.planning.cost import measuring_ms
 from adaattn.planning.evidence import DISPLACES, DISPLACES_ON_A_CPU, fastest, ratio
-from adaattn.planning.order import behind, first_in_order, incumbent_of
+from adaattn.planning.order import behind, default_of, first_in_order, incumbent_of
 from adaattn.planning.simplify import simplify
 from adaattn.planning.trace import seems_faster, trace_of, when_compiled
 from adaattn.planning.unmeasured import could_pay, rivals_of, why_unchecked, why_unmeasured
@@ -283,7 +283,7 @@ def _why_exact(
         return ""
     if problem.batch_invariant:
         return "the first in a fixed order whose results do not depend on the batch"
-    if exact.group.capability == problem.sdpa_default:
+    if exact.group.capability == default_of(problem):
         return "what PyTorch would run, and nothing exact is surely faster"
     rivals = [item for item in candidates if item.is_exact and not item.refusal]
     if exact.measured is None or any(seems_faster(item, exact) for item in rivals):

@@ -416,6 +416,11 @@ def test_an_ambient_choice_of_kernels_is_honoured(executors: Executors) -> None:
             "chunked",
         ),
         ("a100", {"precision": BF16, "has_sinks": True, "len_q": 255}, "chunked"),
+        (  # one key with a sink once took 1.5 times as long as written out
+            "a100",
+            {"precision": BF16, "has_sinks": True, "len_q": 1, "sdpa_default": "sdpa.flash2"},
+            "chunked",
+        ),
         ("a100", {"precision": BF16, "has_sinks": True, "requires_grad": True}, "chunked"),
     ],
 )
@@ -512,6 +517,19 @@ def test_a_guess_never_displaces_what_pytorch_would_run() -> None:
     assert taken == "pytorch"
     assert "what PyTorch would run" in _entries(decision)["pytorch/fp32"].reason
     assert _entries(decision)["best/fp32"].reason.startswith("nobody measured that it is faster")
+
+
+@pytest.mark.parametrize("values", [{"has_sinks": True}, {"window": (64, 0)}], ids=str)
+def test_pytorch_would_run_nothing_where_its_function_has_no_word(
+    executors: Executors, values: dict[str, object]
+) -> None:
+    problem = _problem("a100", precision=BF16, sdpa_default="sdpa.flash2", **values)
+    decision = decide(problem, None, fake_facts("a100"), Policy(), executors)
+    assert decision.plan.groups[0].capability == "sdpa.flash2"
+    reason = _entries(decision)["sdpa.flash2/bf16"].reason
+    assert reason.endswith(
+        "the usual way where SDPA cannot serve, serves by math, or was not asked"
+    )
 
 
 @pytest.mark.parametrize(
