@@ -294,7 +294,7 @@ def note(
     known = _KNOWN.pop(place, None)
     if last is None or last.bound is not bound or last.sizes != sizes or missed >= _MOST_MISSED:
         return
-    if known is None:  # else one tensor is two of them, or modes differ that no key knows
+    if known is None:  # else modes differ that no key knows, or which tensors are one
         made.missed = 0
     compared = partial(
         _comparison,
@@ -313,14 +313,30 @@ def note(
 
 
 def _guards(given: Sequence[torch.Tensor], sizes: _Dims, strides: _Dims) -> Callable[..., bool]:
-    """Return the comparison with tensors of some sizes and strides; None stands for any."""
+    """Return the comparison with tensors of some sizes and strides; None stands for any.
+
+    Guards take no tensor twice, as in ``attend(x, x, x)``: they see it once, and the places where
+    it stood are compared beside them.
+    """
+    first = [next(at for at, other in enumerate(given) if other is item) for item in given]
+    seen = sorted(set(first))
     guards = TensorGuards(
-        *given,
-        dynamic_dims_sizes=[list(size) for size in sizes],  # type: ignore[misc]  # None: any
-        dynamic_dims_strides=[list(steps) for steps in strides],  # type: ignore[misc]
+        *(given[at] for at in seen),
+        dynamic_dims_sizes=[list(sizes[at]) for at in seen],  # type: ignore[misc]  # None: any
+        dynamic_dims_strides=[list(strides[at]) for at in seen],  # type: ignore[misc]
     )
     check: Callable[..., bool] = guards.check
-    return check
+    if len(seen) == len(given):
+        return check
+    again = [(at, before) for at, before in enumerate(first) if at != before]
+
+    def is_like(*tensors: torch.Tensor) -> bool:
+        for at, before in again:
+            if tensors[at] is not tensors[before]:
+                return False
+        return check(*[tensors[at] for at in seen])
+
+    return is_like
 
 
 def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -> _Growing:
