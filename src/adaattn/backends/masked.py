@@ -145,6 +145,7 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     keywords = sdpa_keywords(problem)
     part = slice(cols.start, cols.stop) if len(cols) < problem.len_k else None
     hidden = not hides_nothing(problem, rows, cols)
+    is_masked = hidden or problem.has_alibi
     place: object = None
     recent = _Recent()
 
@@ -157,20 +158,22 @@ def whole_tile(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
         slopes: torch.Tensor | None = None,
         *starts: None,
     ) -> torch.Tensor:
-        if key.shape[2] != problem.len_k or not may_keep(query):
+        if key.shape[2] != problem.len_k or (is_masked and not may_keep(query)):
             if slopes is not None and slopes.dim() == 1:
                 slopes = slopes.unsqueeze(0)
             tensors = Tensors.of(query, key, value, alibi_slopes=slopes)
             return sdpa_tile(*grown_chunk(tensors, problem), step=len(rows))[0]
         if part is not None:
             key, value = key[:, :, part], value[:, :, part]
+        if not is_masked:
+            return sdpa(query, key, value, **keywords)
         nonlocal place, recent
         place = place or tile_key(problem, rows, cols, query, query.dtype)
         bias = recent.bias_of(slopes, query)
         if bias is None and slopes is not None:
             bias = _kept_bias(slopes, place, query, partial(_bias, slopes, problem, rows, cols))
             recent = _Recent(bias, slopes, query)
-        elif bias is None and hidden:
+        elif bias is None:
             make = partial(made_tile, problem, rows, cols, query.device, query.dtype)
             bias = kept((place, stream_of(query)), make)
             recent = _Recent(bias, None, query)
@@ -203,24 +206,28 @@ class _Recent:
             return
         if slopes is not None and slopes.is_inference():
             return
-        self.bias, self.place = weakref.ref(bias), self._place_of(slopes, query)
-        self.slopes = None if slopes is None else weakref.ref(slopes)
+        self.bias = weakref.ref(bias)
+        if query.is_cuda:
+            self.place = self._place_of(slopes, query)
+            self.slopes = None if slopes is None else weakref.ref(slopes)
+        else:
+            self.place = None if slopes is None else slopes.tolist()
 
     @staticmethod
     def _place_of(slopes: torch.Tensor | None, query: torch.Tensor) -> object:
-        """Return what the mask's numbers change with, on a GPU as far as PyTorch knows."""
-        if not query.is_cuda:
-            return None if slopes is None else slopes.tolist()
+        """Return what the mask's numbers change with on a GPU, as far as PyTorch knows."""
         changes = () if slopes is None else (slopes._version, slopes.data_ptr())
         return *changes, stream_of(query)
 
     def bias_of(self, slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a call like the last one, or None."""
-        if self.bias is None or self._place_of(slopes, query) != self.place:
+        if self.bias is None:
             return None
-        if query.is_cuda and self.slopes is not None and self.slopes() is not slopes:
-            return None
-        return self.bias()
+        if query.is_cuda:
+            same = self.slopes is None or self.slopes() is slopes
+            return self.bias() if same and self._place_of(slopes, query) == self.place else None
+        same = self.place is None if slopes is None else slopes.tolist() == self.place
+        return self.bias() if same else None
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:

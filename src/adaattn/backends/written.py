@@ -6,6 +6,7 @@ multiplies 16-bit numbers no faster than 32 bits, products are of 32 bits.
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ def written_tile(
     given = tile.mask is not None or tile.blocks is not None
     blind = given or not _sees_itself(problem) or not cols
     tensors = tile.query, tile.key, tile.value, tile.sinks
-    return (_attend(*tensors, hidden, problem, blind=blind, bias=bias),)
+    return (_attend(*tensors, hidden, _Numbers.of(problem), blind=blind, bias=bias),)
 
 
 def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
@@ -68,6 +69,7 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
     hides = not hides_nothing(problem, rows, cols)
     blind = is_masked or not _sees_itself(problem)
     is_free = never_hides(problem)
+    numbers = _Numbers.of(problem)
     place: object = None
 
     def make(device: torch.device) -> torch.Tensor:
@@ -95,7 +97,7 @@ def whole_written(problem: AttentionProblem, group: HeadGroup) -> Direct | None:
             place = place or ("hidden", tile_key(problem, rows, cols, query, torch.bool))
             ahead = kept((place, stream_of(query)), partial(make, query.device))
             hidden = ahead if hidden is None else hidden | ahead
-        return _attend(query, key, value, sinks, hidden, problem, blind=blind, bias=bias)
+        return _attend(query, key, value, sinks, hidden, numbers, blind=blind, bias=bias)
 
     return run
 
@@ -112,7 +114,29 @@ def packed_written(
     """
     blind = not problem.packed_square
     query, key, value = tensors.query, tensors.key, tensors.value
-    return _attend(query, key, value, tensors.sinks, hidden, problem, blind=blind)
+    return _attend(query, key, value, tensors.sinks, hidden, _Numbers.of(problem), blind=blind)
+
+
+class _Numbers(NamedTuple):
+    """What a problem says of its scores, read once for all calls.
+
+    Whether products are computed in a wider dtype, a scale that is divided by the softcap, the
+    softcap, and the probability of dropout.
+    """
+
+    is_widened: bool
+    scale: float
+    cap: float
+    dropout_p: float
+
+    @classmethod
+    def of(cls, problem: AttentionProblem) -> Self:
+        """Return those of a problem."""
+        as_is = problem.device_type != "cpu" or multiplies_as_is(problem.precision)
+        cap = problem.softcap
+        return cls(
+            not as_is, problem.scale / cap if cap > 0 else problem.scale, cap, problem.dropout_p
+        )
 
 
 def _sees_itself(problem: AttentionProblem) -> bool:
@@ -126,7 +150,7 @@ def _attend(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     hidden: torch.Tensor | None,
-    problem: AttentionProblem,
+    numbers: _Numbers,
     *,
     blind: bool,
     bias: torch.Tensor | None = None,
@@ -139,22 +163,22 @@ def _attend(
         value: [B, Hkv, C, Dv].
         sinks: [Hq], or None.
         hidden: boolean, broadcastable to [B, Hq, R, C]; None where no key is.
-        problem: its scale, softcap and dropout.
+        numbers: of the problem.
         blind: a row may see nothing.
         bias: added to the scores, broadcastable likewise.
     """
-    own = query.dtype
-    if problem.device_type == "cpu" and not multiplies_as_is(problem.precision):
+    is_widened, scale, cap, dropout_p = numbers
+    own = dtype = query.dtype
+    if is_widened:
         dtype = accumulation_dtype(own)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    scale, cap = problem.scale, problem.softcap
-    if cap > 0:
-        scale /= cap
+    batch, heads, rows, width = query.shape
+    kv_heads, columns = key.shape[1:3]
+    product = torch.matmul if heads == kv_heads else grouped_product
     # Scaled late are the fewer numbers, and in bf16 all, which rounds them once less. fp16 has no
     # room for products that are not scaled.
-    fewer = key.shape[2] < query.shape[3] and query.dtype is not torch.float16
-    late = fewer or query.dtype is torch.bfloat16
-    scores = grouped_product(query if late else query * scale, key.transpose(-1, -2))
+    late = dtype is torch.bfloat16 or (columns < width and dtype is not torch.float16)
+    scores = product(query if late else query * scale, key.mT)
     # In a transform of torch.func a mask may have more dimensions than scores have.
     alone = torch._C._functorch.peek_interpreter_stack() is None
     in_place = alone and not scores.requires_grad
@@ -178,17 +202,17 @@ def _attend(
             unseen = (scores.detach() == _HIDDEN).all(-1, keepdim=True)
         scores = (scores.masked_fill_ if in_place else scores.masked_fill)(unseen, 0.0)
     if sinks is not None:
-        column = sinks.to(scores.dtype)
+        column = sinks if sinks.dtype is dtype else sinks.to(dtype)
         if blind:  # a number, so that a row which sees nothing leaves all its weight to it
-            column = column.clamp(min=torch.finfo(scores.dtype).min)
-        column = column[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)
+            column = column.clamp(min=torch.finfo(dtype).min)
+        column = column.view(heads, 1, 1).expand(batch, heads, rows, 1)
+        scores = torch.cat((scores, column), -1)
+    weights = torch.softmax(scores, -1)
     if sinks is not None:
-        weights = weights[..., :-1]
-    if problem.dropout_p > 0:
-        weights = F.dropout(weights, problem.dropout_p)
-    output = grouped_product(weights, value)
+        weights = weights.narrow(-1, 0, columns)
+    if dropout_p > 0:
+        weights = F.dropout(weights, dropout_p)
+    output = product(weights, value)
     if unseen is not None:
         output = output.masked_fill(unseen, 0.0)
-    return output.to(own)
+    return output.to(own) if is_widened else output
