@@ -78,8 +78,8 @@ def in_precision(
     """Return what ``run`` gives in a format, and a note where the device gains nothing by it.
 
     Autocast is switched off meanwhile. The first tensor that ``run`` returns, or the only one, is
-    cast back to the query's dtype. Where the inputs are not tensors of one dtype nothing is cast:
-    the call says what is wrong.
+    cast back to the query's dtype; what is no tensor stays as it is. Where the inputs are not
+    tensors of one dtype nothing is cast: the call says what is wrong.
 
     Args:
         request: what the caller asked for, as the note and the error name it.
@@ -104,7 +104,7 @@ def in_precision(
         found = run(query.to(dtype), key.to(dtype), value.to(dtype))
     if isinstance(found, tuple):
         return (found[0].to(query.dtype), *found[1:]), note
-    return found.to(query.dtype), note
+    return found.to(query.dtype) if isinstance(found, torch.Tensor) else found, note
 
 
 def _checked_format(

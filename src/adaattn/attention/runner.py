@@ -1,7 +1,8 @@
 """One module's calls: the policy that they follow, what they taught, the statistics they leave."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import torch
@@ -120,7 +121,10 @@ class Runner:
             if self.precision_mode == "auto":
                 found = scaled_dot_product_attention(query, key, value, **semantics)
             else:
-                found = self._in_mode(query, key, value, semantics)
+                run = partial(scaled_dot_product_attention, **semantics)
+                found, note = self._in_mode(query, key, value, run)
+                if note:
+                    self.statistics.note_precision(note)
         finally:
             if token is not None:
                 remove_sink(token)
@@ -137,17 +141,25 @@ class Runner:
     def decision(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **semantics: Any
     ) -> Decision:
-        """Return the decision that the next call with these tensors would follow; see `run`."""
-        return plan_attention(
-            query,
-            key,
-            value,
-            policy=self.policy,
-            backend=self._backend_of(query),
-            layer=self.layer,
-            history=self._history,
-            **semantics,
-        )
+        """Return the decision that the next call with these tensors would follow; see `run`.
+
+        A ``plan`` of the runner's own is left aside.
+        """
+
+        def decide(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Decision:
+            return plan_attention(
+                query,
+                key,
+                value,
+                policy=self.policy,
+                backend=self._backend_of(query),
+                layer=self.layer,
+                history=self._history,
+                **semantics,
+            )
+
+        found: Decision = self._in_mode(query, key, value, decide)[0]
+        return found
 
     def _learning(
         self,
@@ -170,19 +182,11 @@ class Runner:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        semantics: dict[str, Any],
-    ) -> Any:
-        """Return what the public call returns, in the format of the precision mode."""
-
-        def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-            return scaled_dot_product_attention(query, key, value, **semantics)
-
+        run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any],
+    ) -> tuple[Any, str]:
+        """Return what ``run`` gives in the format of the precision mode, and a note or ""."""
         mode = self.precision_mode
-        request = f"precision_mode {mode!r}"
-        found, note = in_precision(request, MODES[mode], query, key, value, run)
-        if note:
-            self.statistics.note_precision(note)
-        return found
+        return in_precision(f"precision_mode {mode!r}", MODES[mode], query, key, value, run)
 
     def _count(self, event: AttentionEvent) -> None:
         """Count a call, or its recomputation."""

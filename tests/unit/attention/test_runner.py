@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import adaattn
 from adaattn import AttentionEvent, AttentionProblem, HeadGroup, Policy
 from adaattn import scaled_dot_product_attention as attend
+from adaattn.attention.precision_mode import MODES
 from adaattn.attention.runner import Runner
 from adaattn.backends import registry
 from adaattn.backends.interface import Result, Tensors
@@ -235,6 +236,17 @@ class TestMemory:
         told = runner.decision(*tensors)
         runner.run(*tensors)
         assert told.plan == events[-1].decision.plan
+
+    @pytest.mark.parametrize("mode", ["auto", "bf16", "fp16"])
+    def test_a_decision_asked_for_is_in_the_precision_mode(
+        self, mode: str, events: list[AttentionEvent]
+    ) -> None:
+        """It was in the tensors' own format, whatever the mode."""
+        runner, tensors = Runner("quality", precision_mode=mode), draw()
+        runner.run(*tensors)
+        told = runner.decision(*tensors)
+        assert told.plan == events[-1].decision.plan
+        assert told.plan.groups[0].scheme.inputs is (MODES[mode] or Precision.FP32)
 
     def test_a_reset_forgets_statistics_and_memory(self, events: list[AttentionEvent]) -> None:
         runner = Runner(LOSSY)
