@@ -44,6 +44,13 @@ ON_A_CPU: dict[str, dict[str, Any]] = {
     "ALiBi, 2 heads, S300 D64": {
         "num_heads": 2, "len_q": 300, "head_dim": 64, "is_causal": True, "has_alibi": True,
     },
+} | {
+    f"sinks, window {left}, {heads} heads, S{length} D{dim} bf16": {
+        "num_heads": heads, "len_q": length, "head_dim": dim, "window": (left, 0),
+        "has_sinks": True, "precision": Precision.BF16,
+    }
+    for left, heads, dim in ((12, 36, 128), (24, 16, 64), (8, 8, 128))
+    for length in (100, 114, 128, 160, 192, 256, 400)
 }  # fmt: skip
 
 ON_A_GPU: dict[str, dict[str, Any]] = {

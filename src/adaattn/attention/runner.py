@@ -144,20 +144,18 @@ class Runner:
         """Return the decision that the next call with these tensors would follow; see `run`.
 
         A ``plan`` of the runner's own is left aside.
+
+        Raises:
+            UnsupportedError: no executor computes in the precision mode on this device.
         """
-
-        def decide(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Decision:
-            return plan_attention(
-                query,
-                key,
-                value,
-                policy=self.policy,
-                backend=self._backend_of(query),
-                layer=self.layer,
-                history=self._history,
-                **semantics,
-            )
-
+        decide = partial(
+            plan_attention,
+            policy=self.policy,
+            backend=self._backend_of(query),
+            layer=self.layer,
+            history=self._history,
+            **semantics,
+        )
         found: Decision = self._in_mode(query, key, value, decide)[0]
         return found
 

@@ -23,9 +23,10 @@ __all__ = ["CAPABILITIES", "direct", "run"]
 _SHORT_KEYS: Final = 512
 """Up to this many keys one block of a kernel that does not split them is fast enough."""
 
-_SPLIT_WIDTH, _MANY_HEADS = 256, 32
+_SPLIT_WIDTH, _MANY_HEADS = 256, 16
 """What is wider no kernel of PyTorch splits. At D 512 and 1084 to 8051 keys one block takes 1.3 to
-2.8 times as long as math over 4 heads in all, 0.4 to 0.6 over 32 (H200, PyTorch 2.11, 2026-11)."""
+2.8 times as long as math over 4 heads in all, 0.4 to 0.6 over 32, so as long over 5 to 15: math's
+time goes by heads (H200, PyTorch 2.11, 2026-11)."""
 
 
 def _rows_differ(problem: AttentionProblem) -> str:
@@ -56,6 +57,7 @@ CAPABILITIES = (
         rules=(_rows_differ,),
         min_group_size=2,
         max_len_q=8,
+        splits_keys=False,
         is_fused=True,
         efficiency=0.3,
         num_launches=2,

@@ -204,7 +204,7 @@ class _Recent:
         self.bias = self.slopes = self.place = None
         if type(bias) is not torch.Tensor or query is None:  # none, or one of a mode of tensors
             return
-        if slopes is not None and slopes.is_inference():
+        if query.is_cuda and slopes is not None and slopes.is_inference():  # it has no version
             return
         self.bias = weakref.ref(bias)
         if query.is_cuda:

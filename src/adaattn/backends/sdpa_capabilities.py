@@ -111,6 +111,7 @@ CAPABILITIES = (
         min_compute_capability=(5, 0),
         skips_hidden=True,
         expands_kv=True,
+        splits_keys=False,
         is_fused=True,
         efficiency=0.3,
         order=_efficient_order,

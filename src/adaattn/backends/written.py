@@ -118,7 +118,7 @@ def packed_written(
 
 
 class _Numbers(NamedTuple):
-    """What a problem says of its scores, read once for all calls.
+    """What a problem says of its scores, read once for all bound calls.
 
     Whether products are computed in a wider dtype, a scale that is divided by the softcap, the
     softcap, and the probability of dropout.

@@ -34,9 +34,8 @@ Options = dict[str, Any]
 
 
 def tensor_names(options: Options) -> tuple[str, ...]:
-    """Return which options are tensors to compare. Guards know none that stands for two."""
-    names = TENSORS[:-1] if shares_starts(options) else TENSORS
-    return tuple(name for name in names if isinstance(options.get(name), torch.Tensor))
+    """Return which options are tensors to compare."""
+    return tuple(name for name in TENSORS if isinstance(options.get(name), torch.Tensor))
 
 
 def shares_starts(options: Options) -> bool:

@@ -80,11 +80,10 @@ class _Growing(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A bound call, whether a call is that one, and whether its sequences are packed."""
+    """A bound call, and whether a call is that one."""
 
     bound: Bound
     is_like: Callable[..., bool]
-    is_packed: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +149,7 @@ def again(
             return _missed(place)
         if not found.is_like(query, key, value, mask, dropout_p, is_causal, options):
             return Miss.NOTE
-        _keep_last(who, found)
+        _LAST[who] = found
         return found.bound
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return Miss.SKIP  # no tensors, no numbers: binding says which
@@ -215,14 +214,6 @@ def _is_within(
     length = key.shape[-2]
     alike = alike and above < length <= most and value.shape[-2] == length
     return alike and (mask is None or mask.shape[-1] == length)
-
-
-def _keep_last(who: object, known: _Known) -> None:
-    """Have a call tried first; of packed sequences none is, whose bounds may be one tensor."""
-    if known.is_packed:
-        _LAST.pop(who, None)
-    else:
-        _LAST[who] = known
 
 
 def _missed(place: Place) -> Miss:
@@ -305,11 +296,11 @@ def note(
         names=names,
     )
     is_like = compared(_guards(given, sizes, strides), growing=growing)
-    found = _KNOWN[place] = _Known(bound, is_like, "cu_seqlens_q" in names)
+    found = _KNOWN[place] = _Known(bound, is_like)
     if growing is not None:  # the same length may come again, and is compared in less time
         exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]
         found = found._replace(is_like=compared(_guards(given, *exact), growing=None))
-    _keep_last(who, found)
+    _LAST[who] = found
 
 
 def _guards(given: Sequence[torch.Tensor], sizes: _Dims, strides: _Dims) -> Callable[..., bool]:

@@ -14,7 +14,7 @@ _BY_TIMES: Final = 70
 
 
 def default_of(problem: AttentionProblem) -> str:
-    """Return the kernel that ``F.scaled_dot_product_attention`` would run; "" if it has no word.
+    """Return the kernel that ``F.scaled_dot_product_attention`` would run; "" where it runs none.
 
     FlashAttention-2 takes windows, sinks and packed sequences, and that function none of them.
     """

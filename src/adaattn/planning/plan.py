@@ -263,6 +263,7 @@ def _best_exact(
             name,
             own,
             by_stand_in=writes_scores and item.capability.is_one_kernel,
+            splits_keys=item.capability.splits_keys,
         )
         for name, item in by_name.items()
         if name != own

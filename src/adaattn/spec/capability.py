@@ -78,6 +78,8 @@ class Capability:
         skips_hidden: keys hidden by causality or windows cost nothing.
         materialises_scores: allocates all Sq x Sk scores.
         expands_kv: copies k and v for each query head of a group.
+        splits_keys: the keys of a few rows are shared out among processors, so that fewer heads
+            take less time.
         is_fused: one kernel with online softmax; counted as "flash" in statistics.
         is_one_kernel: the same kernel serves every mix of features, and what it takes without one
             tells what it takes with it.
@@ -127,6 +129,7 @@ class Capability:
     skips_hidden: bool = False
     materialises_scores: bool = False
     expands_kv: bool = False
+    splits_keys: bool = True
     is_fused: bool = False
     is_one_kernel: bool = False
     efficiency: float = 0.5

@@ -83,17 +83,20 @@ def test_chunks_have_more_rows_where_products_go_by_tiles(
         assert choose_chunk_rows(problem, None) == expected
 
 
-@pytest.mark.parametrize(("precision", "cut"), [(Precision.BF16, False), (Precision.FP32, True)])
-def test_16_bit_products_that_copy_their_keys_are_cut_where_it_saves_a_fifth(
-    precision: Precision, cut: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("precision", "length", "cut"),
+    [(Precision.BF16, 114, False), (Precision.BF16, 256, True), (Precision.FP32, 114, True)],
+)
+def test_a_window_in_16_bits_is_cut_where_it_pays_for_copying_keys(
+    precision: Precision, length: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two chunks once took 1.1 to 1.3 times as long as one."""
+    """Two chunks of 114 tokens took up to 1.3 times as long as one."""
     monkeypatch.setattr(common, "_CPU", replace(fake_facts("cpu_amx"), has_tiles=False))
-    sizes = {"batch": 6, "num_heads": 6, "num_kv_heads": 6, "len_q": 114, "len_k": 114}
+    sizes = {"batch": 6, "num_heads": 6, "num_kv_heads": 6, "len_q": length, "len_k": length}
     problem = make_problem(
         **sizes, head_dim=128, is_causal=True, window=(12, 0), has_sinks=True, precision=precision
     )
-    assert (choose_chunk_rows(problem, None) < 114) is cut
+    assert (choose_chunk_rows(problem, None) < length) is cut
 
 
 @settings(max_examples=200, deadline=None)

@@ -81,7 +81,9 @@ def test_it_refuses_what_no_fused_kernel_computes(values: dict[str, Any], reason
     [
         ({"head_dim": 512, "num_heads": 4, "num_kv_heads": 1}, False),
         ({"head_dim": 512, "num_heads": 4, "num_kv_heads": 1, "len_k": 500}, True),
-        ({"head_dim": 512, "num_heads": 32}, True),
+        ({"head_dim": 512, "num_heads": 15, "num_kv_heads": 5}, False),
+        ({"head_dim": 512, "num_heads": 16}, True),
+        ({"head_dim": 512, "num_heads": 4, "num_kv_heads": 1, "batch": 4}, True),
         ({"head_dim": 128, "num_heads": 4, "num_kv_heads": 1}, True),
         ({"head_dim": 128, "num_heads": 32, "precision": Precision.FP32}, False),
     ],

@@ -374,6 +374,16 @@ def test_one_tensor_given_twice_is_found_again(
     assert found[-1]
 
 
+def test_values_that_are_the_keys_of_a_growing_cache_are_found_again(found: list[object]) -> None:
+    """As latents are that both are read from."""
+    for length in (20, 21, 22, 23):
+        both = torch.randn(1, 2, length, 16)
+        attend(torch.randn(1, 2, 1, 16), both, both)
+    assert found[-1]
+    with pytest.raises(ShapeError):
+        attend(torch.randn(1, 2, 1, 16), both, both[:, :, 1:])
+
+
 def test_which_tensors_are_one_is_no_longer_asked_where_it_changes(
     found: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -418,7 +418,13 @@ def test_an_ambient_choice_of_kernels_is_honoured(executors: Executors) -> None:
         ("a100", {"precision": BF16, "has_sinks": True, "len_q": 255}, "chunked"),
         (  # one key with a sink once took 1.5 times as long as written out
             "a100",
-            {"precision": BF16, "has_sinks": True, "len_q": 1, "sdpa_default": "sdpa.flash2"},
+            {
+                "precision": BF16,
+                "has_sinks": True,
+                "len_q": 1,
+                "len_k": 1,
+                "sdpa_default": "sdpa.flash2",
+            },
             "chunked",
         ),
         ("a100", {"precision": BF16, "has_sinks": True, "requires_grad": True}, "chunked"),
@@ -519,7 +525,15 @@ def test_a_guess_never_displaces_what_pytorch_would_run() -> None:
     assert _entries(decision)["best/fp32"].reason.startswith("nobody measured that it is faster")
 
 
-@pytest.mark.parametrize("values", [{"has_sinks": True}, {"window": (64, 0)}], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"has_sinks": True},
+        {"window": (64, 0)},
+        {"num_sequences": 3, "max_len_q": 4000, "max_len_k": 4000, "packed_square": True},
+    ],
+    ids=str,
+)
 def test_pytorch_would_run_nothing_where_its_function_has_no_word(
     executors: Executors, values: dict[str, object]
 ) -> None:
