@@ -14,20 +14,23 @@ import pytest
 
 from adaattn.cli.machines import facts_of
 from adaattn.hardware.tables import read_table
+from adaattn.planning import decide
 from adaattn.planning.evidence import DISPLACES, fastest, interpolated, ratio
 from adaattn.planning.stand_ins import GROUPED, MARGIN, MARGIN_APART, stand_ins
 from adaattn.spec import (
     Align,
     AttentionProblem,
     Aux,
+    Capability,
     Cell,
     MaskKind,
     Measured,
+    Policy,
     Precision,
     TimingTable,
 )
 from adaattn.spec.evidence import problem_class
-from adaattn.testing import make_problem
+from adaattn.testing import fake_facts, make_problem
 from adaattn.tuning.cell import cell_of
 from adaattn.tuning.grid import default_grid
 
@@ -209,6 +212,19 @@ def test_a_kernel_that_splits_no_keys_takes_as_long_for_fewer_heads(
     share = ratio(table, asked, "one_block", "usual", splits_keys=splits_keys)
     assert share == pytest.approx(expected)
     assert ratio(table, measured_on, "one_block", "usual", splits_keys=False) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "taken"), [(8, 1, "sdpa.math"), (32, 8, "grouped")])
+def test_eight_heads_of_d_512_stay_with_pytorchs_math_until_a_kernel_is_compiled(
+    heads: int, kv_heads: int, taken: str, executors: tuple[Capability, ...]
+) -> None:
+    problem = make_problem(
+        num_heads=heads, num_kv_heads=kv_heads, len_q=1, len_k=8192, head_dim=512,
+        precision=Precision.BF16, device_type="cuda", sdpa_default="sdpa.math",
+    )  # fmt: skip
+    facts = replace(fake_facts("h200"), timings=shipped("h200"))
+    plan = decide(problem, None, facts, Policy(), executors).plan
+    assert plan.groups[0].capability == taken
 
 
 def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
