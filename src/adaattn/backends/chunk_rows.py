@@ -168,11 +168,10 @@ def _products(problem: AttentionProblem, size: int) -> float:
     rows = min(size, max(len_q, 1))
     left, right = problem.window
     right = 0 if problem.is_causal else right
+    is_window = left >= 0 and right >= 0
     keys: float
-    copying = 0
-    if left >= 0 and right >= 0:
+    if is_window:
         keys = min(rows + left + right, len_k)
-        copying = _COPYING_ROWS if rows < len_q and _copies(problem) else 0
     else:  # rows at one end read all keys, those at the other a chunk's
         keys = (len_k + min(rows + max(left, right), len_k)) / 2
     per_pair = problem.batch * problem.num_heads * problem.head_dim
@@ -180,7 +179,9 @@ def _products(problem: AttentionProblem, size: int) -> float:
     products = per_pair * len_q * keys
     if chunks > 1 and problem.requires_grad and (problem.device_type != "cpu" or _writes(problem)):
         products *= _AGAIN
-    return products * (1 + copying / rows) + chunks * _products_of_a_chunk(problem)
+    if chunks > 1 and is_window and _copies(problem):
+        products *= 1 + _COPYING_ROWS / rows
+    return products + chunks * _products_of_a_chunk(problem)
 
 
 def _products_of_a_chunk(problem: AttentionProblem) -> float:
@@ -203,12 +204,8 @@ def _products_of_a_chunk(problem: AttentionProblem) -> float:
 def _copies(problem: AttentionProblem) -> bool:
     """Return whether a CPU multiplies 16-bit numbers of a chunk as such, though not by tiles."""
     as_is = problem.precision.bits <= 16 and multiplies_as_is(problem.precision)
-    return (
-        problem.device_type == "cpu"
-        and as_is
-        and _writes(problem)
-        and not multiplies_in_tiles(problem)
-    )
+    written = problem.device_type == "cpu" and _writes(problem)
+    return as_is and written and not multiplies_in_tiles(problem)
 
 
 def _writes(problem: AttentionProblem) -> bool:

@@ -206,28 +206,24 @@ class _Recent:
             return
         if query.is_cuda and slopes is not None and slopes.is_inference():  # it has no version
             return
-        self.bias = weakref.ref(bias)
-        if query.is_cuda:
-            self.place = self._place_of(slopes, query)
-            self.slopes = None if slopes is None else weakref.ref(slopes)
-        else:
-            self.place = None if slopes is None else slopes.tolist()
+        self.bias, self.place = weakref.ref(bias), self._place_of(slopes, query)
+        self.slopes = None if slopes is None else weakref.ref(slopes)
 
     @staticmethod
     def _place_of(slopes: torch.Tensor | None, query: torch.Tensor) -> object:
-        """Return what the mask's numbers change with on a GPU, as far as PyTorch knows."""
+        """Return what the mask's numbers change with, on a GPU as far as PyTorch knows."""
+        if not query.is_cuda:
+            return None if slopes is None else slopes.tolist()
         changes = () if slopes is None else (slopes._version, slopes.data_ptr())
         return *changes, stream_of(query)
 
     def bias_of(self, slopes: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a call like the last one, or None."""
-        if self.bias is None:
+        if self.bias is None or self._place_of(slopes, query) != self.place:
             return None
-        if query.is_cuda:
-            same = self.slopes is None or self.slopes() is slopes
-            return self.bias() if same and self._place_of(slopes, query) == self.place else None
-        same = self.place is None if slopes is None else slopes.tolist() == self.place
-        return self.bias() if same else None
+        if query.is_cuda and self.slopes is not None and self.slopes() is not slopes:
+            return None
+        return self.bias()
 
 
 def whole_packed(problem: AttentionProblem) -> Direct:

@@ -319,15 +319,14 @@ def _guards(given: Sequence[torch.Tensor], sizes: _Dims, strides: _Dims) -> Call
     check: Callable[..., bool] = guards.check
     if len(seen) == len(given):
         return check
-    again = [(at, before) for at, before in enumerate(first) if at != before]
+    repeats = [(at, before) for at, before in enumerate(first) if at != before]
 
-    def is_like(*tensors: torch.Tensor) -> bool:
-        for at, before in again:
-            if tensors[at] is not tensors[before]:
-                return False
+    def check_repeated(*tensors: torch.Tensor) -> bool:
+        if any(tensors[at] is not tensors[before] for at, before in repeats):
+            return False
         return check(*[tensors[at] for at in seen])
 
-    return is_like
+    return check_repeated
 
 
 def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -> _Growing:
