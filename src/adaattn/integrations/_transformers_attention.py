@@ -110,9 +110,10 @@ def attention_forward(
     structure: object = None
     place: Place | None = None
     known: Bound | Miss = Miss.SKIP
-    if not is_traced() and (wanted := _collector()) and any("attentions" in it for it in wanted):
+    traced = is_traced()
+    if not traced and (wanted := _collector()) and any("attentions" in it for it in wanted):
         keywords["output_attentions"] = True
-    if not (positional or is_traced()):
+    if not (positional or traced):
         if keywords.get("s_aux") is not None and keywords.get("sinks") is None:
             keywords["sinks"] = keywords.pop("s_aux")
         if isinstance(mask, StructuredMask) and mask._dense is None:

@@ -30,9 +30,10 @@ from adaattn.integrations._transformers_support import expects_additive_masks
 
 __all__ = ["make_mask"]
 
-_NUMBERS = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset")
-_OTHER_WORDS = ("device", "dtype", "allow_is_causal_skip", "allow_is_bidirectional_skip")
-_PLAIN = frozenset((int, type(None)))
+is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
+_is_inference = torch.is_inference_mode_enabled
+_WORDS = frozenset((int, bool, str, type(None), torch.device, torch.dtype, FunctionType))
 
 
 def make_mask(**request: Any) -> torch.Tensor | None:
@@ -49,14 +50,18 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     Raises:
         UnsupportedError: the architecture would misread the mask.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if is_compiling() or _tracing_state() is not None:
         return _traced_mask(request)
-    words = None if request.get("q_length") == 1 else _words(request)
-    if words is not None:
-        known = _UNTOUCHED.pop(words, None)  # another thread makes its own meanwhile
-        if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
-            _UNTOUCHED[words] = known
-            return known
+    config = request.pop("config", None)
+    words = type(config), _is_inference(), *request, *request.values()
+    try:
+        known = _UNTOUCHED.get(words)
+    except TypeError:  # a number of a trace
+        known = None
+    if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
+        return known
+    may_be_kept = request.get("q_length") != 1 and _are_words(request)
+    request["config"] = config
     is_additive = _is_additive(request.get("config"))
     pattern = _recognise(request)
     num_keys = None if pattern is None else _num_keys(pattern, request)
@@ -77,7 +82,7 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     dtype = _dtype(request) if is_additive else torch.bool
     structure = _structure(pattern, num_keys)
     mask = StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
-    if words is not None:
+    if may_be_kept:
         if len(_UNTOUCHED) >= _KEPT:
             _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
         _UNTOUCHED[words] = mask
@@ -113,29 +118,26 @@ def _dtype(request: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _words(request: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """Return all that the mask of a request depends on; None where that is more than a few words.
+def _are_words(request: Mapping[str, Any]) -> bool:
+    """Return whether the mask of a request depends on words and numbers alone.
 
     A number may be a tensor, or one of a trace, and a function may have captured some.
     """
-    function = request.get("mask_function")
-    numbers = tuple(map(request.get, _NUMBERS))
-    if (
-        request.get("attention_mask") is not None
-        or request.get("use_vmap")
-        or not _is_plain(function)
-        or not _PLAIN.issuperset(map(type, numbers))
-    ):
-        return None
-    other = map(request.get, _OTHER_WORDS)
-    config = type(request.get("config"))
-    return function, config, torch.is_inference_mode_enabled(), *numbers, *other
+    return (
+        request.get("attention_mask") is None
+        and not request.get("use_vmap")
+        and _is_plain(request.get("mask_function"))
+        and _WORDS.issuperset(map(type, request.values()))
+    )
 
 
 def _references() -> int:
-    """Return how often what one variable alone holds is held where that is asked."""
+    """Return how often what one variable and a dictionary hold is held where that is asked."""
     alone = object()
-    return sys.getrefcount(alone)
+    kept = {0: alone}
+    count = sys.getrefcount(alone)
+    kept.clear()
+    return count
 
 
 _OWN_REFERENCES: Final = _references()
