@@ -22,7 +22,7 @@ import torch
 import adaattn
 from benchmarks.failures import FailedError, blamed, is_lost
 from benchmarks.gpu.clock import free_unused, once
-from benchmarks.regret_calls import OURS, PEER, Calls, function_calls
+from benchmarks.regret_calls import OURS, PEER, Calls, allowed_error, function_calls, recorded
 from benchmarks.regret_layers import generation_calls, module_calls, transformers_calls
 from benchmarks.regret_problems import Problem, draw
 from benchmarks.timing import arguments, behind_spin, save
@@ -71,7 +71,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
             SIDES[options.through](problem, options.device, options.policy) as calls,
         ):
             row |= _decided(calls, options)
-            calls.check(row["error_budget"])
+            calls.check()
             row |= _timed(calls, options)
     except FailedError as error:
         row |= {"failed": str(error), "failed_by": error.side}
@@ -85,9 +85,7 @@ def _decided(calls: Calls, options: argparse.Namespace) -> dict[str, Any]:
             adaattn.warmup(calls.ours)
         for _ in range(_WARM_CALLS[options.policy]):
             calls.ours()
-        events: list[adaattn.AttentionEvent] = []
-        with adaattn.record_events(events.append):
-            calls.ours()
+        _, events = recorded(calls.ours)
     with blamed(PEER):
         for _ in range(_WARM_CALLS["quality"]):
             calls.peer()
@@ -97,7 +95,7 @@ def _decided(calls: Calls, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "executor": " + ".join(dict.fromkeys(labels)),
         "because": "; ".join(dict.fromkeys(reasons)),
-        "error_budget": max((found.plan.error_budget for found in decisions), default=0.0),
+        "error_budget": allowed_error(events),
     }
 
 

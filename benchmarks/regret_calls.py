@@ -19,6 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import adaattn
 from adaattn.backends.interface import Result, Tensors
+from adaattn.call.audit import is_lossy
 from adaattn.spec import Align, AttentionProblem, MaskKind
 from adaattn.testing import (
     assert_gradients_match,
@@ -41,10 +42,12 @@ __all__ = [
     "OURS",
     "PEER",
     "Calls",
+    "allowed_error",
     "function_calls",
     "kept",
     "our_keywords",
     "positional",
+    "recorded",
     "tensors_of",
 ]
 
@@ -63,12 +66,26 @@ class Calls:
     Args:
         ours: the call to be timed.
         peer: the same by ``F.scaled_dot_product_attention``.
-        check: raises `FailedError` unless both are right; takes the error budget that the plan had.
+        check: raises `FailedError` unless both are right.
     """
 
     ours: Callable[[], Any]
     peer: Callable[[], Any]
-    check: Callable[[float], None]
+    check: Callable[[], None]
+
+
+def recorded(call: Callable[[], Any]) -> tuple[Any, list[adaattn.AttentionEvent]]:
+    """Return what a call returns, and the events of it that are ours."""
+    events: list[adaattn.AttentionEvent] = []
+    with adaattn.record_events(events.append):
+        result = call()
+    return result, events
+
+
+def allowed_error(events: list[adaattn.AttentionEvent]) -> float:
+    """Return the error that calls may have by their budgets; 0, as exact, where nothing is lost."""
+    lossy = [event for event in events if is_lossy(event.decision.plan, event.problem)]
+    return max((event.decision.plan.error_budget for event in lossy), default=0.0)
 
 
 @contextlib.contextmanager
@@ -92,10 +109,11 @@ def function_calls(problem: Problem, device: str, policy: str) -> Iterator[Calls
 
     ours = partial(adaattn.scaled_dot_product_attention, *inputs, **ours_keywords)
 
-    def check(budget: float) -> None:
+    def check() -> None:
         exact = _Exact(problem, tensors, spec)
         with blamed(OURS):
-            output = ours()
+            output, events = recorded(ours)
+            budget = allowed_error(events)
             exact.hold_unseen(output)
             exact.hold(output, budget)
         if problem.kind is Kind.ALIBI:  # its bias is rounded to the dtype before it is added

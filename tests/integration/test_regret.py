@@ -175,7 +175,7 @@ def test_a_first_row_behind_a_cache_sees_all_of_it_on_both_sides(
     for len_q in (1, 4):
         problem = _problem(problems, len_q=len_q, len_k=12)
         with calls.function_calls(problem, "cpu", "quality") as both:
-            both.check(0.0)
+            both.check()
             ours, peer = both.ours(), both.peer()
         tensors = calls.tensors_of(problem, "cpu")
         seen = tensors.value[:, :, : 12 - len_q + 1].repeat_interleave(2, 1)
