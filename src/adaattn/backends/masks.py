@@ -6,7 +6,7 @@ PyTorch gives zeros (H200, PyTorch 2.11, cuDNN 9.19, 2026-11), and converts noth
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -31,6 +31,8 @@ __all__ = [
 
 PLAIN_TENSORS: Final = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types that are no subclass with a mind of its own."""
+
+_Made = TypeVar("_Made", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
 _modes_in_use = torch._C._len_torch_dispatch_stack
 _PROXY: Final = torch._C._TorchDispatchModeKey.PROXY
@@ -63,9 +65,7 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
     return kept_beside(given, (mask.shape, dtype), lambda: aligned_bias(mask, dtype))
 
 
-def kept_beside(
-    given: torch.Tensor, facts: tuple[object, ...], make: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def kept_beside(given: torch.Tensor, facts: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
     """Return what is made of a caller's tensor, made once while that lives unchanged.
 
     A write that PyTorch does not count is not noticed: through ``.data``, by a kernel of one's own,
@@ -73,23 +73,30 @@ def kept_beside(
 
     Args:
         given: the tensor.
-        facts: what it depends on beside the tensor's numbers; one value is kept for each tensor.
-        make: makes it; what it returns must not hold the tensor.
+        facts: what it depends on beside the tensor's numbers; the last few are kept.
+        make: makes it, one tensor or several; what it returns must not hold the tensor.
     """
     if given.is_inference() or not may_keep(given):
         return make()
-    place = (given._version, given.data_ptr(), stream_of(given), facts)
-    known: tuple[object, torch.Tensor] = _KNOWN.get(given) or (None, given)
-    if known[0] == place:
-        return known[1]
+    state = (given._version, given.data_ptr(), stream_of(given))
+    known: tuple[object, dict[object, Any]] | None = _KNOWN.get(given)
+    if known is not None and known[0] == state:
+        found: _Made | None = known[1].get(facts)
+        if found is not None:
+            return found
     # Leaving inference mode would turn gradients on: what is kept has no graph.
     with torch.inference_mode(False), torch.no_grad():
         made = make()
-    if type(made) is torch.Tensor:  # else a mode of tensors made it, of fake ones for instance
-        _KNOWN[given] = (place, made)
+    parts = made if isinstance(made, tuple) else (made,)
+    if all(type(part) is torch.Tensor for part in parts):  # else a mode's, fake ones for instance
+        kept = dict(known[1]) if known is not None and known[0] == state else {}
+        if len(kept) >= _MOST_FACTS:
+            del kept[next(iter(kept))]
+        _KNOWN[given] = (state, {**kept, facts: made})
     return made
 
 
+_MOST_FACTS: Final = 4
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 

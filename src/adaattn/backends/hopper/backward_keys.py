@@ -30,7 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adaattn.backends.device.barriers import FREED_BY, meet, two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
-from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
+from adaattn.backends.hopper.gradient_masks import (
+    Mask,
+    base_of,
+    kept,
+    listed_range,
+    load_tile,
+    mask_of,
+)
 from adaattn.backends.hopper.gradient_order import begun, next_tile, packed_keys, row_tiles
 from adaattn.backends.hopper.gradient_scores import (
     SPLIT_TILE,
@@ -300,12 +307,12 @@ def backward_keys(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, slopes,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
     tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k, mask, mask_stride_b,
-    mask_stride_h, mask_stride_m, mask_stride_n,
+    mask_stride_h, mask_stride_m, mask_stride_n, counts, indices, list_width, list_stride_b,
     BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, IS_GROUPED: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr, IS_ALIGNED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr, MASK: gl.constexpr,
-    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, HAS_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then two producer warps beside two consumer warpgroups.
 
@@ -349,6 +356,9 @@ def backward_keys(
     if IS_PACKED:
         # A block without keys visits one tile, and stores nothing.
         behind = gl.where(first_key < sizes.len_k, behind, first + 1)
+    if HAS_LISTS:
+        number = batch * list_stride_b + block
+        first, behind = listed_range(counts + number, indices, number, list_width, first, behind)
     skipped = tiles_per_head - (behind - first)
     first_slot = (batch * num_heads + first_head) * tiles_per_head + first_tile + first
     visits = behind - first

@@ -24,7 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adaattn.backends.device.barriers import FREED_BY, meet, meet_late, sum_in_thread, two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_store
 from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
-from adaattn.backends.hopper.gradient_masks import Mask, base_of, kept, load_tile, mask_of
+from adaattn.backends.hopper.gradient_masks import (
+    Mask,
+    base_of,
+    kept,
+    listed_range,
+    load_tile,
+    mask_of,
+)
 from adaattn.backends.hopper.gradient_scores import (
     SPLIT_TILE,
     capped,
@@ -239,12 +246,12 @@ def backward_queries(
     query, key, value, upstream, query_gradient, row_terms, slopes,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, row_blocks,
     tiles_per_head, slopes_stride, num_sequences, zero, starts_q, starts_k, mask, mask_stride_b,
-    mask_stride_h, mask_stride_m, mask_stride_n,
+    mask_stride_h, mask_stride_m, mask_stride_n, counts, indices, list_width, list_stride_b,
     BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_LEFT: gl.constexpr, IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr, MASK: gl.constexpr,
-    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr,
+    MASK_HAS_ROWS: gl.constexpr, MASK_IS_DENSE: gl.constexpr, HAS_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -292,6 +299,9 @@ def backward_queries(
     if IS_PACKED:
         # A block without rows visits one block of keys, and stores nothing.
         end = gl.where(first_row < sizes.len_q, end, start + 1)
+    if HAS_LISTS:
+        number = batch * list_stride_b + block
+        start, end = listed_range(counts + number, indices, number, list_width, start, end)
     slot = (batch * num_heads + head) * tiles_per_head + first_tile + first_row // SPLIT_TILE
     row_terms += slot.to(gl.int64) * (2 * SPLIT_TILE)
     masked = Mask(

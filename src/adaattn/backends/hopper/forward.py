@@ -12,7 +12,8 @@ import torch
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.hopper.launch import MASK_ALIGNMENT
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, MASK_BLOCK, is_listed, may_list_mask
+from adaattn.backends.hopper.mask_lists import listed_blocks
 from adaattn.backends.hopper.prepared import (
     DTYPES,
     NOT_BY_HEAD,
@@ -55,6 +56,7 @@ class _Call:
 
     def __init__(self, problem: AttentionProblem) -> None:
         self._problem = problem
+        self._may_list = may_list_mask(problem)
         aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
         self._layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
 
@@ -91,6 +93,12 @@ class _Call:
             if mask is not None and mask.dtype not in DTYPES:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
+            if (
+                self._may_list
+                and mask is not None
+                and is_listed(mask.shape, query.shape[2], key.shape[2])
+            ):
+                beside = (None, None, *listed_blocks(mask, *MASK_BLOCK))
             extras = _extras((mask, sinks, slopes), beside, by_head)
         read, layout, prepared = self._layouts.find((query, key, value), _layout, extras)
         query, key, value = read

@@ -99,7 +99,7 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         "row_terms": terms.get(kind, "*fp32"),
         "sums": _plain([16, 256]),
         "slopes": f"*{variant.slopes_dtype}",
-        **dict.fromkeys(("turns", "starts_q", "starts_k"), "*i32"),
+        **dict.fromkeys(("turns", "starts_q", "starts_k", "counts", "indices"), "*i32"),
         "mask": f"*{variant.mask_dtype}",
         **dict.fromkeys(_STRIDES_OF_MASK, "i64"),
     }

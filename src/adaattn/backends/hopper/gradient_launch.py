@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.hopper.launch import edges, mask_dtype, tiles_of
+from adaattn.backends.hopper.launch import edges, lists_mask, mask_dtype, tiles_of
 from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
 
 __all__ = [
     "BLOCK_KEYS",
     "ROW_BLOCK",
+    "SPLIT_TILE",
     "TILE_NUMBERS",
     "GradientVariant",
     "choose_gradients",
@@ -23,7 +24,7 @@ BLOCK_KEYS: Final = 128
 ROW_BLOCK: Final = 128
 """Query rows of a block of the kernel of queries alone."""
 
-_SPLIT_TILE: Final = 64
+SPLIT_TILE: Final = 64
 """Rows of a tile and keys of a block of split kernels."""
 
 TILE_NUMBERS: Final = 8192
@@ -70,6 +71,7 @@ class GradientVariant:
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
+        has_lists: tiles before the first and behind the last that the mask shows are left out.
     """
 
     block_d: int
@@ -92,16 +94,17 @@ class GradientVariant:
     mask_has_rows: bool = False
     mask_is_dense: bool = True
     mask_is_aligned: bool = True
+    has_lists: bool = False
 
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
-        return _SPLIT_TILE if self.is_split else TILE_NUMBERS // self.block_d
+        return SPLIT_TILE if self.is_split else TILE_NUMBERS // self.block_d
 
     @property
     def block_n(self) -> int:
         """Keys of a block."""
-        return _SPLIT_TILE if self.is_split else BLOCK_KEYS
+        return SPLIT_TILE if self.is_split else BLOCK_KEYS
 
     @property
     def is_split(self) -> bool:
@@ -136,7 +139,7 @@ def choose_gradients(
     block_d, block_v = _columns(problem)
     masked = problem.mask is not MaskKind.NONE
     is_split = masked or max(block_d, block_v) > _MOST_COLUMNS
-    block_n = _SPLIT_TILE if is_split else BLOCK_KEYS
+    block_n = SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or problem.len_k % block_n != 0
@@ -169,6 +172,7 @@ def choose_gradients(
         mask=problem.mask,
         mask_dtype=mask_dtype(problem),
         mask_has_rows=problem.mask_shape[-2:-1] not in ((), (1,)),
+        has_lists=lists_mask(problem),
     )
 
 

@@ -45,6 +45,25 @@ def mask_of(c, head):
 
 
 @gluon.jit
+def listed_range(count, indices, number, width, first, behind):
+    """The first of the tiles that a mask shows, and behind the last; one at least.
+
+    Args:
+        count: points to how many there are.
+        indices: of all lists.
+        number: of the list.
+        width: of a list.
+        first: of the tiles that there are.
+        behind: the last of them.
+    """
+    there = gl.load(count)
+    entries = indices + number.to(gl.int64) * width
+    low = gl.load(entries, mask=there > 0, other=0)
+    high = gl.load(entries + (there - 1), mask=there > 0, other=0)
+    return gl.maximum(low, first), gl.minimum(gl.maximum(high, low) + 1, behind)
+
+
+@gluon.jit
 def load_tile(c, start, first_key, first_row, EDGE: gl.constexpr):
     """The mask of a tile, of its keys alone where all rows have the same; without one nothing.
 

@@ -8,7 +8,8 @@ import torch
 
 from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import address_of
-from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
+from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE, TILE_NUMBERS
+from adaattn.backends.hopper.mask_lists import Lists, listed_blocks
 from adaattn.backends.masks import stream_of
 
 __all__ = ["Pass", "SinglePass", "SplitPass"]
@@ -138,6 +139,7 @@ class SplitPass(Pass):
         keys: numbers of the second launch.
         queries: of the third.
         mask: strides of the mask.
+        has_lists: lists are made of the mask.
     """
 
     num_blocks: int
@@ -145,6 +147,7 @@ class SplitPass(Pass):
     keys: _Numbers
     queries: _Numbers
     mask: tuple[int, ...]
+    has_lists: bool
 
     def _differentiate(
         self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
@@ -153,7 +156,29 @@ class SplitPass(Pass):
         slopes, *bounds_and_mask = map(address_of, beside)
         _, keys, queries = self.launches
         others = (*bounds_and_mask, *self.mask)
+        of_keys, of_queries = self._lists(beside[3])
+        listed = _list_numbers(of_keys)
         copied = (*tensors[:5], *tensors[6:])
-        keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
+        keys(self.num_blocks, stream, copied, slopes, *self.keys, *others, *listed)
+        listed = _list_numbers(of_queries)
         copied, terms = (*tensors[:4], tensors[5]), address_of(tensors[4])
+        others = (*others, *listed)
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
+
+    def _lists(self, mask: _Optional) -> tuple[Lists | None, Lists | None]:
+        """Return the lists of rows for blocks of keys, and of keys for blocks of rows."""
+        if not self.has_lists:
+            return None, None
+        assert mask is not None
+        of_keys = listed_blocks(mask, SPLIT_TILE, SPLIT_TILE, by_columns=True)
+        return of_keys, listed_blocks(mask, ROW_BLOCK, SPLIT_TILE)
+
+
+def _list_numbers(lists: Lists | None) -> tuple[int, ...]:
+    """Return where counts and numbers begin, and the steps from list and sequence to the next."""
+    counts, indices = lists or (None, None)
+    at = address_of(counts), address_of(indices)
+    if lists is None:
+        return *at, 0, 0
+    blocks, width = lists[1].shape[2:]
+    return *at, width, blocks if lists[1].shape[0] > 1 else 0

@@ -197,6 +197,7 @@ def _prepare(
             keys=split_numbers_of(problem, variant, stride, key_blocks),
             queries=split_numbers_of(problem, variant, stride, row_blocks),
             mask=tuple(of_mask),
+            has_lists=variant.has_lists,
             **shared,
         )
     sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)

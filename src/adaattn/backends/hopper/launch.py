@@ -5,22 +5,27 @@ a mask's rows begin. A tile is rows of one sequence and head, so that what is co
 second pass is its own affair, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 
 __all__ = [
     "MASK_ALIGNMENT",
+    "MASK_BLOCK",
     "ROWS",
     "Tiling",
     "Variant",
     "box_rows",
     "choose",
     "edges",
+    "is_listed",
     "key_blocks",
+    "listed",
+    "lists_mask",
     "mask_bytes",
     "mask_dtype",
+    "may_list_mask",
     "tile_bits",
     "tiles_of",
 ]
@@ -32,6 +37,14 @@ ROWS: Final = 64
 
 MASK_ALIGNMENT: Final = 16
 """Bytes of a mask's address, and numbers of its strides."""
+
+
+MASK_BLOCK: Final = (128, 128)
+"""Rows and keys of the blocks of a mask that are listed."""
+
+_LEAST_LISTED: Final = 512
+_LEAST_HEADS: Final = 4
+"""Rows, keys and heads from which on a boolean mask is listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +181,7 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         problem: what to compute; sizes, precision and features are read.
         staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
+    problem = listed(problem)
     right, left = edges(problem)
     fixed, blind = _is_fixed(problem), problem.batch_invariant
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
@@ -214,6 +228,46 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         mask_is_first=_is_first(problem),
         head_terms=problem.head_terms,
     )
+
+
+def may_list_mask(problem: AttentionProblem) -> bool:
+    """Return whether blocks that a mask hides whole may be left out, by lists made of it.
+
+    One boolean mask serves all heads, so that reading it once more takes little time; what hides
+    keys by their position beside it would have to be followed, too.
+    """
+    return (
+        problem.mask is MaskKind.BOOLEAN
+        and problem.num_heads >= _LEAST_HEADS
+        and edges(problem) == (-1, -1)
+        and not (problem.has_blocks or problem.num_sequences or problem.batch_invariant)
+        and not (problem.head_terms.value or problem.aux & Aux.DROPPED_MASS)
+    )
+
+
+def is_listed(shape: Sizes, len_q: int, len_k: int) -> bool:
+    """Return whether lists are made of masks of a shape, where they may be.
+
+    Args:
+        shape: of the mask, of two to four dimensions.
+        len_q: query rows.
+        len_k: keys.
+    """
+    return (
+        tuple(shape[-2:]) == (len_q, len_k)
+        and tuple(shape[-3:-2]) in ((), (1,))
+        and min(len_q, len_k) >= _LEAST_LISTED
+    )
+
+
+def lists_mask(problem: AttentionProblem) -> bool:
+    """Return whether lists are made of a problem's mask."""
+    return may_list_mask(problem) and is_listed(problem.mask_shape, problem.len_q, problem.len_k)
+
+
+def listed(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem with the lists that are made of its mask, if any are."""
+    return replace(problem, block_size=MASK_BLOCK) if lists_mask(problem) else problem
 
 
 def edges(problem: AttentionProblem) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from adaattn.backends.hopper.launch import (
     choose,
     edges,
     key_blocks,
+    listed,
     tile_bits,
     tiles_of,
 )
@@ -254,6 +255,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         len_k=given.key.shape[2],
         mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
+    problem = listed(problem)
     staged = mask is not None and is_staged(problem, mask)
     known_by = choose(problem, staged=staged)
     num_blocks = probe(query.device).num_processors

@@ -1,0 +1,198 @@
+"""Blocks that a boolean mask hides whole are left out: their lists, and what is computed then."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends import hopper
+from adaattn.backends.hopper import launch
+from adaattn.backends.hopper.gradient_launch import choose_gradients
+from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
+from adaattn.backends.hopper.mask_lists import listed_blocks
+from adaattn.backends.interface import Tensors
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
+from adaattn.testing import (
+    assert_executor_matches,
+    assert_training_matches,
+    gradients_of,
+    make_problem,
+    make_tensors,
+    poisoned_memory,
+    with_tensors,
+)
+
+pytest.importorskip("triton")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="lists are made by interpretation")
+run = partial(hopper.run, group=HeadGroup(capability="hopper"))
+
+Pattern = Callable[[int, int], torch.Tensor]
+
+
+def causal(len_q: int, len_k: int) -> torch.Tensor:
+    return torch.ones(len_q, len_k, dtype=torch.bool).tril(len_k - len_q)
+
+
+def padded(len_q: int, len_k: int) -> torch.Tensor:
+    """Causal order behind padding on the left; rows of the padding see nothing."""
+    return causal(len_q, len_k) & (torch.arange(len_k) >= 140)
+
+
+def documents(len_q: int, len_k: int) -> torch.Tensor:
+    return torch.arange(len_q)[:, None] // 150 == torch.arange(len_k) // 150
+
+
+def banded(len_q: int, len_k: int) -> torch.Tensor:
+    """A band, and the first keys."""
+    behind = torch.arange(len_q)[:, None] - torch.arange(len_k)
+    return (behind.abs() < 40) | (torch.arange(len_k) < 9)
+
+
+def scattered(len_q: int, len_k: int) -> torch.Tensor:
+    """Few keys anywhere, some rows without any."""
+    torch.manual_seed(3)
+    return torch.rand(len_q, len_k) < 5e-4
+
+
+def nothing(len_q: int, len_k: int) -> torch.Tensor:
+    return torch.zeros(len_q, len_k, dtype=torch.bool)
+
+
+def everything(len_q: int, len_k: int) -> torch.Tensor:
+    return ~nothing(len_q, len_k)
+
+
+PATTERNS: tuple[Pattern, ...] = (
+    causal, padded, documents, banded, scattered, nothing, everything,
+)  # fmt: skip
+
+
+def blocks_of(mask: torch.Tensor, lines: int, others: int) -> list[list[int]]:
+    """Return the numbers of the blocks that blocks of rows see, by PyTorch."""
+    return [
+        [number for number, part in enumerate(rows.split(others, 1)) if bool(part.any())]
+        for rows in mask.split(lines, 0)
+    ]
+
+
+def as_lists(counts: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
+    """Return the lists of the first sequence."""
+    pairs = zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)
+    return [numbers[:count] for count, numbers in pairs]
+
+
+@on_a_cpu
+@pytest.mark.parametrize("sizes", [(300, 400), (512, 256), (1, 130), (257, 3)], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int, int]) -> None:
+    mask = pattern(*sizes)
+    for lines, others in ((128, 128), (128, 64), (64, 64)):
+        with poisoned_memory():
+            found = listed_blocks(mask, lines, others)
+            turned = listed_blocks(mask, lines, others, by_columns=True)
+        assert as_lists(*found) == blocks_of(mask, lines, others)
+        assert as_lists(*turned) == blocks_of(mask.T, lines, others)
+
+
+@on_a_cpu
+def test_a_mask_may_lie_anywhere() -> None:
+    wide = torch.stack([causal(300, 512), documents(300, 512)])[:, None]
+    lying = {
+        "a slice": wide[..., 7:307],
+        "columns apart": wide[..., ::2],
+        "rows expanded": wide[:1, :, :1, :300].expand(2, 1, 300, 300),
+    }
+    for name, mask in lying.items():
+        counts, indices = listed_blocks(mask, 128, 64)
+        assert counts.shape == (2, 1, 3), name
+        for at, one in enumerate(mask[:, 0]):
+            found = as_lists(counts[at : at + 1], indices[at : at + 1])
+            assert found == blocks_of(one, 128, 64), name
+
+
+@on_a_cpu
+def test_lists_are_kept_until_the_mask_is_written_to() -> None:
+    mask = causal(300, 300)
+    first = listed_blocks(mask, 128, 128)
+    assert listed_blocks(mask, 128, 128)[0] is first[0]
+    assert listed_blocks(mask[None, None], 128, 128)[0].shape == first[0].shape
+    mask[:128] = True
+    assert as_lists(*listed_blocks(mask, 128, 128)) == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    with torch.inference_mode():
+        unkept = causal(300, 300)
+        assert listed_blocks(unkept, 128, 128)[0] is not listed_blocks(unkept, 128, 128)[0]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have lists made of small masks, and for one head."""
+    monkeypatch.setattr(launch, "_LEAST_LISTED", 64)
+    monkeypatch.setattr(launch, "_LEAST_HEADS", 1)
+
+
+def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
+    """Return a problem with a mask of a pattern, the same for all heads, and its tensors."""
+    usual = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 2, "len_q": 300}
+    values = usual | values
+    len_q = values["len_q"]
+    len_k = values.setdefault("len_k", len_q)
+    problem = make_problem(mask=MaskKind.BOOLEAN, mask_shape=(1, 1, len_q, len_k), **values)
+    assert lists_mask(problem)
+    mask = pattern(len_q, len_k)[None, None]
+    return problem, with_tensors(make_tensors(problem), mask=mask)
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small")
+@pytest.mark.parametrize("values", [
+    {"aux": Aux.LSE | Aux.ENTROPY},
+    {"len_k": 464, "head_dim": 128},
+    {"len_q": 150, "len_k": 400, "head_dim": 160, "num_heads": 4, "num_kv_heads": 2},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_is_left_out_changes_nothing(pattern: Pattern, values: dict[str, Any]) -> None:
+    problem, tensors = made(pattern, **values)
+    assert choose(problem).list_ratio
+    assert_executor_matches(run, tensors, problem)
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small")
+@pytest.mark.parametrize("values", [
+    {"len_q": 200, "len_k": 264},
+    {"head_dim": 160, "num_heads": 4, "num_kv_heads": 2, "len_q": 140},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_nor_does_it_change_gradients(pattern: Pattern, values: dict[str, Any]) -> None:
+    problem, tensors = made(pattern, requires_grad=True, **values)
+    assert choose_gradients(problem).has_lists
+    assert_training_matches(run, tensors, problem)
+    assert tensors.mask is not None
+    blind = ~tensors.mask[0, 0].any(-1)
+    assert not gradients_of(run(tensors, problem), tensors)["query"][:, :, blind].any()
+
+
+def test_lists_are_made_where_one_mask_serves_many_heads() -> None:
+    usual: dict[str, Any] = {"precision": Precision.BF16, "num_heads": 8, "len_q": 512}
+    boolean: dict[str, Any] = usual | {"mask": MaskKind.BOOLEAN}
+    shape = (1, 1, 512, 512)
+    assert lists_mask(make_problem(**boolean, mask_shape=shape))
+    assert lists_mask(make_problem(**boolean, mask_shape=(512, 512)))
+    assert is_listed((1, 512, 512), 512, 512)
+    others: dict[str, dict[str, Any]] = {
+        "of each head": boolean | {"mask_shape": (1, 8, 512, 512)},
+        "of keys alone": boolean | {"mask_shape": (1, 1, 1, 512)},
+        "one for all keys": boolean | {"mask_shape": (1, 1, 512, 1)},
+        "numbers": usual | {"mask": MaskKind.ADDITIVE, "mask_shape": shape},
+        "causal order too": boolean | {"mask_shape": shape, "is_causal": True},
+        "a window too": boolean | {"mask_shape": shape, "window": (90, 3)},
+        "few heads": boolean | {"mask_shape": shape, "num_heads": 2},
+        "alike in any batch": boolean | {"mask_shape": shape, "batch_invariant": True},
+    }
+    for name, values in others.items():
+        problem = make_problem(**values)
+        assert not lists_mask(problem), name
+        assert not choose(problem).list_ratio, name
+        assert not choose_gradients(problem).has_lists, name
