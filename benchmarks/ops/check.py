@@ -123,7 +123,8 @@ class Exact:
         found = []
         for entry in range(self.cell.shape[0]):
             query, key, value = (item.detach()[entry : entry + 1] for item in self.inputs.qkv)
-            part = Tensors.of(query[:, :, places], key, value, mask=mask, sinks=self.inputs.sinks)
+            own = mask if mask is None or mask.shape[0] == 1 else mask[entry : entry + 1]
+            part = Tensors.of(query[:, :, places], key, value, mask=own, sinks=self.inputs.sinks)
             exact = attention(cast_tensors(part, torch.float64), problem).output
             eager = attention(part, problem, compute_dtype=self.cell.dtype).output
             found.append((exact, eager))

@@ -14,6 +14,7 @@ __all__ = ["Inputs", "alibi_mask", "make_inputs", "peer_mask", "seen", "tiny"]
 
 _KEPT_SHARE = 0.7
 _BLOCK = 128
+_NUM_DOCUMENTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,7 @@ class Inputs:
         key: likewise.
         value: likewise.
         gradient: of the output, where the backward pass is timed.
-        mask: [1, 1 or Hq, Sq, Sk] where the cell has one.
+        mask: [1 or B, 1 or Hq, Sq, Sk] where the cell has one.
         slopes: [Hq] of ALiBi.
         sinks: [Hq].
         starts: int32 bounds of packed documents.
@@ -104,8 +105,10 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
     if cell.given.mask == "boolean":
         mask = torch.rand((1, 1, len_q, len_k), generator=generator, device=device) < _KEPT_SHARE
         mask[..., 0] = True
-    elif cell.given.mask:
+    elif cell.given.mask == "additive":
         mask = normal(1, heads, len_q, len_k)
+    elif cell.given.mask:
+        mask = _pattern(cell, device)
     starts = documents = None
     if cell.lengths:
         bounds = (0, *accumulate(cell.lengths))
@@ -131,6 +134,23 @@ def make_inputs(cell: Cell, device: str) -> Inputs:
         listed=listed,
         blocks=blocks,
     )
+
+
+def _pattern(cell: Cell, device: str) -> torch.Tensor:
+    """Return a boolean mask as people make it: causal order, and padding or documents.
+
+    Prompts of a batch are shorter than the longest by up to a half; tokens of padding see
+    themselves. Documents are an eighth of all tokens each.
+    """
+    batch, _, _, len_q, len_k, _ = cell.shape
+    rows, keys = (torch.arange(length, device=device) for length in (len_q, len_k))
+    ordered = rows[:, None] >= keys
+    if cell.given.mask == "documents":
+        size = -(-len_k // _NUM_DOCUMENTS)
+        return (ordered & (rows[:, None] // size == keys // size))[None, None]
+    padding = len_k // 2 * torch.arange(batch, device=device) // max(batch - 1, 1)
+    is_real = keys >= padding[:, None, None, None]
+    return (ordered & is_real) | (rows[:, None] == keys)
 
 
 def _some_blocks(cell: Cell, generator: torch.Generator) -> torch.Tensor:

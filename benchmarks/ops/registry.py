@@ -39,7 +39,9 @@ class Given:
         softcap: of the scores; 0 is none.
         has_sinks: a logit of each head joins the denominator.
         has_alibi: ALiBi's usual slopes.
-        mask: "", "boolean" ([1, 1, Sq, Sk], 70 % kept) or "additive" ([1, H, Sq, Sk]).
+        mask: "", "boolean" ([1, 1, Sq, Sk], 70 % kept), "additive" ([1, H, Sq, Sk]), or a boolean
+            mask that is a pattern: "padded" ([B, 1, Sq, Sk], causal order behind padding on the
+            left) or "documents" ([1, 1, Sq, Sk], causal order in documents).
         longest: of the packed documents; 0 is not packed.
         listed: percent of the blocks of 128 x 128 that each head's list keeps, its own for each
             row of blocks; 0 is no list.
@@ -147,8 +149,8 @@ class Cell:
         """Of one call: q, k, v, the output and a mask that is given, each once; forward only."""
         batch, heads, kv_heads, len_q, len_k, dim = self.shape
         elements = batch * (heads * len_q + kv_heads * len_k) * (dim + self.dim_v)
-        mask = {"": 0, "boolean": len_q * len_k, "additive": 2 * heads * len_q * len_k}
-        return float(elements * self.dtype.itemsize + mask[self.given.mask])
+        planes = {"": 0, "additive": 2 * heads, "padded": batch}.get(self.given.mask, 1)
+        return float(elements * self.dtype.itemsize + planes * len_q * len_k)
 
 
 def selected(found: Iterator[Cell], patterns: Sequence[str]) -> list[Cell]:
@@ -222,10 +224,21 @@ def _special() -> Iterator[Cell]:
 
 
 def _masked() -> Iterator[Cell]:
-    for kind, mask in (("boolean mask", "boolean"), ("additive bias", "additive")):
+    kinds = {
+        "boolean mask": "boolean",
+        "additive bias": "additive",
+        "mask of padding": "padded",
+        "mask of documents": "documents",
+    }
+    for kind, mask in kinds.items():
         for dim in _DIMS:
             for length in _LENGTHS[:5]:
                 yield _square(kind, dim, length, Given(mask=mask))
+            if mask == "additive":
+                continue
+            for length in (2048, 8192):
+                cell = _square(kind, dim, length, Given(mask=mask), backward=True)
+                yield replace(cell, name=f"{cell.name} backward", kind=f"{kind}, training")
 
 
 def _listed() -> Iterator[Cell]:

@@ -25,7 +25,11 @@ from adaattn.testing import (
 )
 
 pytest.importorskip("triton")
-on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="lists are made by interpretation")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels themselves run")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernels are written for compute capability 9.0",
+)
 run = partial(hopper.run, group=HeadGroup(capability="hopper"))
 
 Pattern = Callable[[int, int], torch.Tensor]
@@ -140,8 +144,9 @@ def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
     len_k = values.setdefault("len_k", len_q)
     problem = make_problem(mask=MaskKind.BOOLEAN, mask_shape=(1, 1, len_q, len_k), **values)
     assert lists_mask(problem)
-    mask = pattern(len_q, len_k)[None, None]
-    return problem, with_tensors(make_tensors(problem), mask=mask)
+    tensors = make_tensors(problem)
+    mask = pattern(len_q, len_k)[None, None].to(tensors.query.device)
+    return problem, with_tensors(tensors, mask=mask)
 
 
 @on_a_cpu
@@ -196,3 +201,47 @@ def test_lists_are_made_where_one_mask_serves_many_heads() -> None:
         assert not lists_mask(problem), name
         assert not choose(problem).list_ratio, name
         assert not choose_gradients(problem).has_lists, name
+
+
+ON_A_CARD: dict[str, Any] = {"device_type": "cuda", "num_heads": 8, "num_kv_heads": 4}
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_on_a_card_nothing_changes_either(pattern: Pattern, head_dim: int) -> None:
+    sizes = {"len_q": 1000, "len_k": 1296, "head_dim": head_dim}
+    problem, tensors = made(pattern, aux=Aux.LSE, **sizes, **ON_A_CARD)
+    assert_executor_matches(run, tensors, problem)
+    problem, tensors = made(pattern, requires_grad=True, **sizes, **ON_A_CARD)
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_on_a_card_each_sequence_has_its_own_mask() -> None:
+    values = ON_A_CARD | {"batch": 3, "len_q": 640, "head_dim": 64, "requires_grad": True}
+    problem = make_problem(
+        mask=MaskKind.BOOLEAN, mask_shape=(3, 1, 640, 640), precision=Precision.BF16, **values
+    )
+    assert lists_mask(problem)
+    mask = torch.stack([pattern(640, 640) for pattern in (causal, padded, documents)])
+    tensors = with_tensors(make_tensors(problem), mask=mask[:, None].cuda())
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_graph_follows_a_mask_that_is_written_to() -> None:
+    problem, tensors = made(causal, len_q=640, head_dim=64, **ON_A_CARD)
+    mask = tensors.mask
+    assert mask is not None
+    run(tensors, problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run(tensors, problem).output
+    for pattern in (documents, nothing, everything, causal):
+        mask.copy_(pattern(640, 640))
+        graph.replay()
+        torch.testing.assert_close(output, run(tensors, problem).output, rtol=0.0, atol=0.0)
