@@ -181,6 +181,8 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         problem: what to compute; sizes, precision and features are read.
         staged: whether TMA can read the mask; None: if its rows lie one behind the other.
     """
+    # What a mask has no list of, it hides: tiles without blocks are no doubt.
+    in_doubt = problem.num_sequences > 0 or problem.has_blocks or problem.batch_invariant
     problem = listed(problem)
     right, left = edges(problem)
     fixed, blind = _is_fixed(problem), problem.batch_invariant
@@ -191,7 +193,6 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
     tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
-    in_doubt = on_device or blind
     is_square = problem.packed_square and not blind
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
     edge = right if is_packed else problem.offset + right

@@ -303,10 +303,16 @@ def listed_tile(c, number):
         last = num_below(c, entries, num, last, gl.cdiv(end, c.LIST_RATIO))
     if c.terms.HAS_LEFT:
         first = num_below(c, entries, num, last, start // c.LIST_RATIO)
-    highest = (entry(c, entries, num, last - 1) + 1) * c.LIST_RATIO
-    lowest = entry(c, entries, num, first) * c.LIST_RATIO
-    begin = first * c.LIST_RATIO + gl.maximum(start - lowest, 0)
-    stop = last * c.LIST_RATIO - gl.maximum(highest - end, 0)
+    begin = first * c.LIST_RATIO
+    stop = last * c.LIST_RATIO
+    lowest = gl.to_tensor(0)
+    # Each look into a list is a wait before the tile: none where nothing can come of it.
+    if c.terms.HAS_RIGHT or c.terms.HAS_LEFT:
+        lowest = entry(c, entries, num, first) * c.LIST_RATIO
+        begin += gl.maximum(start - lowest, 0)
+    if c.terms.HAS_RIGHT or c.LIST_RATIO > 1:
+        highest = (entry(c, entries, num, last - 1) + 1) * c.LIST_RATIO
+        stop -= gl.maximum(highest - end, 0)
     is_seen = begin < stop
     return ListedTile(
         number,
