@@ -96,7 +96,7 @@ def kept_beside(given: torch.Tensor, facts: tuple[object, ...], make: Callable[[
     return made
 
 
-_MOST_FACTS: Final = 4
+_MOST_FACTS: Final = 8
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 

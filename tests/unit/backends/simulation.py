@@ -507,6 +507,7 @@ def names() -> dict[str, Any]:
         expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),
+        broadcast=lambda a, b: [x.as_subclass(Tile) for x in torch.broadcast_tensors(a, b)],
         split=split, join=lambda a, b: torch.stack((a, b), -1), exp2=torch.exp2, log2=torch.log2,
         abs=torch.abs, static_range=range, bfloat16=torch.bfloat16,
         SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,

@@ -8,6 +8,7 @@ from adaattn.backends.device import tma
 from adaattn.backends.device.tma import Launcher, descriptor_type
 from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
 from adaattn.backends.hopper.gradient_launch import GradientVariant
+from adaattn.backends.hopper.gradient_masks import BITS
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
 
 __all__ = ["compile_gradients", "constants_of", "gradient_kernels", "kinds_of"]
@@ -64,7 +65,7 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel by name."""
     others = {
         "FAST_TANH": variant.has_fast_tanh,
-        "MASK": int(variant.mask),
+        "MASK": BITS.value if variant.has_lists else int(variant.mask),
         "HAS_SUMS": not variant.is_split,
     }
     if kind in _SMALL:

@@ -67,11 +67,12 @@ class GradientVariant:
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
         mask: kind of the mask.
-        mask_dtype: Triton's name of its numbers' type.
+        mask_dtype: Triton's name of its numbers' type; of packed tiles, of their words.
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
-        has_lists: tiles before the first and behind the last that the mask shows are left out.
+        has_lists: tiles before the first and behind the last that a boolean mask shows are left
+            out, and the others packed.
     """
 
     block_d: int
@@ -137,7 +138,7 @@ def choose_gradients(
     """
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
-    masked = problem.mask is not MaskKind.NONE
+    masked, has_lists = problem.mask is not MaskKind.NONE, lists_mask(problem)
     is_split = masked or max(block_d, block_v) > _MOST_COLUMNS
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
@@ -170,9 +171,9 @@ def choose_gradients(
         is_packed=is_packed,
         to_end=to_end,
         mask=problem.mask,
-        mask_dtype=mask_dtype(problem),
+        mask_dtype="i32" if has_lists else mask_dtype(problem),
         mask_has_rows=problem.mask_shape[-2:-1] not in ((), (1,)),
-        has_lists=lists_mask(problem),
+        has_lists=has_lists,
     )
 
 

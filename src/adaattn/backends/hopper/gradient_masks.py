@@ -2,8 +2,9 @@
 
 Tiles are those of `adaattn.backends.hopper.gradient_scores`, in either orientation. A mask is
 loaded before the product is waited for to whose scores it belongs. Additive ones join the
-log-sum-exp, so that scores take no operation more; booleans hide weights. Gradients of masks are
-not computed.
+log-sum-exp, so that scores take no operation more; booleans hide weights, those of packed tiles
+(`adaattn.backends.device.mask_tiles`) a word of bits for each thread. Gradients of masks are not
+computed.
 """
 
 from triton.experimental import gluon
@@ -13,6 +14,9 @@ from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.device.stages import set_fields
 from adaattn.backends.hopper.gradient_scores import beside
 from adaattn.backends.hopper.scores import ADDITIVE, BOOLEAN, LOG2_E, NO_MASK, numbers
+
+# A kind of mask beside those of `scores`.
+BITS = gl.constexpr(3)
 
 
 @aggregate
@@ -72,7 +76,17 @@ def load_tile(c, start, first_key, first_row, EDGE: gl.constexpr):
     """
     x = c.mask
     found = first_key
-    if x.KIND != NO_MASK:
+    if x.KIND == BITS:
+        row_tile, key_tile = first_row // c.ROWS, first_key // c.KEYS
+        if c.ROW_AXIS == 1:
+            number = key_tile * gl.cdiv(c.sizes.len_q, c.ROWS) + row_tile
+        else:
+            # A warpgroup may be behind the last row.
+            row_tile = gl.minimum(row_tile, (c.sizes.len_q - 1) // c.ROWS)
+            number = row_tile * gl.cdiv(c.sizes.len_k, c.KEYS) + key_tile
+        threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        found = gl.load(start + number.to(gl.int64) * 128 + threads)
+    elif x.KIND != NO_MASK:
         keys = first_key + gl.arange(0, c.KEYS, layout=gl.SliceLayout(c.ROW_AXIS, c.score_layout))
         inside = keys < c.sizes.len_k
         places = keys
@@ -119,4 +133,26 @@ def kept(c, p, mask):
     """Weights of keys that a boolean mask lets rows see, else 0."""
     if c.mask.KIND == BOOLEAN:
         p = gl.where(along_tile(c, mask) != 0, p, 0.0)
+    if c.mask.KIND == BITS:
+        p = gl.where(bits_of(c, mask) != 0, p, 0.0)
     return p
+
+
+@gluon.jit
+def bits_of(c, words):
+    """Each score's bit of a packed tile, 0 or 1, from a word for each thread.
+
+    No number moves: a thread's word has the bits of what it holds of the tile, in an order that
+    the compiler knows.
+    """
+    layout: gl.constexpr = c.score_layout
+    # Rows in warps, halves and threads, and columns in eights, threads and pairs.
+    apart = gl.reshape(gl.zeros([64, 64], gl.int32, layout), [4, 2, 8, 8, 4, 2])
+    words = gl.convert_layout(gl.reshape(words, [4, 1, 8, 1, 4, 1]), apart.type.layout)
+    words, _ = gl.broadcast(words, apart)
+    words = gl.convert_layout(gl.reshape(words, [64, 64]), layout)
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    of_rows = rows // 8 % 2 * 2
+    of_columns = columns // 8 * 4 + columns % 2
+    return (words >> (gl.expand_dims(of_rows, 1) + gl.expand_dims(of_columns, 0))) & 1

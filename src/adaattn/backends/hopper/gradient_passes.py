@@ -9,7 +9,7 @@ import torch
 from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import address_of
 from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE, TILE_NUMBERS
-from adaattn.backends.hopper.mask_lists import Lists, listed_blocks
+from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
 from adaattn.backends.masks import stream_of
 
 __all__ = ["Pass", "SinglePass", "SplitPass"]
@@ -20,6 +20,8 @@ _Optionals = tuple[_Optional, ...]
 _Strides = tuple[int, ...]
 _Numbers = tuple[int | float, ...]
 _Launch = Callable[..., None]
+_ReadMask = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Packed tiles of a mask, and counts and numbers of those that are seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,7 @@ class SplitPass(Pass):
         keys: numbers of the second launch.
         queries: of the third.
         mask: strides of the mask.
-        has_lists: lists are made of the mask.
+        has_lists: the mask is read once, for packed tiles and lists of them.
     """
 
     num_blocks: int
@@ -153,32 +155,34 @@ class SplitPass(Pass):
         self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
     ) -> None:
         del summed
-        slopes, *bounds_and_mask = map(address_of, beside)
+        slopes, *bounds = map(address_of, beside[:3])
         _, keys, queries = self.launches
-        others = (*bounds_and_mask, *self.mask)
-        of_keys, of_queries = self._lists(beside[3])
-        listed = _list_numbers(of_keys)
+        mask = beside[3]
+        # They stay in these names until both kernels are launched.
+        of_keys, of_queries = self._read_once(mask, by_columns=True), self._read_once(mask)
         copied = (*tensors[:5], *tensors[6:])
-        keys(self.num_blocks, stream, copied, slopes, *self.keys, *others, *listed)
-        listed = _list_numbers(of_queries)
+        others = (*bounds, *self._mask_numbers(mask, of_keys))
+        keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
         copied, terms = (*tensors[:4], tensors[5]), address_of(tensors[4])
-        others = (*others, *listed)
+        others = (*bounds, *self._mask_numbers(mask, of_queries))
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
 
-    def _lists(self, mask: _Optional) -> tuple[Lists | None, Lists | None]:
-        """Return the lists of rows for blocks of keys, and of keys for blocks of rows."""
+    def _read_once(self, mask: _Optional, *, by_columns: bool = False) -> _ReadMask | None:
+        """Return the packed tiles of a mask and the lists of them, for one of the kernels."""
         if not self.has_lists:
-            return None, None
+            return None
         assert mask is not None
-        of_keys = listed_blocks(mask, SPLIT_TILE, SPLIT_TILE, by_columns=True)
-        return of_keys, listed_blocks(mask, ROW_BLOCK, SPLIT_TILE)
+        lines = SPLIT_TILE if by_columns else ROW_BLOCK
+        lists = listed_blocks(mask, lines, SPLIT_TILE, by_columns=by_columns)
+        return packed_tiles(mask, by_columns=by_columns), *lists
 
-
-def _list_numbers(lists: Lists | None) -> tuple[int, ...]:
-    """Return where counts and numbers begin, and the steps from list and sequence to the next."""
-    counts, indices = lists or (None, None)
-    at = address_of(counts), address_of(indices)
-    if lists is None:
-        return *at, 0, 0
-    blocks, width = lists[1].shape[2:]
-    return *at, width, blocks if lists[1].shape[0] > 1 else 0
+    def _mask_numbers(self, mask: _Optional, read: _ReadMask | None) -> tuple[int, ...]:
+        """Return where a mask begins, its strides, where lists of it do, and their steps."""
+        if read is None:
+            return address_of(mask), *self.mask, address_of(None), address_of(None), 0, 0
+        words, counts, indices = read
+        blocks, width = indices.shape[2:]
+        has_own = words.shape[0] > 1
+        steps = (words.stride(0) if has_own else 0, 0, 0, 0)
+        lists = (address_of(counts), address_of(indices), width, blocks if has_own else 0)
+        return address_of(words), *steps, *lists

@@ -157,7 +157,7 @@ def _prepare(
     )
     dtype = "fp32" if slopes is None else DTYPES[slopes.dtype]
     variant = choose_gradients(problem, has_lse_gradient=has_lse_gradient, slopes_dtype=dtype)
-    if mask is not None:
+    if mask is not None and not variant.has_lists:
         variant = replace(
             variant,
             mask_dtype=DTYPES[mask.dtype],

@@ -1,5 +1,6 @@
 """Blocks that a boolean mask hides whole are left out: their lists, and what is computed then."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from adaattn.backends import hopper
 from adaattn.backends.hopper import launch
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import listed_blocks
+from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
 from adaattn.backends.interface import Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -100,6 +101,33 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
         assert as_lists(*turned) == blocks_of(mask.T, lines, others)
 
 
+def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
+    """Return the mask of the packed tiles of one sequence, thread by thread."""
+    across = -(-len_k // 64)
+    tiles = [torch.zeros(64, 64, dtype=torch.bool) for _ in words]
+    for tile, threads in zip(tiles, words.tolist(), strict=True):
+        for thread, word in enumerate(threads):
+            warp, lane = divmod(thread, 32)
+            for j, h, e in itertools.product(range(8), range(2), range(2)):
+                row, column = 16 * warp + 8 * h + lane // 4, 8 * j + 2 * (lane % 4) + e
+                tile[row, column] = word >> (4 * j + 2 * h + e) & 1
+    lines = [torch.cat(tiles[at : at + across], 1) for at in range(0, len(tiles), across)]
+    whole = torch.cat(lines)
+    assert not whole[len_q:].any() and not whole[:, len_k:].any()
+    return whole[:len_q, :len_k]
+
+
+@on_a_cpu
+@pytest.mark.parametrize("pattern", [padded, scattered, everything])
+def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pattern) -> None:
+    mask = pattern(130, 200)
+    words = packed_tiles(mask)[0]
+    assert words.shape == (3 * 4, 128)
+    assert torch.equal(unpacked(words, 130, 200), mask)
+    turned = packed_tiles(mask[None, None], by_columns=True)[0]
+    assert torch.equal(unpacked(turned, 200, 130), mask.T)
+
+
 @on_a_cpu
 def test_a_mask_may_lie_anywhere() -> None:
     wide = torch.stack([causal(300, 512), documents(300, 512)])[:, None]
@@ -114,6 +142,8 @@ def test_a_mask_may_lie_anywhere() -> None:
         for at, one in enumerate(mask[:, 0]):
             found = as_lists(counts[at : at + 1], indices[at : at + 1])
             assert found == blocks_of(one, 128, 64), name
+            tiles = packed_tiles(mask)[at]
+            assert torch.equal(unpacked(tiles, *one.shape), one), name
 
 
 @on_a_cpu

@@ -1,0 +1,138 @@
+"""A boolean mask read once, on the device, for kernels that read it for each head.
+
+A caller's mask is mostly a pattern: causal order beside padding, documents, a window. Blocks of it
+in which anything is seen are listed, since the others need not be computed; and its tiles are
+packed, a bit for each score, as the threads of a warpgroup hold a tile of scores.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["TILE", "list_blocks", "pack_tiles"]
+
+_STRIDES = ("stride_b", "stride_m", "stride_n")
+TILE = tl.constexpr(64)
+"""Rows and columns of a tile whose bits are packed."""
+_THREADS = tl.constexpr(128)
+_BITS = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=(*_STRIDES, "num_lines", "num_others", "width"))
+def list_blocks(
+    mask_ptr,
+    counts_ptr,
+    indices_ptr,
+    stride_b,
+    stride_m,
+    stride_n,
+    num_lines,
+    num_others,
+    width,
+    LINES: tl.constexpr,
+    OTHERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """List the blocks in which a block of lines sees anything, in rising order.
+
+    Lines are the mask's rows and others its columns, or the other way round. One program for each
+    block of lines and sequence.
+
+    Args:
+        mask_ptr: bytes, 0 where a key is hidden, [B, rows, columns].
+        counts_ptr: int32 [B, blocks of lines], how many are listed.
+        indices_ptr: int32 [B, blocks of lines, width], their numbers.
+        stride_b: of the mask, and so the two that follow.
+        stride_m: from row to row.
+        stride_n: from column to column.
+        num_lines: how many lines there are.
+        num_others: how many others.
+        width: of a list.
+        LINES: of a block.
+        OTHERS: of a block.
+        AT_ONCE: others that are read at once, a multiple of ``OTHERS``.
+        BY_ROWS: lines are rows.
+        IS_DENSE: columns are adjacent.
+        ALIGNMENT: what the mask's strides but the last are multiples of.
+    """
+    block = tl.program_id(0)
+    sequence = tl.program_id(1)
+    list_number = sequence * tl.num_programs(0) + block
+    lines = block * LINES + tl.arange(0, LINES)
+    others = tl.arange(0, AT_ONCE)
+    step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
+    start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
+    listed_ptr = indices_ptr + list_number.to(tl.int64) * width
+    count = 0
+    for first in range(0, num_others, AT_ONCE):
+        if BY_ROWS:
+            rows = lines[:, None]
+            columns = first + others[None, :]
+            is_there = (rows < num_lines) & (columns < num_others)
+        else:
+            rows = first + others[:, None]
+            columns = lines[None, :]
+            is_there = (rows < num_others) & (columns < num_lines)
+        places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
+        seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
+        of_others = tl.max(seen.to(tl.int32), 0 if BY_ROWS else 1)
+        found = tl.max(tl.reshape(of_others, (AT_ONCE // OTHERS, OTHERS)), 1)
+        numbers = first // OTHERS + tl.arange(0, AT_ONCE // OTHERS)
+        tl.store(listed_ptr + count + tl.cumsum(found, 0) - 1, numbers, mask=found != 0)
+        count += tl.sum(found, 0)
+    tl.store(counts_ptr + list_number, count)
+
+
+@triton.jit(do_not_specialize=(*_STRIDES, "num_rows", "num_columns"))
+def pack_tiles(
+    mask_ptr,
+    words_ptr,
+    stride_b,
+    stride_m,
+    stride_n,
+    num_rows,
+    num_columns,
+    BY_ROWS: tl.constexpr,
+    IS_DENSE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Pack a tile of 64 x 64: a word for each thread of a warpgroup, with its 32 scores.
+
+    As products leave them, thread 32 w + 4 r + q has the rows 16 w + 8 h + r and the columns
+    8 j + 2 q + e of a tile: bit 4 j + 2 h + e. One program for each tile and sequence.
+
+    Args:
+        mask_ptr: this and what follows as in `list_blocks`; behind the last row and column nothing
+            is seen.
+        words_ptr: int32 [B, tiles, 128], the tiles of rows one after another, or of columns.
+        stride_b: of the mask.
+        stride_m: likewise.
+        stride_n: likewise.
+        num_rows: of the mask.
+        num_columns: likewise.
+        BY_ROWS: tiles have the mask's rows; else they are turned, and its columns come first.
+        IS_DENSE: columns are adjacent.
+        ALIGNMENT: as in `list_blocks`.
+    """
+    line = tl.program_id(0)
+    other = tl.program_id(1)
+    sequence = tl.program_id(2)
+    row_tile = line if BY_ROWS else other
+    column_tile = other if BY_ROWS else line
+    rows = row_tile * TILE + tl.arange(0, TILE)
+    columns = column_tile * TILE + tl.arange(0, TILE)
+    is_there = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
+    lines_ptr = start_ptr + rows * tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
+    places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
+    seen = tl.load(lines_ptr[:, None] + places[None, :], mask=is_there, other=0) != 0
+    bits = seen.to(tl.int32)
+    if not BY_ROWS:
+        bits = tl.trans(bits)
+    by_thread = tl.permute(tl.reshape(bits, (4, 2, 8, 8, 4, 2)), (0, 2, 4, 3, 1, 5))
+    by_thread = tl.reshape(by_thread, (_THREADS, _BITS))
+    words = tl.sum(by_thread << tl.arange(0, _BITS)[None, :], 1)
+    number = (sequence * tl.num_programs(0) + line) * tl.num_programs(1) + other
+    tl.store(words_ptr + number.to(tl.int64) * _THREADS + tl.arange(0, _THREADS), words)
