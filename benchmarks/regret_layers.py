@@ -253,9 +253,10 @@ class _SdpaLayer(nn.Module):
 
 def _growth(layer: _SdpaLayer, x: torch.Tensor, output: torch.Tensor) -> float:
     """Return how many times a relative error of the heads may be in the output [B, S, E]."""
-    largest = torch.linalg.eigvalsh(layer.out_weight @ layer.out_weight.mT)[-1].sqrt()
-    heads, joined = (item.flatten(1).norm(dim=1) for item in (layer.joined_heads(x), output))
-    return float((largest * heads / joined).max())
+    with torch.no_grad():
+        heads, joined = (item.flatten(1).norm(dim=1) for item in (layer.joined_heads(x), output))
+        largest = torch.linalg.eigvalsh(layer.out_weight @ layer.out_weight.mT)[-1].sqrt()
+        return float((largest * heads / joined).max())
 
 
 def _visible(problem: Problem, device: str) -> torch.Tensor | None:

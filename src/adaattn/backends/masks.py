@@ -62,10 +62,12 @@ def kept_bias(mask: torch.Tensor, given: torch.Tensor | None, dtype: torch.dtype
         return mask
     if given is None:
         return aligned_bias(mask, dtype)
-    return kept_beside(given, (mask.shape, dtype), lambda: aligned_bias(mask, dtype))
+    return kept_beside(given, ("bias", mask.shape, dtype), lambda: aligned_bias(mask, dtype))
 
 
-def kept_beside(given: torch.Tensor, facts: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+def kept_beside(
+    given: torch.Tensor, facts: tuple[object, ...], make: Callable[[], _Made], *, most: int = 1
+) -> _Made:
     """Return what is made of a caller's tensor, made once while that lives unchanged.
 
     A write that PyTorch does not count is not noticed: through ``.data``, by a kernel of one's own,
@@ -73,13 +75,14 @@ def kept_beside(given: torch.Tensor, facts: tuple[object, ...], make: Callable[[
 
     Args:
         given: the tensor.
-        facts: what it depends on beside the tensor's numbers; the last few are kept.
+        facts: what it depends on beside the tensor's numbers, their kind first.
         make: makes it, one tensor or several; what it returns must not hold the tensor.
+        most: of a kind that are kept, the newest ones.
     """
     if given.is_inference() or not may_keep(given):
         return make()
     state = (given._version, given.data_ptr(), stream_of(given))
-    known: tuple[object, dict[object, Any]] | None = _KNOWN.get(given)
+    known: tuple[object, dict[tuple[object, ...], Any]] | None = _KNOWN.get(given)
     if known is not None and known[0] == state:
         found: _Made | None = known[1].get(facts)
         if found is not None:
@@ -90,13 +93,13 @@ def kept_beside(given: torch.Tensor, facts: tuple[object, ...], make: Callable[[
     parts = made if isinstance(made, tuple) else (made,)
     if all(type(part) is torch.Tensor for part in parts):  # else a mode's, fake ones for instance
         kept = dict(known[1]) if known is not None and known[0] == state else {}
-        if len(kept) >= _MOST_FACTS:
-            del kept[next(iter(kept))]
+        alike = [other for other in kept if other[0] == facts[0]]
+        for oldest in alike[: max(len(alike) - most + 1, 0)]:
+            del kept[oldest]
         _KNOWN[given] = (state, {**kept, facts: made})
     return made
 
 
-_MOST_FACTS: Final = 8
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()
 
 

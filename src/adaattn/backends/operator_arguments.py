@@ -40,6 +40,10 @@ def call_of(given: Sequence[Any]) -> tuple[Tensors, AttentionProblem, int, _Opti
     """
     query, key, value, mask, sinks, slopes, starts_q, starts_k, counts, indices, *rest = given
     numbers, flags, sizes, *terms, seed = rest
+    if mask is not None:
+        # A compiler writes other masks into this one's memory, and PyTorch counts no write: what
+        # is kept beside a tensor is kept beside one of this call.
+        mask = mask.detach()
     blocks = None
     if counts is not None:
         block_q, block_k = sizes[_BLOCK]

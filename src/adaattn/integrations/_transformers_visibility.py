@@ -201,7 +201,7 @@ def joined(bias: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     is_followed = torch.is_grad_enabled() and (bias.requires_grad or mask.requires_grad)
     if is_followed or bias.numel() < _KEPT_FROM or bias.is_inference():
         return _under(mask, bias)
-    facts = (WeakIdRef(bias), bias._version, bias.data_ptr(), bias.shape)
+    facts = ("joined", WeakIdRef(bias), bias._version, bias.data_ptr(), bias.shape)
     return kept_beside(mask, facts, partial(_under, mask, bias))
 
 

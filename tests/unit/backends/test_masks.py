@@ -25,6 +25,21 @@ def test_what_is_made_of_a_mask_is_made_once_until_it_is_written_to() -> None:
     assert len(made) == 3
 
 
+def test_of_each_kind_the_newest_are_kept() -> None:
+    mask = torch.rand(3, 4) > 0.5
+
+    def found(*facts: object) -> torch.Tensor:
+        return kept_beside(mask, facts, lambda: ~mask, most=2)
+
+    first, other = found("a", 1), found("b", 1)
+    assert found("a", 2) is found("a", 2) and found("a", 1) is first
+    third = found("a", 3)
+    assert found("a", 1) is not first and found("b", 1) is other
+    assert found("a", 3) is third
+    alone = kept_beside(mask, ("b", 2), lambda: ~mask)
+    assert found("b", 2) is alone and found("b", 1) is not other
+
+
 def test_nothing_is_kept_of_an_inference_tensor_whose_writes_nobody_counts() -> None:
     with torch.inference_mode():
         mask = torch.rand(3) > 0.5

@@ -20,6 +20,8 @@ _AT_ONCE: Final = 256
 _TILE: Final = 64
 _WORDS: Final = 128
 _ALIGNMENT: Final = 16
+_MOST_KEPT: Final = 16
+"""Of a kind, of one tensor: views of it are masks of their own."""
 
 
 def listed_blocks(
@@ -33,7 +35,7 @@ def listed_blocks(
         others: of a block; others are keys.
         by_columns: lines are keys, and others rows.
     """
-    return _kept(mask, ("lists", lines, others, by_columns), _listed, lines, others, by_columns)
+    return _kept(mask, (f"lists {lines} {others}", by_columns), _listed, lines, others, by_columns)
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
@@ -50,12 +52,18 @@ def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T],
     """Return what is made of a mask, kept while it lives and is not written to: `kept_beside`."""
     # It belongs to the tensor that the caller holds, not to a view of this call.
     given = mask if mask._base is None else mask._base
-    facts = (mask.data_ptr(), mask.shape, mask.stride(), *what)
-    return kept_beside(given, facts, lambda: make(with_rank(mask, 4), *rest))
+    facts = (*what, mask.data_ptr(), mask.shape, mask.stride())
+    return kept_beside(given, facts, lambda: make(_own(mask), *rest), most=_MOST_KEPT)
+
+
+def _own(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask [B or 1, 1, Sq, Sk]; of one that is expanded over sequences that of one."""
+    mask = with_rank(mask, 4)
+    return mask[:1] if mask.stride(0) == 0 else mask
 
 
 def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Lists:
-    """Return the lists of a mask [B or 1, 1, Sq, Sk]."""
+    """Return the lists of a mask as `_own`."""
     sequences, num_lines, num_others = _sizes(mask, by_columns)
     blocks, width = -(-num_lines // lines), -(-num_others // others)
     counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
@@ -68,7 +76,7 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
 
 
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    """Return the tiles of a mask [B or 1, 1, Sq, Sk]."""
+    """Return the tiles of a mask as `_own`."""
     sequences, *lengths = _sizes(mask, by_columns)
     lines, others = (-(-length // _TILE) for length in lengths)
     words = mask.new_empty((sequences, lines * others, _WORDS), dtype=torch.int32)
@@ -94,7 +102,7 @@ def _launch(
     by_columns: bool,
     warps: int,
 ) -> None:
-    """Launch a function of `mask_tiles` over a mask [B or 1, 1, Sq, Sk]."""
+    """Launch a function of `mask_tiles` over a mask as `_own`."""
     stride_b, _, stride_m, stride_n = mask.stride()
     lying = (not by_columns, stride_n == 1, gcd(_ALIGNMENT, stride_b, stride_m))
     launch = Launch(

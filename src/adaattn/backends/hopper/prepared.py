@@ -255,7 +255,6 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         len_k=given.key.shape[2],
         mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
     )
-    problem = listed(problem)
     staged = mask is not None and is_staged(problem, mask)
     known_by = choose(problem, staged=staged)
     num_blocks = probe(query.device).num_processors
@@ -276,7 +275,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
         *strides_of(mask, given.slopes),
     )
-    numbers = (problem.num_sequences, *_lists(problem, given))
+    numbers = (problem.num_sequences, *_lists(listed(problem), given))
     plain = None
     if all(it is None for it in given[3:]):
         absent = _NO_ADDRESSES

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import launch
+from adaattn.backends.hopper import launch, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
 from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
-from adaattn.backends.interface import Tensors
+from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
     assert_executor_matches,
@@ -137,12 +137,9 @@ def test_a_mask_may_lie_anywhere() -> None:
         "rows expanded": wide[:1, :, :1, :300].expand(2, 1, 300, 300),
     }
     for name, mask in lying.items():
-        counts, indices = listed_blocks(mask, 128, 64)
-        assert counts.shape == (2, 1, 3), name
-        for at, one in enumerate(mask[:, 0]):
-            found = as_lists(counts[at : at + 1], indices[at : at + 1])
-            assert found == blocks_of(one, 128, 64), name
-            tiles = packed_tiles(mask)[at]
+        lists = zip(*listed_blocks(mask, 128, 64), packed_tiles(mask), strict=True)
+        for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
+            assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name
             assert torch.equal(unpacked(tiles, *one.shape), one), name
 
 
@@ -207,6 +204,48 @@ def test_nor_does_it_change_gradients(pattern: Pattern, values: dict[str, Any]) 
     assert tensors.mask is not None
     blind = ~tensors.mask[0, 0].any(-1)
     assert not gradients_of(run(tensors, problem), tensors)["query"][:, :, blind].any()
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small")
+@pytest.mark.parametrize("len_k", [256, 300])
+def test_what_is_noted_as_compiled_is_what_is_asked_for(
+    len_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[object] = []
+    monkeypatch.setattr(prepared, "note", noted.append)
+    problem, tensors = made(causal, len_q=130, len_k=len_k)
+    run(tensors, problem)
+    assert ("hopper", choose(problem)) in noted
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small")
+def test_an_operator_reads_its_mask_at_each_call() -> None:
+    """Compiled graphs write one mask where another was, which PyTorch counts as no write."""
+    problem, tensors = made(causal, len_q=130, len_k=130)
+    assert tensors.mask is not None
+    hopper.executor.KERNELS.operator(tensors, problem, 0)
+    version = tensors.mask._version
+    tensors.mask.numpy()[:] = documents(130, 130).flip(1).numpy()
+    assert tensors.mask._version == version
+
+    def through(tensors: Tensors, problem: AttentionProblem) -> Result:
+        return hopper.executor.KERNELS.operator(tensors, problem, 0)
+
+    assert_executor_matches(through, tensors, problem)
+
+
+@on_a_cpu
+def test_views_of_one_mask_and_one_expanded_over_a_batch() -> None:
+    whole = torch.stack([causal(300, 300), documents(300, 300), padded(300, 300)])
+    views = whole.unbind(0)
+    first = [listed_blocks(view, 128, 128)[0] for view in views]
+    again = [listed_blocks(view, 128, 128)[0] for view in whole.unbind(0)]
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    expanded = views[0].expand(70_000, 1, 300, 300)
+    assert listed_blocks(expanded, 128, 128)[0].shape == (1, 1, 3)
+    assert packed_tiles(expanded).shape == (1, 25, 128)
 
 
 def test_lists_are_made_where_one_mask_serves_many_heads() -> None:
