@@ -119,20 +119,20 @@ def pack_tiles(
     line = tl.program_id(0)
     other = tl.program_id(1)
     sequence = tl.program_id(2)
-    row_tile = line if BY_ROWS else other
-    column_tile = other if BY_ROWS else line
-    rows = row_tile * TILE + tl.arange(0, TILE)
-    columns = column_tile * TILE + tl.arange(0, TILE)
-    is_there = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    threads = tl.arange(0, _THREADS)
+    bits = tl.arange(0, _BITS)
+    of_threads = threads // 32 * 16 + threads % 32 // 4
+    in_lines = line * TILE + of_threads[:, None] + (bits // 2 % 2 * 8)[None, :]
+    in_others = other * TILE + (threads % 4 * 2)[:, None] + (bits // 4 * 8 + bits % 2)[None, :]
+    rows = in_lines if BY_ROWS else in_others
+    columns = in_others if BY_ROWS else in_lines
+    step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
     start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
-    lines_ptr = start_ptr + rows * tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
     places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
-    seen = tl.load(lines_ptr[:, None] + places[None, :], mask=is_there, other=0) != 0
-    bits = seen.to(tl.int32)
-    if not BY_ROWS:
-        bits = tl.trans(bits)
-    by_thread = tl.permute(tl.reshape(bits, (4, 2, 8, 8, 4, 2)), (0, 2, 4, 3, 1, 5))
-    by_thread = tl.reshape(by_thread, (_THREADS, _BITS))
-    words = tl.sum(by_thread << tl.arange(0, _BITS)[None, :], 1)
+    is_there = (rows < num_rows) & (columns < num_columns)
+    # Read where each bit stands: a tile that is turned and taken apart instead came out with half
+    # of its words twice (Triton 3.6 on an H200).
+    seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
+    words = tl.sum(seen.to(tl.int32) << bits[None, :], 1)
     number = (sequence * tl.num_programs(0) + line) * tl.num_programs(1) + other
-    tl.store(words_ptr + number.to(tl.int64) * _THREADS + tl.arange(0, _THREADS), words)
+    tl.store(words_ptr + number.to(tl.int64) * _THREADS + threads, words)
