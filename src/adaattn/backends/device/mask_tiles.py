@@ -85,7 +85,7 @@ def list_blocks(
     tl.store(counts_ptr + list_number, count)
 
 
-@triton.jit(do_not_specialize=(*_STRIDES, "num_rows", "num_columns"))
+@triton.jit(do_not_specialize=(*_STRIDES, "num_rows", "num_columns", "stride_h", "num_heads"))
 def pack_tiles(
     mask_ptr,
     words_ptr,
@@ -94,6 +94,8 @@ def pack_tiles(
     stride_n,
     num_rows,
     num_columns,
+    stride_h,
+    num_heads,
     BY_ROWS: tl.constexpr,
     IS_DENSE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -101,24 +103,27 @@ def pack_tiles(
     """Pack a tile of 64 x 64: a word for each thread of a warpgroup, with its 32 scores.
 
     As products leave them, thread 32 w + 4 r + q has the rows 16 w + 8 h + r and the columns
-    8 j + 2 q + e of a tile: bit 4 j + 2 h + e. One program for each tile and sequence.
+    8 j + 2 q + e of a tile: bit 4 j + 2 h + e. One program for each tile, head and sequence.
 
     Args:
         mask_ptr: this and what follows as in `list_blocks`; behind the last row and column nothing
             is seen.
-        words_ptr: int32 [B, tiles, 128], the tiles of rows one after another, or of columns.
+        words_ptr: int32 [B, H, tiles, 128], the tiles of rows one after another, or of columns.
         stride_b: of the mask.
         stride_m: likewise.
         stride_n: likewise.
         num_rows: of the mask.
         num_columns: likewise.
+        stride_h: of the mask, from head to head.
+        num_heads: of the mask.
         BY_ROWS: tiles have the mask's rows; else they are turned, and its columns come first.
         IS_DENSE: columns are adjacent.
         ALIGNMENT: as in `list_blocks`.
     """
-    line = tl.program_id(0)
-    other = tl.program_id(1)
-    sequence = tl.program_id(2)
+    plane = tl.program_id(1)
+    across = tl.cdiv(num_columns if BY_ROWS else num_rows, TILE)
+    line = tl.program_id(0) // across
+    other = tl.program_id(0) % across
     threads = tl.arange(0, _THREADS)
     bits = tl.arange(0, _BITS)
     of_threads = threads // 32 * 16 + threads % 32 // 4
@@ -127,12 +132,13 @@ def pack_tiles(
     rows = in_lines if BY_ROWS else in_others
     columns = in_others if BY_ROWS else in_lines
     step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
-    start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
+    start_ptr = mask_ptr + plane // num_heads * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
+    start_ptr += plane % num_heads * tl.multiple_of(stride_h.to(tl.int64), ALIGNMENT)
     places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
     is_there = (rows < num_rows) & (columns < num_columns)
     # Read where each bit stands: a tile that is turned and taken apart instead came out with half
     # of its words twice (Triton 3.6 on an H200).
     seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
     words = tl.sum(seen.to(tl.int32) << bits[None, :], 1)
-    number = (sequence * tl.num_programs(0) + line) * tl.num_programs(1) + other
-    tl.store(words_ptr + number.to(tl.int64) * _THREADS + threads, words)
+    number = plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(words_ptr + number * _THREADS + threads, words)

@@ -65,7 +65,7 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel by name."""
     others = {
         "FAST_TANH": variant.has_fast_tanh,
-        "MASK": BITS.value if variant.has_lists else int(variant.mask),
+        "MASK": BITS.value if variant.packs_mask else int(variant.mask),
         "HAS_SUMS": not variant.is_split,
     }
     if kind in _SMALL:

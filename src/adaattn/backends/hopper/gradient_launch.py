@@ -33,6 +33,9 @@ TILE_NUMBERS: Final = 8192
 _MOST_COLUMNS: Final = 128
 """Of one kernel for all gradients."""
 
+_LEAST_PACKED: Final = 512
+"""Rows and keys of a boolean mask from which on packing it, two launches more, is not felt."""
+
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
 sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
@@ -71,8 +74,8 @@ class GradientVariant:
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
-        has_lists: tiles before the first and behind the last that a boolean mask shows are left
-            out, and the others packed.
+        packs_mask: tiles of a boolean mask are packed before.
+        has_lists: those before the first and behind the last that it shows are left out.
     """
 
     block_d: int
@@ -95,6 +98,7 @@ class GradientVariant:
     mask_has_rows: bool = False
     mask_is_dense: bool = True
     mask_is_aligned: bool = True
+    packs_mask: bool = False
     has_lists: bool = False
 
     @property
@@ -138,7 +142,7 @@ def choose_gradients(
     """
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
-    masked, has_lists = problem.mask is not MaskKind.NONE, lists_mask(problem)
+    masked, packs = problem.mask is not MaskKind.NONE, _packs_mask(problem)
     is_split = masked or max(block_d, block_v) > _MOST_COLUMNS
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
@@ -171,9 +175,24 @@ def choose_gradients(
         is_packed=is_packed,
         to_end=to_end,
         mask=problem.mask,
-        mask_dtype="i32" if has_lists else mask_dtype(problem),
+        mask_dtype="i32" if packs else mask_dtype(problem),
         mask_has_rows=problem.mask_shape[-2:-1] not in ((), (1,)),
-        has_lists=has_lists,
+        packs_mask=packs,
+        has_lists=packs and lists_mask(problem, _LEAST_PACKED),
+    )
+
+
+def _packs_mask(problem: AttentionProblem) -> bool:
+    """Return whether a boolean mask is read once before both kernels, as bits.
+
+    Each thread then loads a word for a tile, where it loads 32 bytes of the mask itself.
+    """
+    lengths = problem.len_q, problem.len_k
+    return (
+        problem.mask is MaskKind.BOOLEAN
+        and tuple(problem.mask_shape[-2:]) == lengths
+        and min(lengths) >= _LEAST_PACKED
+        and not (problem.num_sequences or problem.batch_invariant)
     )
 
 

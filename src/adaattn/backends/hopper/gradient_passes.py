@@ -20,8 +20,6 @@ _Optionals = tuple[_Optional, ...]
 _Strides = tuple[int, ...]
 _Numbers = tuple[int | float, ...]
 _Launch = Callable[..., None]
-_ReadMask = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Packed tiles of a mask, and counts and numbers of those that are seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +139,8 @@ class SplitPass(Pass):
         keys: numbers of the second launch.
         queries: of the third.
         mask: strides of the mask.
-        has_lists: the mask is read once, for packed tiles and lists of them.
+        packs_mask: tiles of the mask are packed before.
+        has_lists: so are lists of those that it shows.
     """
 
     num_blocks: int
@@ -149,6 +148,7 @@ class SplitPass(Pass):
     keys: _Numbers
     queries: _Numbers
     mask: tuple[int, ...]
+    packs_mask: bool
     has_lists: bool
 
     def _differentiate(
@@ -167,22 +167,26 @@ class SplitPass(Pass):
         others = (*bounds, *self._mask_numbers(mask, of_queries))
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
 
-    def _read_once(self, mask: _Optional, *, by_columns: bool = False) -> _ReadMask | None:
-        """Return the packed tiles of a mask and the lists of them, for one of the kernels."""
-        if not self.has_lists:
-            return None
+    def _read_once(self, mask: _Optional, *, by_columns: bool = False) -> _Optionals:
+        """Return packed tiles of a mask, and counts and numbers of those seen, for a kernel."""
+        if not self.packs_mask:
+            return None, None, None
         assert mask is not None
+        words = packed_tiles(mask, by_columns=by_columns)
+        if not self.has_lists:
+            return words, None, None
         lines = SPLIT_TILE if by_columns else ROW_BLOCK
-        lists = listed_blocks(mask, lines, SPLIT_TILE, by_columns=by_columns)
-        return packed_tiles(mask, by_columns=by_columns), *lists
+        return words, *listed_blocks(mask, lines, SPLIT_TILE, by_columns=by_columns)
 
-    def _mask_numbers(self, mask: _Optional, read: _ReadMask | None) -> tuple[int, ...]:
+    def _mask_numbers(self, mask: _Optional, read: _Optionals) -> tuple[int, ...]:
         """Return where a mask begins, its strides, where lists of it do, and their steps."""
-        if read is None:
-            return address_of(mask), *self.mask, address_of(None), address_of(None), 0, 0
         words, counts, indices = read
-        blocks, width = indices.shape[2:]
-        has_own = words.shape[0] > 1
-        steps = (words.stride(0) if has_own else 0, 0, 0, 0)
-        lists = (address_of(counts), address_of(indices), width, blocks if has_own else 0)
-        return address_of(words), *steps, *lists
+        strides, steps = self.mask, (0, 0)
+        if words is not None:
+            mask = words
+            sizes = zip(words.shape[:2], words.stride(), strict=False)
+            strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
+        if indices is not None:
+            blocks, width = indices.shape[2:]
+            steps = (width, blocks if indices.shape[0] > 1 else 0)
+        return address_of(mask), *strides, address_of(counts), address_of(indices), *steps

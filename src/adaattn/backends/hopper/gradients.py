@@ -157,7 +157,7 @@ def _prepare(
     )
     dtype = "fp32" if slopes is None else DTYPES[slopes.dtype]
     variant = choose_gradients(problem, has_lse_gradient=has_lse_gradient, slopes_dtype=dtype)
-    if mask is not None and not variant.has_lists:
+    if mask is not None and not variant.packs_mask:
         variant = replace(
             variant,
             mask_dtype=DTYPES[mask.dtype],
@@ -197,6 +197,7 @@ def _prepare(
             keys=split_numbers_of(problem, variant, stride, key_blocks),
             queries=split_numbers_of(problem, variant, stride, row_blocks),
             mask=tuple(of_mask),
+            packs_mask=variant.packs_mask,
             has_lists=variant.has_lists,
             **shared,
         )

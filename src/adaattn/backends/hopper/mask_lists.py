@@ -39,10 +39,10 @@ def listed_blocks(
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
-    """Return a mask as bits, int32 [B or 1, tiles, 128]; `mask_tiles.pack_tiles` has their order.
+    """Return a mask as bits: int32 [B or 1, Hq or 1, tiles, 128], ordered as by `pack_tiles`.
 
     Args:
-        mask: as in `listed_blocks`.
+        mask: boolean [Sq, Sk] or [B or 1, Hq or 1, Sq, Sk].
         by_columns: tiles are turned: their rows are keys.
     """
     return _kept(mask, ("tiles", by_columns), _packed, by_columns)
@@ -57,14 +57,15 @@ def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T],
 
 
 def _own(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask [B or 1, 1, Sq, Sk]; of one that is expanded over sequences that of one."""
+    """Return a mask [B or 1, Hq or 1, Sq, Sk]; of an expanded one what it was expanded from."""
     mask = with_rank(mask, 4)
-    return mask[:1] if mask.stride(0) == 0 else mask
+    mask = mask[:1] if mask.stride(0) == 0 else mask
+    return mask[:, :1] if mask.stride(1) == 0 else mask
 
 
 def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Lists:
     """Return the lists of a mask as `_own`."""
-    sequences, num_lines, num_others = _sizes(mask, by_columns)
+    sequences, num_lines, num_others = mask.shape[0], *_lengths(mask, by_columns)
     blocks, width = -(-num_lines // lines), -(-num_others // others)
     counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
     indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
@@ -77,18 +78,19 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
 
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the tiles of a mask as `_own`."""
-    sequences, *lengths = _sizes(mask, by_columns)
-    lines, others = (-(-length // _TILE) for length in lengths)
-    words = mask.new_empty((sequences, lines * others, _WORDS), dtype=torch.int32)
-    _launch("pack_tiles", (lines, others, sequences), mask, (words,), tuple(mask.shape[2:]), (),
+    planes = mask.shape[:2]
+    lines, others = (-(-length // _TILE) for length in _lengths(mask, by_columns))
+    words = mask.new_empty((*planes, lines * others, _WORDS), dtype=torch.int32)
+    numbers = (*mask.shape[2:], mask.stride(1), planes[1])
+    _launch("pack_tiles", (lines * others, planes.numel(), 1), mask, (words,), numbers, (),
             by_columns=by_columns, warps=4)  # fmt: skip
     return words
 
 
-def _sizes(mask: torch.Tensor, by_columns: bool) -> tuple[int, int, int]:
-    """Return how many sequences a mask has, how many lines, and how many others."""
-    sequences, _, rows, columns = mask.shape
-    return (sequences, columns, rows) if by_columns else (sequences, rows, columns)
+def _lengths(mask: torch.Tensor, by_columns: bool) -> tuple[int, int]:
+    """Return how many lines a mask has, and how many others."""
+    rows, columns = mask.shape[2:]
+    return (columns, rows) if by_columns else (rows, columns)
 
 
 def _launch(
@@ -104,7 +106,7 @@ def _launch(
 ) -> None:
     """Launch a function of `mask_tiles` over a mask as `_own`."""
     stride_b, _, stride_m, stride_n = mask.stride()
-    lying = (not by_columns, stride_n == 1, gcd(_ALIGNMENT, stride_b, stride_m))
+    lying = (not by_columns, stride_n == 1, gcd(_ALIGNMENT, *mask.stride()[:3]))
     launch = Launch(
         module="device.mask_tiles",
         name=name,

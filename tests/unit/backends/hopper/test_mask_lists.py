@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import launch, prepared
+from adaattn.backends.hopper import gradient_launch, launch, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
 from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
@@ -121,10 +121,10 @@ def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
 @pytest.mark.parametrize("pattern", [padded, scattered, everything])
 def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pattern) -> None:
     mask = pattern(130, 200)
-    words = packed_tiles(mask)[0]
+    words = packed_tiles(mask)[0, 0]
     assert words.shape == (3 * 4, 128)
     assert torch.equal(unpacked(words, 130, 200), mask)
-    turned = packed_tiles(mask[None, None], by_columns=True)[0]
+    turned = packed_tiles(mask[None, None], by_columns=True)[0, 0]
     assert torch.equal(unpacked(turned, 200, 130), mask.T)
 
 
@@ -137,7 +137,7 @@ def test_a_mask_may_lie_anywhere() -> None:
         "rows expanded": wide[:1, :, :1, :300].expand(2, 1, 300, 300),
     }
     for name, mask in lying.items():
-        lists = zip(*listed_blocks(mask, 128, 64), packed_tiles(mask), strict=True)
+        lists = zip(*listed_blocks(mask, 128, 64), packed_tiles(mask)[:, 0], strict=True)
         for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
             assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name
             assert torch.equal(unpacked(tiles, *one.shape), one), name
@@ -161,6 +161,26 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have lists made of small masks, and for one head."""
     monkeypatch.setattr(launch, "_LEAST_LISTED", 64)
     monkeypatch.setattr(launch, "_LEAST_HEADS", 1)
+    monkeypatch.setattr(gradient_launch, "_LEAST_PACKED", 64)
+
+
+BOOLEAN: dict[str, Any] = {"mask": MaskKind.BOOLEAN, "precision": Precision.BF16}
+PACKED_ALONE: dict[str, dict[str, Any]] = {
+    "of each head": BOOLEAN | {"num_heads": 4, "num_kv_heads": 2, "len_q": 200, "len_k": 264},
+    "of each sequence": BOOLEAN | {"batch": 2, "len_q": 130, "mask_shape": (2, 1, 130, 130),
+                                   "num_heads": 2, "is_causal": True},
+    "beside a window": BOOLEAN | {"len_q": 300, "window": (70, 20), "mask_shape": (300, 300)},
+}  # fmt: skip
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small")
+@pytest.mark.parametrize("name", PACKED_ALONE)
+def test_masks_are_packed_where_there_are_no_lists(name: str) -> None:
+    problem = make_problem(head_dim=64, requires_grad=True, **PACKED_ALONE[name])
+    variant = choose_gradients(problem)
+    assert variant.packs_mask and not variant.has_lists
+    assert_training_matches(run, make_tensors(problem, num_hidden_rows=3), problem)
 
 
 def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
@@ -245,20 +265,20 @@ def test_views_of_one_mask_and_one_expanded_over_a_batch() -> None:
     assert all(one is other for one, other in zip(first, again, strict=True))
     expanded = views[0].expand(70_000, 1, 300, 300)
     assert listed_blocks(expanded, 128, 128)[0].shape == (1, 1, 3)
-    assert packed_tiles(expanded).shape == (1, 25, 128)
+    assert packed_tiles(expanded).shape == (1, 1, 25, 128)
 
 
 def test_lists_are_made_where_one_mask_serves_many_heads() -> None:
-    usual: dict[str, Any] = {"precision": Precision.BF16, "num_heads": 8, "len_q": 512}
+    usual: dict[str, Any] = {"precision": Precision.BF16, "num_heads": 8, "len_q": 1024}
     boolean: dict[str, Any] = usual | {"mask": MaskKind.BOOLEAN}
-    shape = (1, 1, 512, 512)
+    shape = (1, 1, 1024, 1024)
     assert lists_mask(make_problem(**boolean, mask_shape=shape))
-    assert lists_mask(make_problem(**boolean, mask_shape=(512, 512)))
-    assert is_listed((1, 512, 512), 512, 512)
+    assert lists_mask(make_problem(**boolean, mask_shape=(1024, 1024)))
+    assert is_listed((1, 1024, 1024), 1024, 1024) and not is_listed((1000, 1024), 1000, 1024)
     others: dict[str, dict[str, Any]] = {
-        "of each head": boolean | {"mask_shape": (1, 8, 512, 512)},
-        "of keys alone": boolean | {"mask_shape": (1, 1, 1, 512)},
-        "one for all keys": boolean | {"mask_shape": (1, 1, 512, 1)},
+        "of each head": boolean | {"mask_shape": (1, 8, 1024, 1024)},
+        "of keys alone": boolean | {"mask_shape": (1, 1, 1, 1024)},
+        "one for all keys": boolean | {"mask_shape": (1, 1, 1024, 1)},
         "numbers": usual | {"mask": MaskKind.ADDITIVE, "mask_shape": shape},
         "causal order too": boolean | {"mask_shape": shape, "is_causal": True},
         "a window too": boolean | {"mask_shape": shape, "window": (90, 3)},
@@ -280,7 +300,7 @@ ON_A_CARD: dict[str, Any] = {"device_type": "cuda", "num_heads": 8, "num_kv_head
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_on_a_card_nothing_changes_either(pattern: Pattern, head_dim: int) -> None:
-    sizes = {"len_q": 1000, "len_k": 1296, "head_dim": head_dim}
+    sizes = {"len_q": 1030, "len_k": 1296, "head_dim": head_dim}
     problem, tensors = made(pattern, aux=Aux.LSE, **sizes, **ON_A_CARD)
     assert_executor_matches(run, tensors, problem)
     problem, tensors = made(pattern, requires_grad=True, **sizes, **ON_A_CARD)
@@ -290,20 +310,30 @@ def test_on_a_card_nothing_changes_either(pattern: Pattern, head_dim: int) -> No
 @pytest.mark.gpu
 @on_hopper
 def test_on_a_card_each_sequence_has_its_own_mask() -> None:
-    values = ON_A_CARD | {"batch": 3, "len_q": 640, "head_dim": 64, "requires_grad": True}
+    values = ON_A_CARD | {"batch": 3, "len_q": 1152, "head_dim": 64, "requires_grad": True}
     problem = make_problem(
-        mask=MaskKind.BOOLEAN, mask_shape=(3, 1, 640, 640), precision=Precision.BF16, **values
+        mask=MaskKind.BOOLEAN, mask_shape=(3, 1, 1152, 1152), precision=Precision.BF16, **values
     )
     assert lists_mask(problem)
-    mask = torch.stack([pattern(640, 640) for pattern in (causal, padded, documents)])
+    mask = torch.stack([pattern(1152, 1152) for pattern in (causal, padded, documents)])
     tensors = with_tensors(make_tensors(problem), mask=mask[:, None].cuda())
     assert_training_matches(run, tensors, problem)
 
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_on_a_card_a_mask_of_each_head_is_packed(head_dim: int) -> None:
+    values = BOOLEAN | ON_A_CARD | {"len_q": 600, "len_k": 720, "batch": 2}
+    problem = make_problem(head_dim=head_dim, requires_grad=True, **values)
+    assert choose_gradients(problem).packs_mask
+    assert_training_matches(run, make_tensors(problem, num_hidden_rows=9), problem)
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_a_graph_follows_a_mask_that_is_written_to() -> None:
-    problem, tensors = made(causal, len_q=640, head_dim=64, **ON_A_CARD)
+    problem, tensors = made(causal, len_q=1152, head_dim=64, **ON_A_CARD)
     mask = tensors.mask
     assert mask is not None
     run(tensors, problem)
@@ -311,6 +341,6 @@ def test_a_graph_follows_a_mask_that_is_written_to() -> None:
     with torch.cuda.graph(graph):
         output = run(tensors, problem).output
     for pattern in (documents, nothing, everything, causal):
-        mask.copy_(pattern(640, 640))
+        mask.copy_(pattern(1152, 1152))
         graph.replay()
         torch.testing.assert_close(output, run(tensors, problem).output, rtol=0.0, atol=0.0)
