@@ -53,6 +53,8 @@ HOPPER = [
     "dict(head_dim=64, lengths_q=(1000, 3096), is_causal=True)",
     "dict(head_dim=64, is_causal=True, block_size=(128, 128))",
     "dict(head_dim=128, is_causal=True, head_terms=HeadTerm.SCALE)",
+    "dict(head_dim=64, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096))",
+    "dict(head_dim=128, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096))",
 ]
 # A few numbers of a tile wait in local memory where the second pass, with its own reference, or
 # row sums take their registers: outside of the loops over keys, some dozen accesses a tile.
@@ -176,6 +178,9 @@ SPLIT_GRADIENTS = {
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, is_causal=True)": 0,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True, num_heads=8, num_kv_heads=2)": 4,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, lengths_q=(1000, 1048), window=(500, 0))": 4,
+    "dict(head_dim=64, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096))": 0,
+    "dict(head_dim=256, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096))": 0,
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, len_q=4095, is_causal=True)": 0,
     "dict(head_dim=256, mask=MaskKind.ADDITIVE)": 4,
     "dict(head_dim=256, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 1, 4096))": 0,
     "dict(head_dim=256, mask=MaskKind.ADDITIVE, mask_is_wide=True, softcap=3.0)": 16,
@@ -291,6 +296,16 @@ def test_gradients_for_hopper_are_products_that_overlap(
     values: str, most_spills: int, tmp_path: Path
 ) -> None:
     check_hopper_gradients(compiled("hopper_gradients", values, tmp_path), most_spills)
+
+
+def test_a_mask_in_bits_is_one_load_for_a_tile(tmp_path: Path) -> None:
+    """Two instructions take a bit to its score; byte by byte a mask had half of the loop."""
+    values = "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, len_q={})"
+    loops = {}
+    for rows in (4096, 448):
+        found = compiled("hopper_keys", values.format(rows), tmp_path)
+        loops[rows] = max(loop["instructions"] for loop in found["loops"])
+    assert loops[4096] < 0.6 * loops[448]
 
 
 @pytest.mark.parametrize("kernel", ["hopper_keys", "hopper_queries"])

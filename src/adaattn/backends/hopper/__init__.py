@@ -7,6 +7,7 @@ added up in no fixed order up to 128 columns and without a mask, unless PyTorch 
 deterministic algorithms, or `batch_invariant`; above, and with a mask, always the same way.
 """
 
+import math
 from typing import Final
 
 from adaattn.backends.hopper.executor import direct, is_ready, run
@@ -101,7 +102,11 @@ def _overhead(
     tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
     if variant.is_split:
-        return Overhead(bytes_moved=3 * terms, workspace_bytes=terms, launches=2)
+        packed = 0.0
+        if variant.packs_mask:  # a bit for each pair, for either kernel
+            packed = math.prod(problem.mask_shape) / 4.0
+        moved = 3 * terms + 6 * packed
+        return Overhead(bytes_moved=moved, workspace_bytes=terms + packed, launches=2)
     turns = 8.0 * tiles if variant.is_ordered else 0.0
     return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)
 

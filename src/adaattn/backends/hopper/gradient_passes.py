@@ -8,8 +8,8 @@ import torch
 
 from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import address_of
-from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE, TILE_NUMBERS
-from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
+from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, TILE_NUMBERS
+from adaattn.backends.hopper.mask_lists import Tiles, tiles_both_ways
 from adaattn.backends.masks import stream_of
 
 __all__ = ["Pass", "SinglePass", "SplitPass"]
@@ -158,8 +158,10 @@ class SplitPass(Pass):
         slopes, *bounds = map(address_of, beside[:3])
         _, keys, queries = self.launches
         mask = beside[3]
-        # They stay in these names until both kernels are launched.
-        of_keys, of_queries = self._read_once(mask, by_columns=True), self._read_once(mask)
+        of_keys = of_queries = None  # in these names until both kernels are launched
+        if self.packs_mask:
+            assert mask is not None
+            of_keys, of_queries = tiles_both_ways(mask, ROW_BLOCK, has_lists=self.has_lists)
         copied = (*tensors[:5], *tensors[6:])
         others = (*bounds, *self._mask_numbers(mask, of_keys))
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
@@ -167,26 +169,15 @@ class SplitPass(Pass):
         others = (*bounds, *self._mask_numbers(mask, of_queries))
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
 
-    def _read_once(self, mask: _Optional, *, by_columns: bool = False) -> _Optionals:
-        """Return packed tiles of a mask, and counts and numbers of those seen, for a kernel."""
-        if not self.packs_mask:
-            return None, None, None
-        assert mask is not None
-        words = packed_tiles(mask, by_columns=by_columns)
-        if not self.has_lists:
-            return words, None, None
-        lines = SPLIT_TILE if by_columns else ROW_BLOCK
-        return words, *listed_blocks(mask, lines, SPLIT_TILE, by_columns=by_columns)
-
-    def _mask_numbers(self, mask: _Optional, read: _Optionals) -> tuple[int, ...]:
+    def _mask_numbers(self, mask: _Optional, tiles: Tiles | None) -> tuple[int, ...]:
         """Return where a mask begins, its strides, where lists of it do, and their steps."""
-        words, counts, indices = read
         strides, steps = self.mask, (0, 0)
-        if words is not None:
-            mask = words
-            sizes = zip(words.shape[:2], words.stride(), strict=False)
-            strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
+        if tiles is None:
+            return address_of(mask), *strides, address_of(None), address_of(None), *steps
+        words, counts, indices = tiles
+        sizes = zip(words.shape[:2], words.stride(), strict=False)
+        strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
         if indices is not None:
             blocks, width = indices.shape[2:]
             steps = (width, blocks if indices.shape[0] > 1 else 0)
-        return address_of(mask), *strides, address_of(counts), address_of(indices), *steps
+        return address_of(words), *strides, address_of(counts), address_of(indices), *steps

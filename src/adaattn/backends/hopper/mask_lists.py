@@ -2,19 +2,34 @@
 
 from collections.abc import Callable
 from math import gcd
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
-__all__ = ["Lists", "listed_blocks", "packed_tiles"]
+__all__ = ["Lists", "Tiles", "listed_blocks", "tiles_both_ways"]
 
 _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
 Lists = tuple[torch.Tensor, torch.Tensor]
 """Counts int32 [B or 1, 1, blocks], and numbers of blocks int32 [B or 1, 1, blocks, most]."""
+
+
+class Tiles(NamedTuple):
+    """A mask as kernels read it.
+
+    Args:
+        words: its bits: int32 [B or 1, Hq or 1, tiles, 128], ordered as by `pack_tiles`.
+        counts: int32 [B or 1, 1, blocks], how many tiles blocks of lines see; None without lists.
+        indices: int32 [B or 1, 1, blocks, most], their numbers; likewise.
+    """
+
+    words: torch.Tensor
+    counts: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+
 
 _AT_ONCE: Final = 256
 _TILE: Final = 64
@@ -38,14 +53,26 @@ def listed_blocks(
     return _kept(mask, (f"lists {lines} {others}", by_columns), _listed, lines, others, by_columns)
 
 
-def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
-    """Return a mask as bits: int32 [B or 1, Hq or 1, tiles, 128], ordered as by `pack_tiles`.
+def tiles_both_ways(mask: torch.Tensor, row_block: int, *, has_lists: bool) -> tuple[Tiles, Tiles]:
+    """Return a mask's packed tiles turned, with keys in lines, and as they are.
 
     Args:
-        mask: boolean [Sq, Sk] or [B or 1, Hq or 1, Sq, Sk].
-        by_columns: tiles are turned: their rows are keys.
+        mask: boolean [Sq, Sk] or [B or 1, Hq or 1, Sq, Sk]; where it is listed one for all heads.
+        row_block: query rows of a block whose tiles are listed as they are.
+        has_lists: tiles that are seen are listed too.
     """
-    return _kept(mask, ("tiles", by_columns), _packed, by_columns)
+    found = _kept(mask, ("tiles", row_block, has_lists), _both_ways, row_block, has_lists)
+    half = len(found) // 2
+    return Tiles(*found[:half]), Tiles(*found[half:])
+
+
+def _both_ways(mask: torch.Tensor, row_block: int, has_lists: bool) -> tuple[torch.Tensor, ...]:
+    """Return what both `Tiles` have, one after the other."""
+    turned, straight = (_packed(mask, by_columns) for by_columns in (True, False))
+    if not has_lists:
+        return turned, straight
+    of_keys = _listed(mask, _TILE, _TILE, True)
+    return turned, *of_keys, straight, *_listed(mask, row_block, _TILE, False)
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:
@@ -77,7 +104,7 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
 
 
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    """Return the tiles of a mask as `_own`."""
+    """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
     planes = mask.shape[:2]
     lines, others = (-(-length // _TILE) for length in _lengths(mask, by_columns))
     words = mask.new_empty((*planes, lines * others, _WORDS), dtype=torch.int32)

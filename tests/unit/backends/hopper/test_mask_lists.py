@@ -12,7 +12,7 @@ from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import listed_blocks, packed_tiles
+from adaattn.backends.hopper.mask_lists import listed_blocks, tiles_both_ways
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -101,6 +101,11 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
         assert as_lists(*turned) == blocks_of(mask.T, lines, others)
 
 
+def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
+    turned, straight = tiles_both_ways(mask, 128, has_lists=False)
+    return turned.words if by_columns else straight.words
+
+
 def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
     """Return the mask of the packed tiles of one sequence, thread by thread."""
     across = -(-len_k // 64)
@@ -126,6 +131,13 @@ def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pa
     assert torch.equal(unpacked(words, 130, 200), mask)
     turned = packed_tiles(mask[None, None], by_columns=True)[0, 0]
     assert torch.equal(unpacked(turned, 200, 130), mask.T)
+    for tiles, lists in zip(
+        tiles_both_ways(mask, 128, has_lists=True),
+        (blocks_of(mask.T, 64, 64), blocks_of(mask, 128, 64)),
+        strict=True,
+    ):
+        assert tiles.counts is not None and tiles.indices is not None
+        assert as_lists(tiles.counts, tiles.indices) == lists
 
 
 @on_a_cpu
