@@ -46,8 +46,8 @@ _LEAST_LISTED: Final = 1024
 _LEAST_HEADS: Final = 4
 """Rows, keys and heads from which on a boolean mask is listed.
 
-A list is a wait before each tile: where all blocks are seen 2 to 8 % of the time at D 64, 1 to 7 %
-at D 128, the shorter the more; at 512 tokens 14 % behind padding (H200, 2026-11).
+A list is a wait before each tile: where all blocks are seen 2 to 8 % of the time at D 64 and 128,
+the shorter the more; at 512 tokens 14 % even behind padding (H200, 2026-11).
 """
 
 
