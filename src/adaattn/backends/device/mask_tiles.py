@@ -57,9 +57,10 @@ def list_blocks(
         IS_DENSE: columns are adjacent.
         ALIGNMENT: what the mask's strides but the last are multiples of.
     """
-    block = tl.program_id(0)
-    sequence = tl.program_id(1)
-    list_number = sequence * tl.num_programs(0) + block
+    list_number = tl.program_id(0)
+    blocks = tl.cdiv(num_lines, LINES)
+    sequence = list_number // blocks
+    block = list_number % blocks
     lines = block * LINES + tl.arange(0, LINES)
     others = tl.arange(0, AT_ONCE)
     step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
@@ -120,10 +121,13 @@ def pack_tiles(
         IS_DENSE: columns are adjacent.
         ALIGNMENT: as in `list_blocks`.
     """
-    plane = tl.program_id(1)
-    across = tl.cdiv(num_columns if BY_ROWS else num_rows, TILE)
-    line = tl.program_id(0) // across
-    other = tl.program_id(0) % across
+    down = tl.cdiv(num_rows, TILE)
+    across = tl.cdiv(num_columns, TILE)
+    plane = tl.program_id(0) // (down * across)
+    tile = tl.program_id(0) % (down * across)
+    others = across if BY_ROWS else down
+    line = tile // others
+    other = tile % others
     threads = tl.arange(0, _THREADS)
     bits = tl.arange(0, _BITS)
     of_threads = threads // 32 * 16 + threads % 32 // 4
@@ -140,5 +144,4 @@ def pack_tiles(
     # of its words twice (Triton 3.6 on an H200).
     seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
     words = tl.sum(seen.to(tl.int32) << bits[None, :], 1)
-    number = plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(words_ptr + number * _THREADS + threads, words)
+    tl.store(words_ptr + tl.program_id(0).to(tl.int64) * _THREADS + threads, words)

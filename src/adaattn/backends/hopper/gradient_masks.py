@@ -81,9 +81,10 @@ def load_tile(c, start, first_key, first_row, EDGE: gl.constexpr):
         if c.ROW_AXIS == 1:
             number = key_tile * gl.cdiv(c.sizes.len_q, c.ROWS) + row_tile
         else:
-            # A warpgroup may be behind the last row.
+            # A warpgroup may be behind the last row, and what rows see in a window behind all keys.
             row_tile = gl.minimum(row_tile, (c.sizes.len_q - 1) // c.ROWS)
-            number = row_tile * gl.cdiv(c.sizes.len_k, c.KEYS) + key_tile
+            across = gl.cdiv(c.sizes.len_k, c.KEYS)
+            number = row_tile * across + gl.minimum(key_tile, across - 1)
         threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
         found = gl.load(start + number.to(gl.int64) * 128 + threads)
     elif x.KIND != NO_MASK:

@@ -35,7 +35,7 @@ _AT_ONCE: Final = 256
 _TILE: Final = 64
 _WORDS: Final = 128
 _ALIGNMENT: Final = 16
-_MOST_KEPT: Final = 16
+_MOST_KEPT: Final = 4
 """Of a kind, of one tensor: views of it are masks of their own."""
 
 
@@ -98,7 +98,7 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
     indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
     numbers = (num_lines, num_others, width)
     constants = (lines, others, max(_AT_ONCE, others))
-    _launch("list_blocks", (blocks, sequences, 1), mask, (counts, indices), numbers, constants,
+    _launch("list_blocks", blocks * sequences, mask, (counts, indices), numbers, constants,
             by_columns=by_columns, warps=8)  # fmt: skip
     return counts, indices
 
@@ -109,7 +109,7 @@ def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     lines, others = (-(-length // _TILE) for length in _lengths(mask, by_columns))
     words = mask.new_empty((*planes, lines * others, _WORDS), dtype=torch.int32)
     numbers = (*mask.shape[2:], mask.stride(1), planes[1])
-    _launch("pack_tiles", (lines * others, planes.numel(), 1), mask, (words,), numbers, (),
+    _launch("pack_tiles", lines * others * planes.numel(), mask, (words,), numbers, (),
             by_columns=by_columns, warps=4)  # fmt: skip
     return words
 
@@ -122,7 +122,7 @@ def _lengths(mask: torch.Tensor, by_columns: bool) -> tuple[int, int]:
 
 def _launch(
     name: str,
-    grid: tuple[int, int, int],
+    programs: int,
     mask: torch.Tensor,
     made: tuple[torch.Tensor, ...],
     numbers: tuple[int, ...],
@@ -137,7 +137,7 @@ def _launch(
     launch = Launch(
         module="device.mask_tiles",
         name=name,
-        grid=grid,
+        grid=(programs, 1, 1),
         numbers=(stride_b, stride_m, stride_n, *numbers),
         constants=(*constants, *lying),
         options=(("num_warps", warps),),

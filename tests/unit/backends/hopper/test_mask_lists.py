@@ -182,6 +182,7 @@ PACKED_ALONE: dict[str, dict[str, Any]] = {
     "of each sequence": BOOLEAN | {"batch": 2, "len_q": 130, "mask_shape": (2, 1, 130, 130),
                                    "num_heads": 2, "is_causal": True},
     "beside a window": BOOLEAN | {"len_q": 300, "window": (70, 20), "mask_shape": (300, 300)},
+    "in a window behind all keys": BOOLEAN | {"len_q": 512, "len_k": 64, "window": (20, 10)},
 }  # fmt: skip
 
 
@@ -193,6 +194,32 @@ def test_masks_are_packed_where_there_are_no_lists(name: str) -> None:
     variant = choose_gradients(problem)
     assert variant.packs_mask and not variant.has_lists
     assert_training_matches(run, make_tensors(problem, num_hidden_rows=3), problem)
+
+
+FAULTS = {
+    "hidden for seen": ("kept", "bits_of(c, mask) != 0", "bits_of(c, mask) == 0"),
+    "the other half's bits": ("bits_of", "rows // 8 % 2 * 2", "2 - rows // 8 % 2 * 2"),
+    "bits of a pair in turn": ("bits_of", "columns % 2", "1 - columns % 2"),
+    "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
+    "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
+    "a tile too few": ("listed_range", "gl.maximum(high, low) + 1", "gl.maximum(high, low)"),
+    "begun too late": ("listed_range", "gl.maximum(low, first)", "low + 1"),
+}
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_device_code_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new = FAULTS[name]
+    problem, tensors = made(causal, requires_grad=True, len_q=270, len_k=330)
+    simulated.replace(function, partial(rewritten, old=old, new=old))
+    assert_training_matches(run, tensors, problem)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises((AssertionError, TimeoutError)):
+        assert_training_matches(run, tensors, problem)
 
 
 def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:

@@ -169,7 +169,7 @@ MASKS: dict[str, Fault] = {
                       BIAS | {"mask_shape": (1, 1, 1, 140)}),
     "turned round": ("base_of", "base - numbers", "base + numbers", BIAS),
     "in another unit": ("base_of", "* LOG2_E", "* 1.0", BIAS),
-    "hidden for seen": ("kept", "!= 0, p", "== 0, p", BOOLEAN),
+    "hidden for seen": ("kept", "tile(c, mask) != 0", "tile(c, mask) == 0", BOOLEAN),
     "booleans without effect on keys": ("pass_weights", "p = kept(c, p, mask)", "pass", BOOLEAN),
     "booleans without effect on queries": ("row_weights", "kept(c, p, mask)", "p", BOOLEAN),
     "queries of the first head": ("query_gradients", "mask_of(c, c.head)", "mask_of(c, 0 * c.head)",
