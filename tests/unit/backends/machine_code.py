@@ -10,11 +10,13 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 
 from adaattn._dtypes import torch_dtype
 from adaattn.backends.device.launch import Launch
+from adaattn.backends.hopper import mask_lists
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
 from adaattn.backends.hopper.launch import choose
 from adaattn.backends.interface import STATISTICS
@@ -356,6 +358,20 @@ def _chunked(
     return mask, streamed_arguments.Arguments(problem), chunk, beside
 
 
+def _of_mask(problem: AttentionProblem, read: str, by_columns: bool) -> dict[str, Any]:
+    """Return the machine code of what reads a boolean mask once, for one way of reading it."""
+    mask = torch.empty(problem.mask_shape, dtype=torch.bool, device="meta")
+    launched: list[tuple[Launch, tuple[torch.Tensor, ...]]] = []
+    with patch.object(Launch, "__call__", lambda launch, *given: launched.append((launch, given))):
+        if read == "lists":
+            mask_lists._listed(mask, 128, 128, by_columns)
+        else:
+            mask_lists._packed(mask, by_columns)
+    ((launch, tensors),) = launched
+    types = {torch.uint8: "*u8", torch.int32: "*i32"}
+    return _built(tuple(types[tensor.dtype] for tensor in tensors), launch)
+
+
 _KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
     "hopper": _hopper,
     "hopper_gradients": partial(_hopper_backward, kind="main"),
@@ -373,6 +389,11 @@ _KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
     "fused_sums": partial(_fused, kind=Kind.SUMS),
     "fused_weights": partial(_fused, kind=Kind.GIVEN),
     "fused_changes": partial(_fused, kind=Kind.CHANGES),
+    **{
+        f"mask_{read}_of_{lines}": partial(_of_mask, read=read, by_columns=lines == "keys")
+        for read in ("lists", "tiles")
+        for lines in ("rows", "keys")
+    },
     "partial_products": _partial_products,
     "slice_products": _slice_products,
 }

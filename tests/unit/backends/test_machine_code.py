@@ -422,6 +422,18 @@ def test_a_mask_with_rows_is_copied_ahead_beside_keys_and_values(mask: str, tmp_
     assert with_mask["spills"] == 0
 
 
+@pytest.mark.parametrize("triton", [None, OLDEST], ids=["pinned", "oldest"])
+@pytest.mark.parametrize("lines", ["rows", "keys"])
+@pytest.mark.parametrize("read", ["lists", "tiles"])
+def test_what_reads_a_mask_once_holds_it_in_registers(
+    read: str, lines: str, triton: Path | None, tmp_path: Path
+) -> None:
+    if triton is not None and not triton.exists():
+        pytest.skip("make test unpacks Triton 3.6.0")
+    values = "dict(mask=MaskKind.BOOLEAN, num_heads=8, mask_shape=(2, 1, 4096, 4096))"
+    assert compiled(f"mask_{read}_of_{lines}", values, tmp_path, triton)["spills"] == 0
+
+
 @pytest.mark.skipif(not OLDEST.exists(), reason="make test unpacks Triton 3.6.0")
 @pytest.mark.parametrize(
     ("executor", "values"),
