@@ -52,16 +52,18 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     """
     if is_compiling() or _tracing_state() is not None:
         return _traced_mask(request)
-    config = request.pop("config", None)
-    words = type(config), _is_inference(), *request, *request.values()
-    try:
-        known = _UNTOUCHED.get(words)
-    except TypeError:  # a number of a trace
-        known = None
-    if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
-        return known
-    may_be_kept = request.get("q_length") != 1 and _are_words(request)
-    request["config"] = config
+    words = None
+    if request.get("q_length") != 1:
+        config = request.pop("config", None)
+        words = type(config), _is_inference(), *request, *request.values()
+        try:
+            known = _UNTOUCHED.get(words)
+        except TypeError:  # a number of a trace
+            known = None
+        if known is not None and known._dense is None and sys.getrefcount(known) <= _OWN_REFERENCES:
+            return known
+        words = words if _are_words(request) else None
+        request["config"] = config
     is_additive = _is_additive(request.get("config"))
     pattern = _recognise(request)
     num_keys = None if pattern is None else _num_keys(pattern, request)
@@ -82,7 +84,7 @@ def make_mask(**request: Any) -> torch.Tensor | None:
     dtype = _dtype(request) if is_additive else torch.bool
     structure = _structure(pattern, num_keys)
     mask = StructuredMask(structure, shape, request.get("device", "cpu"), dtype)
-    if may_be_kept:
+    if words is not None:
         if len(_UNTOUCHED) >= _KEPT:
             _UNTOUCHED.pop(next(iter(tuple(_UNTOUCHED))), None)  # the oldest
         _UNTOUCHED[words] = mask
