@@ -53,7 +53,7 @@ def test_every_kind_of_cell_is_checked_and_timed(ops: ModuleType, tmp_path: Path
     assert document["machine"]["commit"] == "abc1234"
     assert document["failed"] == []
     assert {row["kind"] for row in document["rows"]} == {cell.kind for cell in _cells(*kinds)}
-    assert len({row["kind"] for row in document["rows"]}) == 18
+    assert len({row["kind"] for row in document["rows"]}) == 20
     for row in document["rows"]:
         assert {"adaattn", row["peer"]} <= set(row["timings"]), row
         assert row["rates"]["adaattn"]["tflops"] > 0

@@ -1,5 +1,6 @@
 """Blocks that a boolean mask hides whole are left out: their lists, and what is computed then."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from adaattn.testing import (
 )
 
 pytest.importorskip("triton")
+mask_tiles = importlib.import_module("adaattn.backends.device.mask_tiles")
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels themselves run")
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -138,6 +140,48 @@ def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pa
     ):
         assert tiles.counts is not None and tiles.indices is not None
         assert as_lists(tiles.counts, tiles.indices) == lists
+
+
+FAULTS_IN_READING = {
+    "the next block": ("list_blocks", "first // OTHERS + tl", "first // OTHERS + 1 + tl"),
+    "the last part alone": ("list_blocks", "count += tl.sum", "count = tl.sum"),
+    "another sequence's blocks": ("list_blocks", "list_number // blocks", "list_number % blocks"),
+    "other rows": ("pack_tiles", "bits // 2 % 2 * 8", "bits // 2 % 2 * 4"),
+    "other columns": ("pack_tiles", "threads % 4 * 2", "threads % 4"),
+    "another head": ("pack_tiles", "plane % num_heads", "plane // num_heads"),
+    "never turned": ("pack_tiles", "in_lines if BY_ROWS else in_others", "in_lines"),
+}
+
+
+def held_to_what_is_there(masks: torch.Tensor) -> None:
+    """Raise AssertionError unless lists and tiles of masks [B, H, Sq, Sk] are right."""
+    first = masks[:, :1]
+    lists = listed_blocks(first, 128, 128)
+    for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
+        assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
+    for turned in (False, True):
+        words = packed_tiles(masks, by_columns=turned).flatten(0, 1)
+        for mask, tiles in zip(masks.flatten(0, 1), words, strict=True):
+            right = mask.T if turned else mask
+            assert torch.equal(unpacked(tiles, *right.shape), right)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("name", FAULTS_IN_READING)
+def test_a_fault_in_what_reads_a_mask_is_seen(
+    name: str, rewritten: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, old, new = FAULTS_IN_READING[name]
+    before = getattr(mask_tiles, function).fn
+    patterns = (causal, documents, padded, banded)
+    for text in (old, new):
+        monkeypatch.setattr(mask_tiles, function, rewritten(before, old, text))
+        masks = torch.stack([pattern(270, 330) for pattern in patterns]).view(2, 2, 270, 330)
+        if text == old:
+            held_to_what_is_there(masks)
+        else:
+            with pytest.raises(AssertionError):
+                held_to_what_is_there(masks)
 
 
 @on_a_cpu

@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 FILES = {"forward", "primitives", "listed", "combine", "halving", "rows", "scores"}
-ELSEWHERE = {"key_gradients", "row_gradients", "mask_gradients"}
-"""Those of `test_gradient_faults.py`."""
+ELSEWHERE = {"key_gradients", "row_gradients", "mask_gradients", "mask_tiles"}
+"""Those of `test_gradient_faults.py`, and of `hopper/test_mask_lists.py`."""
 
 
 RAGGED: dict[str, Any] = {"len_q": 40, "len_k": 131}
