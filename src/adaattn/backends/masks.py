@@ -82,21 +82,20 @@ def kept_beside(
     if given.is_inference() or not may_keep(given):
         return make()
     state = (given._version, given.data_ptr(), stream_of(given))
-    known: tuple[object, dict[tuple[object, ...], Any]] | None = _KNOWN.get(given)
-    if known is not None and known[0] == state:
-        found: _Made | None = known[1].get(facts)
-        if found is not None:
-            return found
+    before, known = _KNOWN.get(given) or (state, {})
+    kept: dict[tuple[object, ...], Any] = known if before == state else {}
+    found: _Made | None = kept.get(facts)
+    if found is not None:
+        return found
     # Leaving inference mode would turn gradients on: what is kept has no graph.
     with torch.inference_mode(False), torch.no_grad():
         made = make()
     parts = made if isinstance(made, tuple) else (made,)
     if all(type(part) is torch.Tensor for part in parts):  # else a mode's, fake ones for instance
-        kept = dict(known[1]) if known is not None and known[0] == state else {}
         alike = [other for other in kept if other[0] == facts[0]]
-        for oldest in alike[: max(len(alike) - most + 1, 0)]:
-            del kept[oldest]
-        _KNOWN[given] = (state, {**kept, facts: made})
+        gone = alike[: max(len(alike) - most + 1, 0)]
+        others = {other: item for other, item in kept.items() if other not in gone}
+        _KNOWN[given] = (state, {**others, facts: made})
     return made
 
 

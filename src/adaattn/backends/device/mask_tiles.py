@@ -8,13 +8,23 @@ packed, a bit for each score, as the threads of a warpgroup hold a tile of score
 import triton
 import triton.language as tl
 
-__all__ = ["TILE", "list_blocks", "pack_tiles"]
+__all__ = ["list_blocks", "pack_tiles"]
 
 _STRIDES = ("stride_b", "stride_m", "stride_n")
-TILE = tl.constexpr(64)
-"""Rows and columns of a tile whose bits are packed."""
+_TILE = tl.constexpr(64)
 _THREADS = tl.constexpr(128)
 _BITS = tl.constexpr(32)
+
+
+@triton.jit
+def _seen(
+    start_ptr, rows, columns, is_there, stride_m, stride_n, IS_DENSE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Return which pairs of rows and columns a mask shows; none where there are none."""
+    places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
+    step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
+    return tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
 
 
 @triton.jit(do_not_specialize=(*_STRIDES, "num_lines", "num_others", "width"))
@@ -63,7 +73,6 @@ def list_blocks(
     block = list_number % blocks
     lines = block * LINES + tl.arange(0, LINES)
     others = tl.arange(0, AT_ONCE)
-    step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
     start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
     listed_ptr = indices_ptr + list_number.to(tl.int64) * width
     count = 0
@@ -76,8 +85,7 @@ def list_blocks(
             rows = first + others[:, None]
             columns = lines[None, :]
             is_there = (rows < num_others) & (columns < num_lines)
-        places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
-        seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
+        seen = _seen(start_ptr, rows, columns, is_there, stride_m, stride_n, IS_DENSE, ALIGNMENT)
         of_others = tl.max(seen.to(tl.int32), 0 if BY_ROWS else 1)
         found = tl.max(tl.reshape(of_others, (AT_ONCE // OTHERS, OTHERS)), 1)
         numbers = first // OTHERS + tl.arange(0, AT_ONCE // OTHERS)
@@ -121,8 +129,8 @@ def pack_tiles(
         IS_DENSE: columns are adjacent.
         ALIGNMENT: as in `list_blocks`.
     """
-    down = tl.cdiv(num_rows, TILE)
-    across = tl.cdiv(num_columns, TILE)
+    down = tl.cdiv(num_rows, _TILE)
+    across = tl.cdiv(num_columns, _TILE)
     plane = tl.program_id(0) // (down * across)
     tile = tl.program_id(0) % (down * across)
     others = across if BY_ROWS else down
@@ -131,17 +139,15 @@ def pack_tiles(
     threads = tl.arange(0, _THREADS)
     bits = tl.arange(0, _BITS)
     of_threads = threads // 32 * 16 + threads % 32 // 4
-    in_lines = line * TILE + of_threads[:, None] + (bits // 2 % 2 * 8)[None, :]
-    in_others = other * TILE + (threads % 4 * 2)[:, None] + (bits // 4 * 8 + bits % 2)[None, :]
+    in_lines = line * _TILE + of_threads[:, None] + (bits // 2 % 2 * 8)[None, :]
+    in_others = other * _TILE + (threads % 4 * 2)[:, None] + (bits // 4 * 8 + bits % 2)[None, :]
     rows = in_lines if BY_ROWS else in_others
     columns = in_others if BY_ROWS else in_lines
-    step_m = tl.multiple_of(stride_m.to(tl.int64), ALIGNMENT)
     start_ptr = mask_ptr + plane // num_heads * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
     start_ptr += plane % num_heads * tl.multiple_of(stride_h.to(tl.int64), ALIGNMENT)
-    places = columns if IS_DENSE else columns * stride_n.to(tl.int64)
     is_there = (rows < num_rows) & (columns < num_columns)
     # Read where each bit stands: a tile that is turned and taken apart instead came out with half
     # of its words twice (Triton 3.6 on an H200).
-    seen = tl.load(start_ptr + rows * step_m + places, mask=is_there, other=0) != 0
+    seen = _seen(start_ptr, rows, columns, is_there, stride_m, stride_n, IS_DENSE, ALIGNMENT)
     words = tl.sum(seen.to(tl.int32) << bits[None, :], 1)
     tl.store(words_ptr + tl.program_id(0).to(tl.int64) * _THREADS + threads, words)

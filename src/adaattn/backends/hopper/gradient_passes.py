@@ -8,7 +8,7 @@ import torch
 
 from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import address_of
-from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, TILE_NUMBERS
+from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
 from adaattn.backends.hopper.mask_lists import Tiles, tiles_both_ways
 from adaattn.backends.masks import stream_of
 
@@ -161,7 +161,7 @@ class SplitPass(Pass):
         of_keys = of_queries = None  # in these names until both kernels are launched
         if self.packs_mask:
             assert mask is not None
-            of_keys, of_queries = tiles_both_ways(mask, ROW_BLOCK, has_lists=self.has_lists)
+            of_keys, of_queries = tiles_both_ways(mask, has_lists=self.has_lists)
         copied = (*tensors[:5], *tensors[6:])
         others = (*bounds, *self._mask_numbers(mask, of_keys))
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)

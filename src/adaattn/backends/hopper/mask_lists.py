@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from adaattn.backends.device.launch import Launch
+from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE
+from adaattn.backends.hopper.launch import MASK_BLOCK
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
 __all__ = ["Lists", "Tiles", "listed_blocks", "tiles_both_ways"]
@@ -32,47 +34,40 @@ class Tiles(NamedTuple):
 
 
 _AT_ONCE: Final = 256
-_TILE: Final = 64
 _WORDS: Final = 128
 _ALIGNMENT: Final = 16
 _MOST_KEPT: Final = 4
 """Of a kind, of one tensor: views of it are masks of their own."""
 
 
-def listed_blocks(
-    mask: torch.Tensor, lines: int, others: int, *, by_columns: bool = False
-) -> Lists:
-    """Return which blocks of others each block of lines sees, the numbers rising.
+def listed_blocks(mask: torch.Tensor) -> Lists:
+    """Return which blocks of keys each block of query rows sees, the numbers rising.
 
     Args:
-        mask: boolean [Sq, Sk] or [B or 1, 1, Sq, Sk].
-        lines: of a block; lines are query rows.
-        others: of a block; others are keys.
-        by_columns: lines are keys, and others rows.
+        mask: boolean [Sq, Sk] or [B or 1, 1, Sq, Sk]; its blocks are of `MASK_BLOCK`.
     """
-    return _kept(mask, (f"lists {lines} {others}", by_columns), _listed, lines, others, by_columns)
+    return _kept(mask, ("lists",), _listed, *MASK_BLOCK, False)
 
 
-def tiles_both_ways(mask: torch.Tensor, row_block: int, *, has_lists: bool) -> tuple[Tiles, Tiles]:
+def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tiles]:
     """Return a mask's packed tiles turned, with keys in lines, and as they are.
 
     Args:
         mask: boolean [Sq, Sk] or [B or 1, Hq or 1, Sq, Sk]; where it is listed one for all heads.
-        row_block: query rows of a block whose tiles are listed as they are.
-        has_lists: tiles that are seen are listed too.
+        has_lists: tiles that are seen are listed too: by tiles of keys, and by `ROW_BLOCK` rows.
     """
-    found = _kept(mask, ("tiles", row_block, has_lists), _both_ways, row_block, has_lists)
+    found = _kept(mask, ("tiles", has_lists), _both_ways, has_lists)
     half = len(found) // 2
     return Tiles(*found[:half]), Tiles(*found[half:])
 
 
-def _both_ways(mask: torch.Tensor, row_block: int, has_lists: bool) -> tuple[torch.Tensor, ...]:
+def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
     """Return what both `Tiles` have, one after the other."""
     turned, straight = (_packed(mask, by_columns) for by_columns in (True, False))
     if not has_lists:
         return turned, straight
-    of_keys = _listed(mask, _TILE, _TILE, True)
-    return turned, *of_keys, straight, *_listed(mask, row_block, _TILE, False)
+    of_keys = _listed(mask, SPLIT_TILE, SPLIT_TILE, True)
+    return turned, *of_keys, straight, *_listed(mask, ROW_BLOCK, SPLIT_TILE, False)
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:
@@ -106,7 +101,7 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
     planes = mask.shape[:2]
-    lines, others = (-(-length // _TILE) for length in _lengths(mask, by_columns))
+    lines, others = (-(-length // SPLIT_TILE) for length in _lengths(mask, by_columns))
     words = mask.new_empty((*planes, lines * others, _WORDS), dtype=torch.int32)
     numbers = (*mask.shape[2:], mask.stride(1), planes[1])
     _launch("pack_tiles", lines * others * planes.numel(), mask, (words,), numbers, (),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import gradient_launch, launch, prepared
+from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
 from adaattn.backends.hopper.mask_lists import listed_blocks, tiles_both_ways
@@ -97,14 +97,14 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
     mask = pattern(*sizes)
     for lines, others in ((128, 128), (128, 64), (64, 64)):
         with poisoned_memory():
-            found = listed_blocks(mask, lines, others)
-            turned = listed_blocks(mask, lines, others, by_columns=True)
+            found = mask_lists._listed(mask[None, None], lines, others, False)
+            turned = mask_lists._listed(mask[None, None], lines, others, True)
         assert as_lists(*found) == blocks_of(mask, lines, others)
         assert as_lists(*turned) == blocks_of(mask.T, lines, others)
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
-    turned, straight = tiles_both_ways(mask, 128, has_lists=False)
+    turned, straight = tiles_both_ways(mask, has_lists=False)
     return turned.words if by_columns else straight.words
 
 
@@ -134,7 +134,7 @@ def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pa
     turned = packed_tiles(mask[None, None], by_columns=True)[0, 0]
     assert torch.equal(unpacked(turned, 200, 130), mask.T)
     for tiles, lists in zip(
-        tiles_both_ways(mask, 128, has_lists=True),
+        tiles_both_ways(mask, has_lists=True),
         (blocks_of(mask.T, 64, 64), blocks_of(mask, 128, 64)),
         strict=True,
     ):
@@ -156,7 +156,7 @@ FAULTS_IN_READING = {
 def held_to_what_is_there(masks: torch.Tensor) -> None:
     """Raise AssertionError unless lists and tiles of masks [B, H, Sq, Sk] are right."""
     first = masks[:, :1]
-    lists = listed_blocks(first, 128, 128)
+    lists = listed_blocks(first)
     for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
         assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
     for turned in (False, True):
@@ -193,7 +193,8 @@ def test_a_mask_may_lie_anywhere() -> None:
         "rows expanded": wide[:1, :, :1, :300].expand(2, 1, 300, 300),
     }
     for name, mask in lying.items():
-        lists = zip(*listed_blocks(mask, 128, 64), packed_tiles(mask)[:, 0], strict=True)
+        listed = mask_lists._listed(mask_lists._own(mask), 128, 64, False)
+        lists = zip(*listed, packed_tiles(mask)[:, 0], strict=True)
         for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
             assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name
             assert torch.equal(unpacked(tiles, *one.shape), one), name
@@ -202,14 +203,14 @@ def test_a_mask_may_lie_anywhere() -> None:
 @on_a_cpu
 def test_lists_are_kept_until_the_mask_is_written_to() -> None:
     mask = causal(300, 300)
-    first = listed_blocks(mask, 128, 128)
-    assert listed_blocks(mask, 128, 128)[0] is first[0]
-    assert listed_blocks(mask[None, None], 128, 128)[0].shape == first[0].shape
+    first = listed_blocks(mask)
+    assert listed_blocks(mask)[0] is first[0]
+    assert listed_blocks(mask[None, None])[0].shape == first[0].shape
     mask[:128] = True
-    assert as_lists(*listed_blocks(mask, 128, 128)) == [[0, 1, 2], [0, 1], [0, 1, 2]]
+    assert as_lists(*listed_blocks(mask)) == [[0, 1, 2], [0, 1], [0, 1, 2]]
     with torch.inference_mode():
         unkept = causal(300, 300)
-        assert listed_blocks(unkept, 128, 128)[0] is not listed_blocks(unkept, 128, 128)[0]
+        assert listed_blocks(unkept)[0] is not listed_blocks(unkept)[0]
 
 
 @pytest.fixture
@@ -343,11 +344,11 @@ def test_an_operator_reads_its_mask_at_each_call() -> None:
 def test_views_of_one_mask_and_one_expanded_over_a_batch() -> None:
     whole = torch.stack([causal(300, 300), documents(300, 300), padded(300, 300)])
     views = whole.unbind(0)
-    first = [listed_blocks(view, 128, 128)[0] for view in views]
-    again = [listed_blocks(view, 128, 128)[0] for view in whole.unbind(0)]
+    first = [listed_blocks(view)[0] for view in views]
+    again = [listed_blocks(view)[0] for view in whole.unbind(0)]
     assert all(one is other for one, other in zip(first, again, strict=True))
     expanded = views[0].expand(70_000, 1, 300, 300)
-    assert listed_blocks(expanded, 128, 128)[0].shape == (1, 1, 3)
+    assert listed_blocks(expanded)[0].shape == (1, 1, 3)
     assert packed_tiles(expanded).shape == (1, 1, 25, 128)
 
 
