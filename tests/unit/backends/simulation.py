@@ -466,6 +466,9 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
         return 1.0 / arguments[0]
     if "shl" in text:
         return arguments[0].float()
+    if "selp.f32" in text:
+        x, words, bits, hidden = arguments
+        return torch.where((words & bits) != 0, x, hidden).as_subclass(Tile)
     if "bar." in text:
         found = re.search(r"bar\.\w+ \S+, (\d+);", text)
         assert found is not None
@@ -504,6 +507,7 @@ def names() -> dict[str, Any]:
         num_programs=lambda axis: tile(_LOCAL.world.num_blocks),
         arange=lambda low, high, layout: tile(torch.arange(low, high)),
         zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: tile(torch.full(shape, value, dtype=dtype)),
         expand_dims=lambda x, axis: x.unsqueeze(axis), convert_layout=lambda x, layout: x,
         sum=lambda x, axis: x.sum(axis), max=lambda x, axis: x.amax(axis),
         reshape=lambda x, shape: x.reshape(shape), permute=lambda x, order: x.permute(order),

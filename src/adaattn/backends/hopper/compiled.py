@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from adaattn.backends.device.tma import TYPES, compiled, constants_of, descriptor_type
 from adaattn.backends.hopper import kernel
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, ROWS, Variant, box_rows
+from adaattn.backends.hopper.mask_bits import BITS
 from adaattn.spec import HeadTerm, MaskKind
 
 __all__ = ["boxes", "compile_variant", "shared_layout"]
@@ -59,7 +60,7 @@ def _constants(variant: Variant) -> dict[str, Any]:
         tiling,
         NUM_WARPGROUPS=tiling.warpgroups,
         FAST_TANH=variant.has_fast_tanh,
-        MASK=int(variant.mask),
+        MASK=BITS.value if variant.packs_mask else int(variant.mask),
         HAS_HEAD_SCALES=variant.by_head(HeadTerm.SCALE),
         HAS_HEAD_WINDOWS=variant.by_head(HeadTerm.WINDOW),
         HAS_HEAD_SOFTCAPS=variant.by_head(HeadTerm.SOFTCAP),
@@ -72,9 +73,10 @@ def _types(variant: Variant) -> dict[str, str]:
     types = {}
     for name, box in zip(("query", "key", "value", "out"), boxes(variant), strict=True):
         types[name] = descriptor_type(variant.precision.label, block_shape(variant, box))
-    columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
-    tile = [1, 1, ROWS, columns]
-    types["staged"] = descriptor_type(variant.mask_dtype.replace("i8", "i16"), tile)
+    if variant.tiling.stages_m:
+        columns = variant.tiling.block_n // (2 if variant.mask is MaskKind.BOOLEAN else 1)
+        tile = [1, 1, ROWS, columns]
+        types["staged"] = descriptor_type(variant.mask_dtype.replace("i8", "i16"), tile)
     types |= dict.fromkeys(_POINTERS, "*fp32")
     types |= dict.fromkeys((*_ALIGNED[1:], "mask_stride_n"), "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}

@@ -13,7 +13,7 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, is_listed, may_list_mask
-from adaattn.backends.hopper.mask_lists import listed_blocks
+from adaattn.backends.hopper.mask_lists import tiles_of_rows
 from adaattn.backends.hopper.prepared import (
     DTYPES,
     NOT_BY_HEAD,
@@ -98,7 +98,8 @@ class _Call:
                 and mask is not None
                 and is_listed(mask.shape, query.shape[2], key.shape[2])
             ):
-                beside = (None, None, *listed_blocks(mask))
+                mask, *lists = tiles_of_rows(mask)
+                beside = (None, None, *lists)
             extras = _extras((mask, sinks, slopes), beside, by_head)
         read, layout, prepared = self._layouts.find((query, key, value), _layout, extras)
         query, key, value = read

@@ -8,8 +8,8 @@ from adaattn.backends.device import tma
 from adaattn.backends.device.tma import Launcher, descriptor_type
 from adaattn.backends.hopper import backward, backward_keys, backward_queries, gradient_rows
 from adaattn.backends.hopper.gradient_launch import GradientVariant
-from adaattn.backends.hopper.gradient_masks import BITS
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT
+from adaattn.backends.hopper.mask_bits import BITS
 
 __all__ = ["compile_gradients", "constants_of", "gradient_kernels", "kinds_of"]
 

@@ -13,10 +13,8 @@ from triton.experimental.gluon import language as gl
 from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.device.stages import set_fields
 from adaattn.backends.hopper.gradient_scores import beside
+from adaattn.backends.hopper.mask_bits import BITS, load_words, shown
 from adaattn.backends.hopper.scores import ADDITIVE, BOOLEAN, LOG2_E, NO_MASK, numbers
-
-# A kind of mask beside those of `scores`.
-BITS = gl.constexpr(3)
 
 
 @aggregate
@@ -85,8 +83,7 @@ def load_tile(c, start, first_key, first_row, EDGE: gl.constexpr):
             row_tile = gl.minimum(row_tile, (c.sizes.len_q - 1) // c.ROWS)
             across = gl.cdiv(c.sizes.len_k, c.KEYS)
             number = row_tile * across + gl.minimum(key_tile, across - 1)
-        threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        found = gl.load(start + number.to(gl.int64) * 128 + threads)
+        found = load_words(start, number)
     elif x.KIND != NO_MASK:
         keys = first_key + gl.arange(0, c.KEYS, layout=gl.SliceLayout(c.ROW_AXIS, c.score_layout))
         inside = keys < c.sizes.len_k
@@ -135,25 +132,5 @@ def kept(c, p, mask):
     if c.mask.KIND == BOOLEAN:
         p = gl.where(along_tile(c, mask) != 0, p, 0.0)
     if c.mask.KIND == BITS:
-        p = gl.where(bits_of(c, mask) != 0, p, 0.0)
+        p = shown(p, mask, 0.0)
     return p
-
-
-@gluon.jit
-def bits_of(c, words):
-    """Each score's bit of a packed tile, 0 or 1, from a word for each thread.
-
-    No number moves: a thread's word has the bits of what it holds of the tile, in an order that
-    the compiler knows.
-    """
-    layout: gl.constexpr = c.score_layout
-    # Rows in warps, halves and threads, and columns in eights, threads and pairs.
-    apart = gl.reshape(gl.zeros([64, 64], gl.int32, layout), [4, 2, 8, 8, 4, 2])
-    words = gl.convert_layout(gl.reshape(words, [4, 1, 8, 1, 4, 1]), apart.type.layout)
-    words, _ = gl.broadcast(words, apart)
-    words = gl.convert_layout(gl.reshape(words, [64, 64]), layout)
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
-    of_rows = rows // 8 % 2 * 2
-    of_columns = columns // 8 * 4 + columns % 2
-    return (words >> (gl.expand_dims(of_rows, 1) + gl.expand_dims(of_columns, 0))) & 1

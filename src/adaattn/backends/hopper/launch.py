@@ -126,6 +126,7 @@ class Variant:
         mask_dtype: Triton's name of its numbers' type.
         mask_has_rows: it differs from row to row.
         mask_is_dense: its columns are adjacent.
+        packs_mask: its tiles are packed before, and its blocks listed.
         mask_is_first: it is added before the scale, in the scores' unit.
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         sinks_dtype: Triton's name of the type of sinks.
@@ -159,6 +160,7 @@ class Variant:
     mask_dtype: str = "i8"
     mask_has_rows: bool = False
     mask_is_dense: bool = True
+    packs_mask: bool = False
     mask_is_first: bool = False
     mask_is_aligned: bool = True
     sinks_dtype: str = "fp32"
@@ -187,14 +189,16 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
     """
     # What a mask has no list of, it hides: tiles without blocks are no doubt.
     in_doubt = problem.num_sequences > 0 or problem.has_blocks or problem.batch_invariant
+    packs = lists_mask(problem)
     problem = listed(problem)
     right, left = edges(problem)
-    fixed, blind = _is_fixed(problem), problem.batch_invariant
+    fixed, blind = _is_fixed(problem, packs=packs), problem.batch_invariant
     has_rows = problem.mask_shape[-2:-1] not in ((), (1,))
     has_dropped = bool(problem.aux & Aux.DROPPED_MASS)
     if staged is None or blind or has_dropped:
         staged = problem.mask_is_aligned and not blind and not has_dropped
-    tiling = _tiling(problem, fixed=fixed, staged=staged and has_rows)
+    kind = MaskKind.NONE if packs else problem.mask
+    tiling = _tiling(replace(problem, mask=kind), fixed=fixed, staged=staged and has_rows)
     is_packed = problem.num_sequences > 0
     on_device = is_packed or problem.has_blocks
     is_square = problem.packed_square and not blind
@@ -228,8 +232,9 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
-        mask_dtype=mask_dtype(problem),
+        mask_dtype="i32" if packs else mask_dtype(problem),
         mask_has_rows=has_rows,
+        packs_mask=packs,
         mask_is_first=_is_first(problem),
         head_terms=problem.head_terms,
     )
@@ -284,16 +289,16 @@ def edges(problem: AttentionProblem) -> tuple[int, int]:
     return (0 if problem.is_causal else right), left
 
 
-def _is_fixed(problem: AttentionProblem) -> bool:
+def _is_fixed(problem: AttentionProblem, *, packs: bool) -> bool:
     """Return whether the first block's maximum may stay the reference of a row.
 
-    Not in fp16, whose weights have 5 bits of exponent; not with a boolean mask, whose rows that
-    see nothing would all be computed again, nor for the row maximum, which only a running one
-    knows.
+    Not in fp16, whose weights have 5 bits of exponent, nor for the row maximum, which only a
+    running one knows. Rows that see nothing are computed again with their tile: not with a boolean
+    mask whose blocks are not listed, where those may be all that padding hides.
     """
     return (
         problem.precision is Precision.BF16
-        and problem.mask is not MaskKind.BOOLEAN
+        and (packs or problem.mask is not MaskKind.BOOLEAN)
         and not problem.aux & Aux.ROW_MAX
     )
 

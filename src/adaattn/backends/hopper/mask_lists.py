@@ -11,7 +11,7 @@ from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE
 from adaattn.backends.hopper.launch import MASK_BLOCK
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
-__all__ = ["Lists", "Tiles", "listed_blocks", "tiles_both_ways"]
+__all__ = ["Lists", "Tiles", "tiles_both_ways", "tiles_of_rows"]
 
 _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
@@ -23,7 +23,8 @@ class Tiles(NamedTuple):
     """A mask as kernels read it.
 
     Args:
-        words: its bits: int32 [B or 1, Hq or 1, tiles, 128], ordered as by `pack_tiles`.
+        words: its bits: int32 [B or 1, Hq or 1, tiles of lines, 128 x tiles of a line], ordered as
+            by `pack_tiles`.
         counts: int32 [B or 1, 1, blocks], how many tiles blocks of lines see; None without lists.
         indices: int32 [B or 1, 1, blocks, most], their numbers; likewise.
     """
@@ -40,13 +41,15 @@ _MOST_KEPT: Final = 4
 """Of a kind, of one tensor: views of it are masks of their own."""
 
 
-def listed_blocks(mask: torch.Tensor) -> Lists:
-    """Return which blocks of keys each block of query rows sees, the numbers rising.
+def tiles_of_rows(mask: torch.Tensor) -> Tiles:
+    """Return a mask's packed tiles, and which blocks of keys each block of query rows sees.
+
+    `SEEN_WHOLE` is added to the numbers of those of which rows see all.
 
     Args:
         mask: boolean [Sq, Sk] or [B or 1, 1, Sq, Sk]; its blocks are of `MASK_BLOCK`.
     """
-    return _kept(mask, ("lists",), _listed, *MASK_BLOCK, False)
+    return Tiles(*_kept(mask, ("rows",), _of_rows))
 
 
 def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tiles]:
@@ -59,6 +62,11 @@ def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tile
     found = _kept(mask, ("tiles", has_lists), _both_ways, has_lists)
     half = len(found) // 2
     return Tiles(*found[:half]), Tiles(*found[half:])
+
+
+def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return what `Tiles` of the forward pass have."""
+    return _packed(mask, False), *_listed(mask, *MASK_BLOCK, False, marks=True)
 
 
 def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
@@ -85,14 +93,16 @@ def _own(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, :1] if mask.stride(1) == 0 else mask
 
 
-def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Lists:
-    """Return the lists of a mask as `_own`."""
+def _listed(
+    mask: torch.Tensor, lines: int, others: int, by_columns: bool, *, marks: bool = False
+) -> Lists:
+    """Return the lists of a mask as `_own`, which mark the blocks that are seen whole or not."""
     sequences, num_lines, num_others = mask.shape[0], *_lengths(mask, by_columns)
     blocks, width = -(-num_lines // lines), -(-num_others // others)
     counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
     indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
     numbers = (num_lines, num_others, width)
-    constants = (lines, others, max(_AT_ONCE, others))
+    constants = (lines, others, max(_AT_ONCE, others), marks)
     _launch("list_blocks", blocks * sequences, mask, (counts, indices), numbers, constants,
             by_columns=by_columns, warps=8)  # fmt: skip
     return counts, indices
@@ -102,7 +112,7 @@ def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
     planes = mask.shape[:2]
     lines, others = (-(-length // SPLIT_TILE) for length in _lengths(mask, by_columns))
-    words = mask.new_empty((*planes, lines * others, _WORDS), dtype=torch.int32)
+    words = mask.new_empty((*planes, lines, others * _WORDS), dtype=torch.int32)
     numbers = (*mask.shape[2:], mask.stride(1), planes[1])
     _launch("pack_tiles", lines * others * planes.numel(), mask, (words,), numbers, (),
             by_columns=by_columns, warps=4)  # fmt: skip

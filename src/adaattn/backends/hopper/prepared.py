@@ -85,7 +85,7 @@ class Given(NamedTuple):
         query: [B, Hq, Sq, D].
         key: [B, Hkv, Sk, D].
         value: [B, Hkv, Sk, Dv].
-        mask: of up to four dimensions.
+        mask: of up to four dimensions; or its packed tiles, int32, beside lists of its blocks.
         sinks: [Hq].
         slopes: [B or 1, Hq].
         starts_q: int32 [N + 1], starts of packed query sequences and their end.
@@ -248,14 +248,17 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         ExecutorError: the kernel cannot be compiled here.
     """
     query, mask = given.query, given.mask
+    lengths = query.shape[2], given.key.shape[2]
+    shape: Sizes = () if mask is None else tuple(with_rank(mask, 4).shape)
+    packed = mask is not None and mask.dtype is torch.int32
     problem = replace(
         problem,
         batch=query.shape[0],
-        len_q=query.shape[2],
-        len_k=given.key.shape[2],
-        mask_shape=() if mask is None else tuple(with_rank(mask, 4).shape),
+        len_q=lengths[0],
+        len_k=lengths[1],
+        mask_shape=(*shape[:2], *lengths) if packed else shape,
     )
-    staged = mask is not None and is_staged(problem, mask)
+    staged = mask is not None and not packed and is_staged(problem, mask)
     known_by = choose(problem, staged=staged)
     num_blocks = probe(query.device).num_processors
     tiles, lasting = _tiles(problem, known_by, num_blocks, query.device)
@@ -307,7 +310,7 @@ def _for_tensors(variant: Variant, given: Given) -> Variant:
         variant,
         mask_is_dense=loaded is None or loaded.stride(-1) == 1 < loaded.shape[-1],
         mask_is_aligned=loaded is None or is_aligned(loaded),
-        mask_dtype="i8" if mask is None else DTYPES[mask.dtype],
+        mask_dtype=variant.mask_dtype if mask is None or variant.packs_mask else DTYPES[mask.dtype],
         sinks_dtype=_type_of(given.sinks),
         slopes_dtype=_type_of(given.slopes),
         scales_dtype=_type_of(given.head_scale),

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from adaattn import _constants
 from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.device.stages import set_fields
+from adaattn.backends.hopper.mask_bits import BITS, WORDS, load_words, shown
 
 NOTHING = gl.constexpr(-float("inf"))
 LOG2_E = gl.constexpr(_constants.LOG2_E)
@@ -135,7 +136,16 @@ def load_mask(
 ):  # fmt: skip
     """The mask's tile, early, so that its latency passes behind the products; else nothing."""
     found = block
-    if x.MASK != NO_MASK and not x.MASK_IS_STAGED:
+    if x.MASK == BITS:
+        tile = block * (BLOCK_N // 64)
+        # Rows and keys behind the last are hidden elsewhere; a warpgroup may have no others.
+        row_tile = gl.minimum(first_row, sizes.len_q - 1) // 64
+        across = (x.mask_stride_m // WORDS).to(gl.int32)
+        found = load_words(row_terms[1], row_tile * across + tile)
+        if BLOCK_N == 128:
+            tile = gl.minimum(tile + 1, across - 1)
+            found = gl.join(found, load_words(row_terms[1], row_tile * across + tile))
+    elif x.MASK != NO_MASK and not x.MASK_IS_STAGED:
         start = block * BLOCK_N
         cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
         inside = cols < sizes.len_k - start
@@ -162,7 +172,7 @@ def load_mask(
 
 
 @gluon.jit
-def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
+def modify(x, sizes, s, first_row, block, row_terms, mask, hides, BLOCK_N: gl.constexpr):
     """Scores after softcap, ALiBi and mask; in units of log 2 where one comes after the scale."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
@@ -197,6 +207,9 @@ def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr
             s = gl.convert_layout(gl.reshape(gl.join(left, right), [64, BLOCK_N]), layout)
         else:
             s = gl.where(seen_by(x, mask) != 0, s, NOTHING)
+    if x.MASK == BITS:
+        if hides:
+            s = shown(s, mask, NOTHING)
     if x.MASK == ADDITIVE:
         s = s + numbers(seen_by(x, mask)) * row_terms[2]
     return s

@@ -20,7 +20,7 @@ FILES = (
     *("device/barriers", "device/stages"),
     *(
         f"hopper/{name}"
-        for name in ("scores", "places", "pipeline", "results", "dropped", "kernel",
+        for name in ("mask_bits", "scores", "places", "pipeline", "results", "dropped", "kernel",
                      "gradient_scores", "gradient_masks", "backward", "gradient_order",
                      "gradient_rows", "backward_keys", "backward_queries")
     ),

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn._constants import SEEN_WHOLE
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import listed_blocks, tiles_both_ways
+from adaattn.backends.hopper.mask_lists import Lists, tiles_both_ways, tiles_of_rows
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -63,6 +64,15 @@ def scattered(len_q: int, len_k: int) -> torch.Tensor:
     return torch.rand(len_q, len_k) < 5e-4
 
 
+def speckled(len_q: int, len_k: int) -> torch.Tensor:
+    """Blocks of keys of which rows see a part, most, and then all."""
+    torch.manual_seed(5)
+    mask = everything(len_q, len_k)
+    mask[:, :40] = False
+    mask[:, 128:256] = torch.rand(mask[:, 128:256].shape) < 0.8
+    return mask
+
+
 def nothing(len_q: int, len_k: int) -> torch.Tensor:
     return torch.zeros(len_q, len_k, dtype=torch.bool)
 
@@ -72,7 +82,7 @@ def everything(len_q: int, len_k: int) -> torch.Tensor:
 
 
 PATTERNS: tuple[Pattern, ...] = (
-    causal, padded, documents, banded, scattered, nothing, everything,
+    causal, padded, documents, banded, scattered, speckled, nothing, everything,
 )  # fmt: skip
 
 
@@ -104,8 +114,17 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
+    """Return the words of each tile, [B, H, tiles, 128]."""
     turned, straight = tiles_both_ways(mask, has_lists=False)
-    return turned.words if by_columns else straight.words
+    words = turned.words if by_columns else straight.words
+    return words.unflatten(-1, (-1, 128)).flatten(2, 3)
+
+
+def listed_blocks(mask: torch.Tensor) -> Lists:
+    """Return the lists of the forward pass."""
+    _, counts, indices = tiles_of_rows(mask)
+    assert counts is not None and indices is not None
+    return counts, indices & (SEEN_WHOLE - 1)
 
 
 def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
@@ -142,10 +161,30 @@ def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pa
         assert as_lists(tiles.counts, tiles.indices) == lists
 
 
+@on_a_cpu
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_blocks_that_are_seen_whole_are_marked(pattern: Pattern) -> None:
+    mask = pattern(300, 400)
+    with poisoned_memory():
+        _, counts, indices = tiles_of_rows(mask)
+    assert counts is not None and indices is not None
+    hold_marks_to(mask, counts, indices)
+
+
+def hold_marks_to(mask: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> None:
+    """Raise AssertionError unless what is marked in lists are the blocks seen whole."""
+    for rows, listed in zip(mask.split(128, 0), as_lists(counts, indices), strict=True):
+        marked = [number - SEEN_WHOLE for number in listed if number >= SEEN_WHOLE]
+        parts = enumerate(rows.split(128, 1))
+        assert marked == [number for number, part in parts if bool(part.all())]
+
+
 FAULTS_IN_READING = {
     "the next block": ("list_blocks", "first // OTHERS + tl", "first // OTHERS + 1 + tl"),
     "the last part alone": ("list_blocks", "count += tl.sum", "count = tl.sum"),
     "another sequence's blocks": ("list_blocks", "list_number // blocks", "list_number % blocks"),
+    "seen whole from few": ("list_blocks", "least = tl.min((seen", "least = tl.max((seen"),
+    "hidden behind the last": ("list_blocks", "(seen | ~is_there)", "seen"),
     "other rows": ("pack_tiles", "bits // 2 % 2 * 8", "bits // 2 % 2 * 4"),
     "other columns": ("pack_tiles", "threads % 4 * 2", "threads % 4"),
     "another head": ("pack_tiles", "plane % num_heads", "plane // num_heads"),
@@ -156,9 +195,11 @@ FAULTS_IN_READING = {
 def held_to_what_is_there(masks: torch.Tensor) -> None:
     """Raise AssertionError unless lists and tiles of masks [B, H, Sq, Sk] are right."""
     first = masks[:, :1]
-    lists = listed_blocks(first)
+    _, *lists = tiles_of_rows(first)
     for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
-        assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
+        numbers = indices[None] & (SEEN_WHOLE - 1)
+        assert as_lists(counts[None], numbers) == blocks_of(mask, 128, 128)
+        hold_marks_to(mask, counts[None], indices[None])
     for turned in (False, True):
         words = packed_tiles(masks, by_columns=turned).flatten(0, 1)
         for mask, tiles in zip(masks.flatten(0, 1), words, strict=True):
@@ -242,11 +283,19 @@ def test_masks_are_packed_where_there_are_no_lists(name: str) -> None:
 
 
 FAULTS = {
-    "hidden for seen": ("kept", "bits_of(c, mask) != 0", "bits_of(c, mask) == 0"),
-    "the other half's bits": ("bits_of", "rows // 8 % 2 * 2", "2 - rows // 8 % 2 * 2"),
-    "bits of a pair in turn": ("bits_of", "columns % 2", "1 - columns % 2"),
+    "nothing hidden": ("kept", "shown(p, mask, 0.0)", "p"),
+    "another weight for those": ("kept", "mask, 0.0", "mask, 1.0"),
+    "the other half's bits": ("shown", "// 8 % 2 * 2", "// 8 % 2"),
+    "bits of a pair in turn": ("shown", "places % 2", "1 - places % 2"),
+    "the other tile's bits": ("shown", "[0, 1, 3, 2]", "[0, 1, 2, 3]"),
     "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
     "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
+    "the block before's bits": ("attend_blocks", "next_mask = found", "next_mask = next_mask"),
+    "another block's bits": ("load_mask", "block * (BLOCK_N // 64)", "block"),
+    "another warpgroup's bits": ("load_mask", "gl.minimum(first_row, ", "gl.minimum(block, "),
+    "the tile behind's bits": ("load_mask", "gl.minimum(tile + 1, across - 1)", "tile"),
+    "all blocks whole": ("is_partly_hidden", "< SEEN_WHOLE", "< 0"),
+    "another block whole": ("is_partly_hidden", "(tile.end - 1 - visit)", "visit"),
     "a tile too few": ("listed_range", "gl.maximum(high, low) + 1", "gl.maximum(high, low)"),
     "begun too late": ("listed_range", "gl.maximum(low, first)", "low + 1"),
 }
@@ -259,7 +308,7 @@ def test_a_fault_in_the_device_code_is_seen(
     name: str, simulated: Any, rewritten: Callable[..., Any]
 ) -> None:
     function, old, new = FAULTS[name]
-    problem, tensors = made(causal, requires_grad=True, len_q=270, len_k=330)
+    problem, tensors = made(speckled, requires_grad=True, len_q=270, len_k=330)
     simulated.replace(function, partial(rewritten, old=old, new=old))
     assert_training_matches(run, tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
