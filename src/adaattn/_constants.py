@@ -11,6 +11,3 @@ LN_2: Final = math.log(2.0)
 
 TMA_WRAP: Final = 1 << 30
 """Rows whose distance, at 2^34 elements each, is none in addresses of 64 bits."""
-
-SEEN_WHOLE: Final = 1 << 30
-"""Added to the number of a block in which a mask hides nothing."""

@@ -8,15 +8,12 @@ packed, a bit for each score, as the threads of a warpgroup hold a tile of score
 import triton
 import triton.language as tl
 
-from adaattn import _constants
-
 __all__ = ["list_blocks", "pack_tiles"]
 
 _STRIDES = ("stride_b", "stride_m", "stride_n")
 _TILE = tl.constexpr(64)
 _THREADS = tl.constexpr(128)
 _BITS = tl.constexpr(32)
-_SEEN_WHOLE = tl.constexpr(_constants.SEEN_WHOLE)
 
 
 @triton.jit
@@ -44,7 +41,6 @@ def list_blocks(
     LINES: tl.constexpr,
     OTHERS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    MARKS: tl.constexpr,
     BY_ROWS: tl.constexpr,
     IS_DENSE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -67,8 +63,6 @@ def list_blocks(
         LINES: of a block.
         OTHERS: of a block.
         AT_ONCE: others that are read at once, a multiple of ``OTHERS``.
-        MARKS: `_constants.SEEN_WHOLE` is added to the number of a block that is seen whole, but
-            for what is behind the last line and the last other.
         BY_ROWS: lines are rows.
         IS_DENSE: columns are adjacent.
         ALIGNMENT: what the mask's strides but the last are multiples of.
@@ -95,10 +89,6 @@ def list_blocks(
         of_others = tl.max(seen.to(tl.int32), 0 if BY_ROWS else 1)
         found = tl.max(tl.reshape(of_others, (AT_ONCE // OTHERS, OTHERS)), 1)
         numbers = first // OTHERS + tl.arange(0, AT_ONCE // OTHERS)
-        if MARKS:
-            least = tl.min((seen | ~is_there).to(tl.int32), 0 if BY_ROWS else 1)
-            least = tl.min(tl.reshape(least, (AT_ONCE // OTHERS, OTHERS)), 1)
-            numbers += least * _SEEN_WHOLE
         tl.store(listed_ptr + count + tl.cumsum(found, 0) - 1, numbers, mask=found != 0)
         count += tl.sum(found, 0)
     tl.store(counts_ptr + list_number, count)

@@ -30,7 +30,7 @@ def bound_block(c, sizes, s, first_row, block, row_terms, largest, total):
     """The sum and its reference with one more block: each key weighs as the largest, at most."""
     x = c.terms
     mask = load_mask(x, sizes, row_terms, first_row, block, c.BLOCK_N, c.score_layout, True)
-    t = modify(x, sizes, s, first_row, block, row_terms, mask, True, c.BLOCK_N)
+    t = modify(x, sizes, s, first_row, block, row_terms, mask, c.BLOCK_N)
     t = hide(x, sizes, t, first_row, block, c.BLOCK_N)
     factor = 1.0 if x.IS_MODIFIED else x.scale
     own = gl.max(t, 1) * factor

@@ -55,7 +55,6 @@ from adaattn.backends.hopper.pipeline import (
 )
 from adaattn.backends.hopper.places import (
     flag_place,
-    is_partly_hidden,
     is_wanted,
     key_blocks,
     listed_block,
@@ -107,12 +106,12 @@ def held_to(x, t, factor, base, FIXED: gl.constexpr):
 
 @gluon.jit
 def key_step(
-    c, sizes, s, first_row, block, row_terms, mask, hides, accumulator_scale, row_sum, moment,
-    reference, MASK: gl.constexpr, FIXED: gl.constexpr,
+    c, sizes, s, first_row, block, row_terms, mask, accumulator_scale, row_sum, moment, reference,
+    MASK: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Weights of one more block of keys, and the row's numbers with them."""
     x = c.terms
-    t = modify(x, sizes, s, first_row, block, row_terms, mask, hides, c.BLOCK_N)
+    t = modify(x, sizes, s, first_row, block, row_terms, mask, c.BLOCK_N)
     if MASK:
         t = hide(x, sizes, t, first_row, block, c.BLOCK_N)
     factor = 1.0 if x.IS_MODIFIED else x.scale
@@ -152,6 +151,7 @@ def attend_blocks(
     """Visits ``begin`` to ``end`` of a tile's ``count``: scores of one, values of that before."""
     if c.LIST_RATIO:
         next_block = listed_block(c, tile, begin)
+    if c.terms.MASK == BITS:
         next_mask = load_mask(
             c.terms, sizes, row_terms, first_row, next_block, c.BLOCK_N, c.score_layout, False
         )
@@ -164,19 +164,17 @@ def attend_blocks(
         s_async = score_product(c, q, stage_k)
         mbarrier.wait(c.v_full.index(held_v), held_phase)
         sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
-        at = block
-        hides = True
         if c.terms.MASK == BITS:
+            # A block ahead: a word from memory takes longer than the product.
             mask = next_mask
-            at = next_block
-            hides = is_partly_hidden(c, tile, i)
-        found = load_mask(
-            c.terms, sizes, row_terms, first_row, at, c.BLOCK_N, c.score_layout, False
-        )
-        if c.terms.MASK == BITS:
-            next_mask = found
+            next_mask = load_mask(
+                c.terms, sizes, row_terms, first_row, next_block, c.BLOCK_N, c.score_layout, False
+            )
         else:
-            mask = read_mask(c, w, found, stage_k, phase_k)
+            mask = load_mask(
+                c.terms, sizes, row_terms, first_row, block, c.BLOCK_N, c.score_layout, False
+            )
+            mask = read_mask(c, w, mask, stage_k, phase_k)
         s = warpgroup_mma_wait(1, deps=[s_async])
         if not c.LATE:
             arrive(c, stage_k)
@@ -185,8 +183,8 @@ def attend_blocks(
                 mbarrier.arrive(c.q_empty.index(q_place))
         scale = reference
         weights, scale, row_sum, moment, reference = key_step(
-            c, sizes, s, first_row, block, row_terms, mask, hides, scale, row_sum, moment,
-            reference, MASK, FIXED,
+            c, sizes, s, first_row, block, row_terms, mask, scale, row_sum, moment, reference,
+            MASK, FIXED,
         )  # fmt: skip
         if c.LATE:
             arrive_late(c, stage_k, row_sum)
@@ -278,7 +276,7 @@ def attend_tile(
         )  # fmt: skip
     else:
         s = warpgroup_mma_wait(1, deps=[s_async])
-    t = modify(x, sizes, s, first_row, first_block, row_terms, mask, True, c.BLOCK_N)
+    t = modify(x, sizes, s, first_row, first_block, row_terms, mask, c.BLOCK_N)
     if x.HAS_RIGHT or x.HAS_LEFT or x.IS_RAGGED:
         t = hide(x, sizes, t, first_row, first_block, c.BLOCK_N)
     factor = 1.0 if x.IS_MODIFIED else x.scale

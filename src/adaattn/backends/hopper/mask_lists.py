@@ -44,8 +44,6 @@ _MOST_KEPT: Final = 4
 def tiles_of_rows(mask: torch.Tensor) -> Tiles:
     """Return a mask's packed tiles, and which blocks of keys each block of query rows sees.
 
-    `SEEN_WHOLE` is added to the numbers of those of which rows see all.
-
     Args:
         mask: boolean [Sq, Sk] or [B or 1, 1, Sq, Sk]; its blocks are of `MASK_BLOCK`.
     """
@@ -66,7 +64,7 @@ def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tile
 
 def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return what `Tiles` of the forward pass have."""
-    return _packed(mask, False), *_listed(mask, *MASK_BLOCK, False, marks=True)
+    return _packed(mask, False), *_listed(mask, *MASK_BLOCK, False)
 
 
 def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
@@ -93,16 +91,14 @@ def _own(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, :1] if mask.stride(1) == 0 else mask
 
 
-def _listed(
-    mask: torch.Tensor, lines: int, others: int, by_columns: bool, *, marks: bool = False
-) -> Lists:
-    """Return the lists of a mask as `_own`, which mark the blocks that are seen whole or not."""
+def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Lists:
+    """Return the lists of a mask as `_own`."""
     sequences, num_lines, num_others = mask.shape[0], *_lengths(mask, by_columns)
     blocks, width = -(-num_lines // lines), -(-num_others // others)
     counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
     indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
     numbers = (num_lines, num_others, width)
-    constants = (lines, others, max(_AT_ONCE, others), marks)
+    constants = (lines, others, max(_AT_ONCE, others))
     _launch("list_blocks", blocks * sequences, mask, (counts, indices), numbers, constants,
             by_columns=by_columns, warps=8)  # fmt: skip
     return counts, indices

@@ -11,11 +11,9 @@ from triton.experimental.gluon import language as gl
 from adaattn import _constants
 from adaattn.backends.device.gluon import aggregate
 from adaattn.backends.device.stages import set_fields
-from adaattn.backends.hopper.mask_bits import BITS
 from adaattn.backends.hopper.scores import Sizes
 
 WRAP = gl.constexpr(_constants.TMA_WRAP)
-SEEN_WHOLE = gl.constexpr(_constants.SEEN_WHOLE)
 
 
 @aggregate
@@ -269,8 +267,6 @@ def entry(c, entries, num, place):
     """A number of a list, inside of the keys whatever it says; all blocks where ``num`` is -1."""
     inside = (place >= 0) & (place < num)
     found = gl.load(entries + place, mask=inside, other=0)
-    if c.terms.MASK == BITS:
-        found = found & (SEEN_WHOLE - 1)
     found = gl.minimum(gl.maximum(found, 0), c.lists.num_blocks - 1)
     return gl.where(num < 0, place, found)
 
@@ -338,14 +334,6 @@ def listed_block(c, tile, visit):
     first_visit = gl.cdiv(c.sizes.len_k, c.BLOCK_N)
     most = gl.where(visit == 0, first_visit, c.sizes.len_k // c.BLOCK_N)
     return gl.maximum(gl.minimum(block, most - 1), 0)
-
-
-@gluon.jit
-def is_partly_hidden(c, tile, visit):
-    """Whether a packed mask hides anything of the block of a visit: its list says so."""
-    which = (tile.end - 1 - visit) // c.LIST_RATIO
-    inside = (which >= 0) & (which < tile.num)
-    return gl.load(tile.entries + which, mask=inside, other=0) < SEEN_WHOLE
 
 
 @gluon.jit

@@ -172,7 +172,7 @@ def load_mask(
 
 
 @gluon.jit
-def modify(x, sizes, s, first_row, block, row_terms, mask, hides, BLOCK_N: gl.constexpr):
+def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
     """Scores after softcap, ALiBi and mask; in units of log 2 where one comes after the scale."""
     layout: gl.constexpr = s.type.layout
     if x.HAS_SOFTCAP:
@@ -208,8 +208,7 @@ def modify(x, sizes, s, first_row, block, row_terms, mask, hides, BLOCK_N: gl.co
         else:
             s = gl.where(seen_by(x, mask) != 0, s, NOTHING)
     if x.MASK == BITS:
-        if hides:
-            s = shown(s, mask, NOTHING)
+        s = shown(s, mask, NOTHING)
     if x.MASK == ADDITIVE:
         s = s + numbers(seen_by(x, mask)) * row_terms[2]
     return s

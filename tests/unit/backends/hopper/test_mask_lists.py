@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from adaattn._constants import SEEN_WHOLE
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
@@ -65,7 +64,7 @@ def scattered(len_q: int, len_k: int) -> torch.Tensor:
 
 
 def speckled(len_q: int, len_k: int) -> torch.Tensor:
-    """Blocks of keys of which rows see a part, most, and then all."""
+    """Blocks of keys of which rows see a part, most, and then all: no two are alike."""
     torch.manual_seed(5)
     mask = everything(len_q, len_k)
     mask[:, :40] = False
@@ -124,7 +123,7 @@ def listed_blocks(mask: torch.Tensor) -> Lists:
     """Return the lists of the forward pass."""
     _, counts, indices = tiles_of_rows(mask)
     assert counts is not None and indices is not None
-    return counts, indices & (SEEN_WHOLE - 1)
+    return counts, indices
 
 
 def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
@@ -161,30 +160,10 @@ def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pa
         assert as_lists(tiles.counts, tiles.indices) == lists
 
 
-@on_a_cpu
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_blocks_that_are_seen_whole_are_marked(pattern: Pattern) -> None:
-    mask = pattern(300, 400)
-    with poisoned_memory():
-        _, counts, indices = tiles_of_rows(mask)
-    assert counts is not None and indices is not None
-    hold_marks_to(mask, counts, indices)
-
-
-def hold_marks_to(mask: torch.Tensor, counts: torch.Tensor, indices: torch.Tensor) -> None:
-    """Raise AssertionError unless what is marked in lists are the blocks seen whole."""
-    for rows, listed in zip(mask.split(128, 0), as_lists(counts, indices), strict=True):
-        marked = [number - SEEN_WHOLE for number in listed if number >= SEEN_WHOLE]
-        parts = enumerate(rows.split(128, 1))
-        assert marked == [number for number, part in parts if bool(part.all())]
-
-
 FAULTS_IN_READING = {
     "the next block": ("list_blocks", "first // OTHERS + tl", "first // OTHERS + 1 + tl"),
     "the last part alone": ("list_blocks", "count += tl.sum", "count = tl.sum"),
     "another sequence's blocks": ("list_blocks", "list_number // blocks", "list_number % blocks"),
-    "seen whole from few": ("list_blocks", "least = tl.min((seen", "least = tl.max((seen"),
-    "hidden behind the last": ("list_blocks", "(seen | ~is_there)", "seen"),
     "other rows": ("pack_tiles", "bits // 2 % 2 * 8", "bits // 2 % 2 * 4"),
     "other columns": ("pack_tiles", "threads % 4 * 2", "threads % 4"),
     "another head": ("pack_tiles", "plane % num_heads", "plane // num_heads"),
@@ -195,11 +174,9 @@ FAULTS_IN_READING = {
 def held_to_what_is_there(masks: torch.Tensor) -> None:
     """Raise AssertionError unless lists and tiles of masks [B, H, Sq, Sk] are right."""
     first = masks[:, :1]
-    _, *lists = tiles_of_rows(first)
+    lists = listed_blocks(first)
     for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
-        numbers = indices[None] & (SEEN_WHOLE - 1)
-        assert as_lists(counts[None], numbers) == blocks_of(mask, 128, 128)
-        hold_marks_to(mask, counts[None], indices[None])
+        assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
     for turned in (False, True):
         words = packed_tiles(masks, by_columns=turned).flatten(0, 1)
         for mask, tiles in zip(masks.flatten(0, 1), words, strict=True):
@@ -290,12 +267,11 @@ FAULTS = {
     "the other tile's bits": ("shown", "[0, 1, 3, 2]", "[0, 1, 2, 3]"),
     "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
     "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
-    "the block before's bits": ("attend_blocks", "next_mask = found", "next_mask = next_mask"),
+    "the next block's bits": ("attend_blocks", "mask = next_mask\n            next_mask = load",
+                              "next_mask = mask = load"),
     "another block's bits": ("load_mask", "block * (BLOCK_N // 64)", "block"),
     "another warpgroup's bits": ("load_mask", "gl.minimum(first_row, ", "gl.minimum(block, "),
     "the tile behind's bits": ("load_mask", "gl.minimum(tile + 1, across - 1)", "tile"),
-    "all blocks whole": ("is_partly_hidden", "< SEEN_WHOLE", "< 0"),
-    "another block whole": ("is_partly_hidden", "(tile.end - 1 - visit)", "visit"),
     "a tile too few": ("listed_range", "gl.maximum(high, low) + 1", "gl.maximum(high, low)"),
     "begun too late": ("listed_range", "gl.maximum(low, first)", "low + 1"),
 }
