@@ -52,6 +52,7 @@ def code_of(kernel: str, problem: AttentionProblem) -> dict[str, Any]:
     of a warp, ``copies`` asynchronous ones to shared memory, ``spills`` accesses to local memory,
     ``wide`` accesses of 16 bytes to main memory, ``warnings`` what the assembler reported, such as
     products that it serialised, and ``loops`` the loops over blocks of keys, of each warpgroup.
+    Of a forward pass for Hopper, ``frozen`` are bounds of loops that should be each tile's.
     """
     return _KERNELS[kernel](problem)
 
@@ -63,8 +64,34 @@ def _hopper(problem: AttentionProblem) -> dict[str, Any]:
     variant = choose(problem)
     tiling = variant.tiling
     products = tiling.block_d // _DEPTH + tiling.block_n // _DEPTH
-    found = _examined(lambda: compile_variant(variant), products)
-    return {**found, "warpgroups": tiling.warpgroups}
+    built: list[Any] = []
+
+    def build() -> Any:
+        built.append(compile_variant(variant))
+        return built[0]
+
+    found = _examined(build, products)
+    by_tile = variant.list_ratio > 0 or variant.is_packed
+    frozen = _frozen_bounds(built[0].asm["ttgir"]) if by_tile else []
+    return {**found, "warpgroups": tiling.warpgroups, "frozen": frozen}
+
+
+def _frozen_bounds(text: str) -> list[str]:
+    """Return the bounds of loops inside of those over tiles that come from before the latter.
+
+    Triton 3.6 and 3.7 put a number's first value in its place where one iteration hands it to the
+    next and its only use there is a loop's bound.
+
+    Args:
+        text: in the language of Triton's compiler behind its own passes.
+    """
+    found = []
+    for tiles in re.finditer(r"\n( *)[^\n]*scf\.for %slot\b[^\n]*\n", text):
+        end = text.find(f"\n{tiles[1]}}}", tiles.end())
+        own = set(re.findall(r"(%\w+)(?::\d+)? = ", text[tiles.start() : end]))
+        bounds = re.findall(r"scf\.for %\w+ = %\w+ to (%\w+)", text[tiles.end() : end])
+        found += [name for name in bounds if name not in own and not re.match(r"%c-?\d", name)]
+    return found
 
 
 def _hopper_backward(problem: AttentionProblem, kind: str) -> dict[str, Any]:

@@ -267,8 +267,11 @@ FAULTS = {
     "the other tile's bits": ("shown", "[0, 1, 3, 2]", "[0, 1, 2, 3]"),
     "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
     "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
-    "the next block's bits": ("attend_blocks", "mask = next_mask\n            next_mask = load",
-                              "next_mask = mask = load"),
+    "the next block's bits": (
+        "attend_blocks",
+        "mask = next_mask\n            next_mask = load",
+        "next_mask = mask = load",
+    ),
     "another block's bits": ("load_mask", "block * (BLOCK_N // 64)", "block"),
     "another warpgroup's bits": ("load_mask", "gl.minimum(first_row, ", "gl.minimum(block, "),
     "the tile behind's bits": ("load_mask", "gl.minimum(tile + 1, across - 1)", "tile"),
