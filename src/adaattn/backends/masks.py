@@ -92,6 +92,8 @@ def kept_beside(
         made = make()
     parts = made if isinstance(made, tuple) else (made,)
     if all(type(part) is torch.Tensor for part in parts):  # else a mode's, fake ones for instance
+        before, known = _KNOWN.get(given) or (state, {})  # making it may have kept something else
+        kept = known if before == state else {}
         alike = [other for other in kept if other[0] == facts[0]]
         gone = alike[: max(len(alike) - most + 1, 0)]
         others = {other: item for other, item in kept.items() if other not in gone}

@@ -72,26 +72,49 @@ def _hopper(problem: AttentionProblem) -> dict[str, Any]:
 
     found = _examined(build, products)
     by_tile = variant.list_ratio > 0 or variant.is_packed
-    frozen = _frozen_bounds(built[0].asm["ttgir"]) if by_tile else []
+    frozen = frozen_bounds(built[0].asm["ttgir"]) if by_tile else []
     return {**found, "warpgroups": tiling.warpgroups, "frozen": frozen}
 
 
-def _frozen_bounds(text: str) -> list[str]:
-    """Return the bounds of loops inside of those over tiles that come from before the latter.
+def frozen_bounds(text: str) -> list[str]:
+    """Return bounds of loops that are the same for all turns of the loop around them.
 
-    Triton 3.6 and 3.7 put a number's first value in its place where one iteration hands it to the
-    next and its only use there is a loop's bound.
+    Triton 3.6 and 3.7 put a number's first value in its place where one turn of a loop hands it to
+    the next and nothing but bounds of loops inside depends on it.
 
     Args:
         text: in the language of Triton's compiler behind its own passes.
     """
+    lines = text.splitlines()
+    loops = [number for number, line in enumerate(lines) if " scf.for " in f" {line}"]
     found = []
-    for tiles in re.finditer(r"\n( *)[^\n]*scf\.for %slot\b[^\n]*\n", text):
-        end = text.find(f"\n{tiles[1]}}}", tiles.end())
-        own = set(re.findall(r"(%\w+)(?::\d+)? = ", text[tiles.start() : end]))
-        bounds = re.findall(r"scf\.for %\w+ = %\w+ to (%\w+)", text[tiles.end() : end])
-        found += [name for name in bounds if name not in own and not re.match(r"%c-?\d", name)]
+    for first in loops:
+        indent = re.match(" *", lines[first])[0]  # type: ignore[index]
+        last = next(n for n in range(first + 1, len(lines)) if lines[n].startswith(f"{indent}}}"))
+        inside = [number for number in loops if first < number < last]
+        turns = set(re.findall(r"(%\w+) = ", lines[first].split("scf.for")[1]))
+        made = {}
+        for line in lines[first + 1 : last]:
+            if match := re.match(r" *(%\w+)(?::\d+)? = (.*)", line):
+                made[match[1]] = match[2]
+        for number in inside:
+            bounds = re.search(r"scf\.for %\w+ = (%\w+) to (%\w+)", lines[number])
+            assert bounds is not None
+            named = [bound for bound in bounds.groups() if not re.match(r"%c-?\d", bound)]
+            found += [bound for bound in named if not _changes(bound, made, turns)]
     return found
+
+
+def _changes(name: str, made: dict[str, str], turns: set[str]) -> bool:
+    """Return whether a number depends on the turn of a loop: on what it hands on, or on memory."""
+    if name in turns:
+        return True
+    how = made.get(name)
+    if how is None:
+        return False
+    if re.match(r"tt\.load|scf\.", how):
+        return True
+    return any(_changes(other, made, turns) for other in re.findall(r"%\w+", how))
 
 
 def _hopper_backward(problem: AttentionProblem, kind: str) -> dict[str, Any]:
@@ -395,7 +418,7 @@ def _of_mask(problem: AttentionProblem, read: str, by_columns: bool) -> dict[str
         else:
             mask_lists._packed(mask, by_columns)
     ((launch, tensors),) = launched
-    types = {torch.uint8: "*u8", torch.int32: "*i32"}
+    types = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32"}
     return _built(tuple(types[tensor.dtype] for tensor in tensors), launch)
 
 

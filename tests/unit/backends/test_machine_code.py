@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.backends.machine_code import frozen_bounds
 
 pytest.importorskip("triton", reason="the kernels are compiled by Triton, on Linux")
 
@@ -42,6 +43,11 @@ for line in sys.stdin:
 """
 PACKED = "dict(head_dim=128, lengths_q=(1000, 3096), is_causal=True)"
 LISTED = "dict(head_dim=128, is_causal=True, block_size=(128, 128), aux=Aux.LSE)"
+LISTED_MASKS = [
+    f"dict(head_dim={columns}, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(4096, 4096){more})"
+    for columns in (64, 128, 256)
+    for more in ("", ", precision=Precision.FP16")
+]
 HOPPER = [
     "dict(head_dim=64)",
     "dict(head_dim=128)",
@@ -62,11 +68,7 @@ HOPPER_WITH_FEW_SPILLS = [
     "dict(head_dim=128, mask=MaskKind.ADDITIVE)",
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, is_causal=True)",
     "dict(head_dim=256, mask=MaskKind.BOOLEAN)",
-    *(
-        f"dict(head_dim={columns}, num_heads=8, mask=MaskKind.BOOLEAN, {more})"
-        for columns in (64, 128, 256)
-        for more in ("mask_shape=(4096, 4096)", "mask_shape=(4096, 4096), precision=Precision.FP16")
-    ),
+    *LISTED_MASKS,
     "dict(head_dim=128, is_causal=True, softcap=30.0, has_alibi=True, has_sinks=True)",
     "dict(head_dim=64, is_causal=True, window=(1000, -1), aux=Aux.ENTROPY | Aux.LSE)",
     PACKED,
@@ -277,6 +279,33 @@ def check_hopper(found: dict[str, Any], most_spills: int) -> None:
     assert found["shared_bytes"] <= SHARED_BYTES
 
 
+@pytest.mark.parametrize(
+    ("bounds", "frozen"),
+    [
+        ("%c0_i32 to %last", []),
+        ("%first to %found", []),
+        ("%c0_i32 to %less", []),
+        ("%c0_i32 to %last_1", ["%last_1"]),
+        ("%last_1 to %last", ["%last_1"]),
+        ("%first to %less_1", ["%less_1"]),
+    ],
+)
+def test_a_bound_that_is_the_first_tiles_is_found(bounds: str, frozen: list[str]) -> None:
+    text = f"""
+      %last_1 = tt.load %counts : !tt.ptr<i32>
+      %out:2 = scf.for %slot = %c0_i32 to %n step %c1_i32 iter_args(%last = %last_1) -> (i32) : i32 {{
+        %first = arith.muli %slot, %c2_i32 : i32
+        %less = arith.subi %last, %c1_i32 : i32
+        %less_1 = arith.subi %last_1, %c1_i32 : i32
+        %found = tt.load %counts : !tt.ptr<i32>
+        scf.for %i = {bounds} step %c1_i32  : i32 {{
+        }}
+        scf.yield %found : i32
+      }}
+"""  # noqa: E501
+    assert frozen_bounds(text) == frozen
+
+
 @pytest.mark.parametrize("values", [*HOPPER, *HOPPER_WITH_FEW_SPILLS])
 def test_products_are_wgmma_that_overlap_and_their_loops_do_not_spill(
     values: str, tmp_path: Path
@@ -304,7 +333,7 @@ def test_gradients_for_hopper_are_products_that_overlap(
 
 
 def test_a_mask_in_bits_is_one_load_for_a_tile(tmp_path: Path) -> None:
-    """Two instructions take a bit to its score; byte by byte a mask had half of the loop."""
+    """An instruction or two take a bit to its score; byte by byte a mask had half of the loop."""
     values = "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, len_q={})"
     loops = {}
     for rows in (4096, 448):
@@ -447,6 +476,7 @@ def test_what_reads_a_mask_once_holds_it_in_registers(
         ("hopper", HOPPER[2]),
         ("hopper", PACKED),
         ("hopper", LISTED),
+        *(("hopper", values) for values in LISTED_MASKS[::2]),
         ("triton", PORTABLE[1]),
         ("triton", PORTABLE[6]),
         ("triton", PORTABLE[8]),

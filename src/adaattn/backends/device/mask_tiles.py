@@ -32,6 +32,7 @@ def list_blocks(
     mask_ptr,
     counts_ptr,
     indices_ptr,
+    sees_ptr,
     stride_b,
     stride_m,
     stride_n,
@@ -54,6 +55,7 @@ def list_blocks(
         mask_ptr: bytes, 0 where a key is hidden, [B, rows, columns].
         counts_ptr: int32 [B, blocks of lines], how many are listed.
         indices_ptr: int32 [B, blocks of lines, width], their numbers.
+        sees_ptr: int8 [B, blocks of lines, LINES], whether each row sees anything; of ``BY_ROWS``.
         stride_b: of the mask, and so the two that follow.
         stride_m: from row to row.
         stride_n: from column to column.
@@ -76,6 +78,7 @@ def list_blocks(
     start_ptr = mask_ptr + sequence * tl.multiple_of(stride_b.to(tl.int64), ALIGNMENT)
     listed_ptr = indices_ptr + list_number.to(tl.int64) * width
     count = 0
+    sees = tl.zeros([LINES], tl.int32)
     for first in range(0, num_others, AT_ONCE):
         if BY_ROWS:
             rows = lines[:, None]
@@ -86,12 +89,18 @@ def list_blocks(
             columns = lines[None, :]
             is_there = (rows < num_others) & (columns < num_lines)
         seen = _seen(start_ptr, rows, columns, is_there, stride_m, stride_n, IS_DENSE, ALIGNMENT)
+        if BY_ROWS:
+            sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
         of_others = tl.max(seen.to(tl.int32), 0 if BY_ROWS else 1)
         found = tl.max(tl.reshape(of_others, (AT_ONCE // OTHERS, OTHERS)), 1)
         numbers = first // OTHERS + tl.arange(0, AT_ONCE // OTHERS)
         tl.store(listed_ptr + count + tl.cumsum(found, 0) - 1, numbers, mask=found != 0)
         count += tl.sum(found, 0)
     tl.store(counts_ptr + list_number, count)
+    if BY_ROWS:
+        tl.store(
+            sees_ptr + list_number.to(tl.int64) * LINES + tl.arange(0, LINES), sees.to(tl.int8)
+        )
 
 
 @triton.jit(do_not_specialize=(*_STRIDES, "num_rows", "num_columns", "stride_h", "num_heads"))

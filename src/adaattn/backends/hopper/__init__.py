@@ -12,7 +12,7 @@ from typing import Final
 
 from adaattn.backends.hopper.executor import direct, is_ready, run
 from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
-from adaattn.backends.hopper.launch import tiles_of
+from adaattn.backends.hopper.launch import lists_mask, tiles_of
 from adaattn.backends.own_kernels import why_no_gluon
 from adaattn.spec import (
     AttentionProblem,
@@ -90,13 +90,17 @@ def _untrained(problem: AttentionProblem) -> str:
 def _overhead(
     problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
 ) -> Overhead:
-    """Return what a backward pass takes: terms of rows, and sums in fp32 that are read again.
+    """Return what is made of a mask: a bit for each pair, and blocks that it shows.
 
-    Above 128 columns and with a mask there are no sums.
+    A backward pass takes terms of rows beside it, and sums in fp32 that are read again; above 128
+    columns and with a mask there are no sums.
     """
     del group, hardware, density
     if not problem.wants_gradients:
-        return Overhead()
+        if not lists_mask(problem):
+            return Overhead()
+        pairs = float(math.prod(problem.mask_shape))
+        return Overhead(bytes_moved=2.125 * pairs, workspace_bytes=pairs / 8.0, launches=2)
     variant = choose_gradients(problem)
     of_head = tiles_of(problem, problem.len_q, variant.block_m)
     tiles = problem.batch * problem.num_heads * of_head

@@ -80,7 +80,11 @@ def _types(variant: Variant) -> dict[str, str]:
     types |= dict.fromkeys(_POINTERS, "*fp32")
     types |= dict.fromkeys((*_ALIGNED[1:], "mask_stride_n"), "i64")
     types |= dict.fromkeys(_NUMBERS, "*i32") | {"sinks": f"*{variant.sinks_dtype}"}
-    types |= {"slopes": f"*{variant.slopes_dtype}", "head_scales": f"*{variant.scales_dtype}"}
+    types |= {
+        "sees": "*i8",
+        "slopes": f"*{variant.slopes_dtype}",
+        "head_scales": f"*{variant.scales_dtype}",
+    }
     types["head_windows"] = f"*{variant.windows_dtype}"
     types["head_softcaps"] = f"*{variant.softcaps_dtype}"
     return types | {"mask": f"*{variant.mask_dtype}", "scale": "fp32", "cap": "fp32"}

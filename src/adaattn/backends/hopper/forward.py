@@ -143,9 +143,9 @@ def _beside(
 ) -> Beside:
     """Return starts of packed sequences, or a list of blocks, as the kernel reads them."""
     if blocks is not None:
-        return None, None, blocks.counts, blocks.indices
+        return None, None, blocks.counts, blocks.indices, None
     if starts_q is not None and starts_k is not None:
-        return starts_q.contiguous(), starts_k.contiguous(), None, None
+        return starts_q.contiguous(), starts_k.contiguous(), None, None, None
     return NOTHING_BESIDE
 
 

@@ -174,7 +174,7 @@ class SplitPass(Pass):
         strides, steps = self.mask, (0, 0)
         if tiles is None:
             return address_of(mask), *strides, address_of(None), address_of(None), *steps
-        words, counts, indices = tiles
+        words, counts, indices, _ = tiles
         sizes = zip(words.shape[:2], words.stride(), strict=False)
         strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
         if indices is not None:

@@ -79,7 +79,8 @@ from adaattn.backends.hopper.scores import (
     terms_of,
 )
 
-# Of a fixed one beside a mask: keys that finite numbers hide must not be what others are held to.
+# Of a fixed one beside an additive mask: keys that finite numbers hide must not be what others are
+# held to.
 LEAST_REFERENCE = gl.constexpr(-60.0)
 
 
@@ -435,8 +436,8 @@ def forward(
     scale, cap,
     len_q, len_k, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads, group_size,
     offset, left, right, slopes_stride, mask_stride_b, mask_stride_h, mask_stride_m, mask_stride_n,
-    starts_q, starts_k, counts, indices, num_sequences, list_stride_b, list_stride_h, list_rows,
-    list_width, list_most, list_blocks, head_scales, head_windows, head_softcaps,
+    starts_q, starts_k, counts, indices, sees, num_sequences, list_stride_b, list_stride_h,
+    list_rows, list_width, list_most, list_blocks, head_scales, head_windows, head_softcaps,
     dropped,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
@@ -501,7 +502,7 @@ def forward(
     )  # fmt: skip
     packing = Packing(starts_q, starts_k, num_sequences)
     lists = Lists(
-        counts, indices, list_stride_b, list_stride_h, list_rows, list_width, list_most,
+        counts, indices, sees, list_stride_b, list_stride_h, list_rows, list_width, list_most,
         list_blocks,
     )  # fmt: skip
     c = Call(

@@ -293,8 +293,8 @@ def _is_fixed(problem: AttentionProblem, *, packs: bool) -> bool:
     """Return whether the first block's maximum may stay the reference of a row.
 
     Not in fp16, whose weights have 5 bits of exponent, nor for the row maximum, which only a
-    running one knows. Rows that see nothing are computed again with their tile: not with a boolean
-    mask whose blocks are not listed, where those may be all that padding hides.
+    running one knows. Rows that see nothing are computed again with their tile, but where a packed
+    mask tells of them: not with other boolean masks, of which those may be all that padding hides.
     """
     return (
         problem.precision is Precision.BF16

@@ -15,8 +15,9 @@ __all__ = ["Lists", "Tiles", "tiles_both_ways", "tiles_of_rows"]
 
 _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
-Lists = tuple[torch.Tensor, torch.Tensor]
-"""Counts int32 [B or 1, 1, blocks], and numbers of blocks int32 [B or 1, 1, blocks, most]."""
+Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Counts int32 [B or 1, 1, blocks], numbers of blocks int32 [B or 1, 1, blocks, most], and whether
+each line sees anything: int8 [B or 1, blocks, lines of one]; nothing is said of columns there."""
 
 
 class Tiles(NamedTuple):
@@ -25,13 +26,16 @@ class Tiles(NamedTuple):
     Args:
         words: its bits: int32 [B or 1, Hq or 1, tiles of lines, 128 x tiles of a line], ordered as
             by `pack_tiles`.
-        counts: int32 [B or 1, 1, blocks], how many tiles blocks of lines see; None without lists.
+        counts: int32 [B or 1, 1, blocks], how many tiles or blocks of others are seen by blocks of
+            lines; None without lists.
         indices: int32 [B or 1, 1, blocks, most], their numbers; likewise.
+        sees: int8 [B or 1, blocks, lines of one], whether each row sees anything; likewise.
     """
 
     words: torch.Tensor
     counts: torch.Tensor | None = None
     indices: torch.Tensor | None = None
+    sees: torch.Tensor | None = None
 
 
 _AT_ONCE: Final = 256
@@ -64,16 +68,21 @@ def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tile
 
 def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return what `Tiles` of the forward pass have."""
-    return _packed(mask, False), *_listed(mask, *MASK_BLOCK, False)
+    return _words(mask, False), *_listed(mask, *MASK_BLOCK, False)
 
 
 def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
     """Return what both `Tiles` have, one after the other."""
-    turned, straight = (_packed(mask, by_columns) for by_columns in (True, False))
+    turned, straight = _packed(mask, True), _words(mask, False)
     if not has_lists:
         return turned, straight
     of_keys = _listed(mask, SPLIT_TILE, SPLIT_TILE, True)
     return turned, *of_keys, straight, *_listed(mask, ROW_BLOCK, SPLIT_TILE, False)
+
+
+def _words(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
+    """Return the words of a mask as `_own`, which both passes read."""
+    return _kept(mask, ("words",), _packed, by_columns)
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:
@@ -97,11 +106,13 @@ def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Li
     blocks, width = -(-num_lines // lines), -(-num_others // others)
     counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
     indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
+    sees = mask.new_empty((sequences, blocks, lines), dtype=torch.int8)
     numbers = (num_lines, num_others, width)
     constants = (lines, others, max(_AT_ONCE, others))
-    _launch("list_blocks", blocks * sequences, mask, (counts, indices), numbers, constants,
+    made = counts, indices, sees
+    _launch("list_blocks", blocks * sequences, mask, made, numbers, constants,
             by_columns=by_columns, warps=8)  # fmt: skip
-    return counts, indices
+    return made
 
 
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:

@@ -52,10 +52,12 @@ class Lists:
     """The blocks of keys that each block of query rows sees, ``rows`` of them.
 
     Lists stand ``width`` numbers apart; ``most`` of them count. There are ``num_blocks`` of keys.
+    Of a packed mask ``sees`` tells which rows see anything.
     """
 
     counts: gl.tensor
     indices: gl.tensor
+    sees: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
     rows: gl.tensor
@@ -64,7 +66,7 @@ class Lists:
     num_blocks: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, counts, indices, stride_b, stride_h, rows, width, most, num_blocks):
+    def __init__(self, counts, indices, sees, stride_b, stride_h, rows, width, most, num_blocks):
         set_fields(self, locals())
 
 

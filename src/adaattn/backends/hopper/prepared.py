@@ -69,13 +69,13 @@ _MOST_KEYS: Final = 2**30
 
 Beside = tuple[torch.Tensor | None, ...]
 
-NOTHING_BESIDE: Final[Beside] = (None, None, None, None)
+NOTHING_BESIDE: Final[Beside] = (None, None, None, None, None)
 """A call without packed sequences and lists of blocks."""
 
 NOT_BY_HEAD: Final[Beside] = (None, None, None)
 """A call whose heads have no scale, window or softcap of their own."""
 
-_NO_ADDRESSES: Final = (0, 0, 0, 0)
+_NO_ADDRESSES: Final = (0, 0, 0, 0, 0)
 
 
 class Given(NamedTuple):
@@ -92,6 +92,7 @@ class Given(NamedTuple):
         starts_k: the same of keys.
         counts: int32 [B or 1, Hq or 1, Nq], listed blocks of keys.
         indices: int32 [B or 1, Hq or 1, Nq, K], their numbers.
+        sees: int8 [B or 1, Nq, rows of a block], whether rows see anything of a packed mask.
         head_scale: [Hq].
         head_window: [Hq, 2].
         head_softcap: [Hq].
@@ -107,6 +108,7 @@ class Given(NamedTuple):
     starts_k: torch.Tensor | None = None
     counts: torch.Tensor | None = None
     indices: torch.Tensor | None = None
+    sees: torch.Tensor | None = None
     head_scale: torch.Tensor | None = None
     head_window: torch.Tensor | None = None
     head_softcap: torch.Tensor | None = None
@@ -273,16 +275,20 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     if mask is not None and variant.tiling.stages_m:
         views = (*views, mask_view(mask))
     launch = _compiled(variant, query.device)(views)
+    strides = strides_of(mask, given.slopes)
+    if packed:  # from one line of tiles to the next, also where there is one
+        assert mask is not None and variant.packs_mask
+        strides = (*strides[:-2], mask.stride(2), 1)
     stored = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
     scalars = (
         *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
-        *strides_of(mask, given.slopes),
+        *strides,
     )
     numbers = (problem.num_sequences, *_lists(listed(problem), given))
     plain = None
     if all(it is None for it in given[3:]):
         absent = _NO_ADDRESSES
-        plain = (*absent[:3], *scalars, *absent, *numbers, *absent)
+        plain = (*absent[:3], *scalars, *absent, *numbers, *absent[:4])
     note(("hopper", known_by))
     note(("hopper", choose(problem)))  # what `is_ready` asks for, which knows no addresses
     return Prepared(

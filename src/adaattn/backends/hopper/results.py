@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from adaattn import _constants
 from adaattn.backends.device.gluon import barrier, shaped_as, tma_store
+from adaattn.backends.hopper.mask_bits import BITS
 from adaattn.backends.hopper.places import (
     corner,
     flag_place,
@@ -82,6 +83,10 @@ def finish_tile(
             if c.LIST_RATIO:
                 bottom = gl.maximum(bottom, tile.first_key)
             bad = bad & (top >= bottom)
+        if x.MASK == BITS:
+            # A row that sees nothing is right as it is.
+            line = (head // c.num_heads) * c.lists.stride_b * c.lists.rows
+            bad = bad & (gl.load(c.lists.sees + line + rows, mask=bad, other=0) != 0)
         gl.store(flag_place(c) + rows * 0, 1, mask=bad)
         gl.store(flag_place(c) + 1 + slot + rows * 0, 1, mask=bad)
     unseen = total == 0.0

@@ -408,11 +408,18 @@ def test_training_never_comes_before_what_a_card_has_timed() -> None:
     assert capability.order(problem) < capability.order(replace(problem, requires_grad=True))
 
 
-def test_what_a_backward_pass_allocates_is_said() -> None:
+def test_what_a_call_allocates_is_said() -> None:
     (capability,) = CAPABILITIES
     problem = make_problem(head_dim=128, num_heads=4, len_q=1000, precision=Precision.BF16)
     known = partial(capability.overhead, group=GROUP, hardware=fake_facts("h200"), density=1.0)
     assert known(problem).workspace_bytes == 0
+    shape = (2, 1, 2048, 1024)
+    masked = make_problem(
+        precision=Precision.BF16, batch=2, num_heads=4, len_q=2048, len_k=1024,
+        mask=MaskKind.BOOLEAN, mask_shape=shape,
+    )  # fmt: skip
+    assert known(masked).workspace_bytes == 2 * 2048 * 1024 // 8
+    assert known(replace(masked, num_heads=2)).workspace_bytes == 0
     sums, terms = 4 * 4 * 1024 * 128, 4 * 4 * 1024 * 2
     trained = replace(problem, requires_grad=True)
     assert known(trained).workspace_bytes == sums + terms

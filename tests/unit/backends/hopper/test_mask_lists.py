@@ -13,7 +13,7 @@ from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import Lists, tiles_both_ways, tiles_of_rows
+from adaattn.backends.hopper.mask_lists import tiles_both_ways, tiles_of_rows
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -108,8 +108,9 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
         with poisoned_memory():
             found = mask_lists._listed(mask[None, None], lines, others, False)
             turned = mask_lists._listed(mask[None, None], lines, others, True)
-        assert as_lists(*found) == blocks_of(mask, lines, others)
-        assert as_lists(*turned) == blocks_of(mask.T, lines, others)
+        assert as_lists(*found[:2]) == blocks_of(mask, lines, others)
+        assert as_lists(*turned[:2]) == blocks_of(mask.T, lines, others)
+        assert torch.equal(found[2].flatten()[: len(mask)].bool(), mask.any(1))
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
@@ -119,9 +120,9 @@ def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tenso
     return words.unflatten(-1, (-1, 128)).flatten(2, 3)
 
 
-def listed_blocks(mask: torch.Tensor) -> Lists:
+def listed_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lists of the forward pass."""
-    _, counts, indices = tiles_of_rows(mask)
+    _, counts, indices, _ = tiles_of_rows(mask)
     assert counts is not None and indices is not None
     return counts, indices
 
@@ -167,6 +168,7 @@ FAULTS_IN_READING = {
     "other rows": ("pack_tiles", "bits // 2 % 2 * 8", "bits // 2 % 2 * 4"),
     "other columns": ("pack_tiles", "threads % 4 * 2", "threads % 4"),
     "another head": ("pack_tiles", "plane % num_heads", "plane // num_heads"),
+    "a row of few keys": ("list_blocks", "sees = tl.maximum(sees,", "sees = tl.minimum(sees,"),
     "never turned": ("pack_tiles", "in_lines if BY_ROWS else in_others", "in_lines"),
 }
 
@@ -177,6 +179,9 @@ def held_to_what_is_there(masks: torch.Tensor) -> None:
     lists = listed_blocks(first)
     for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
         assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
+    sees = tiles_of_rows(first).sees
+    assert sees is not None
+    assert torch.equal(sees.flatten(1)[:, : first.shape[2]].bool(), first[:, 0].any(2))
     for turned in (False, True):
         words = packed_tiles(masks, by_columns=turned).flatten(0, 1)
         for mask, tiles in zip(masks.flatten(0, 1), words, strict=True):
@@ -212,7 +217,7 @@ def test_a_mask_may_lie_anywhere() -> None:
     }
     for name, mask in lying.items():
         listed = mask_lists._listed(mask_lists._own(mask), 128, 64, False)
-        lists = zip(*listed, packed_tiles(mask)[:, 0], strict=True)
+        lists = zip(*listed[:2], packed_tiles(mask)[:, 0], strict=True)
         for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
             assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name
             assert torch.equal(unpacked(tiles, *one.shape), one), name
@@ -229,6 +234,15 @@ def test_lists_are_kept_until_the_mask_is_written_to() -> None:
     with torch.inference_mode():
         unkept = causal(300, 300)
         assert listed_blocks(unkept)[0] is not listed_blocks(unkept)[0]
+
+
+def test_both_passes_read_the_same_words() -> None:
+    mask = causal(300, 300)
+    words = tiles_of_rows(mask).words
+    turned, straight = tiles_both_ways(mask, has_lists=True)
+    assert straight.words is words and turned.words is not words
+    again = tiles_of_rows(mask)
+    assert again.words is words and again.counts is tiles_of_rows(mask).counts
 
 
 @pytest.fixture
@@ -295,6 +309,24 @@ def test_a_fault_in_the_device_code_is_seen(
         assert_training_matches(run, tensors, problem)
 
 
+@on_a_cpu
+@pytest.mark.usefixtures("small")
+def test_rows_that_see_something_are_computed_again_where_their_reference_is_too_low(
+    simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    problem, tensors = made(padded)
+    # The last block of keys, whose largest score is every row's reference, has scores of 0.
+    key = tensors.kv.key.clone()
+    key[:, :, 256:] = 0.0
+    tensors = with_tensors(tensors, query=200.0 * tensors.query, key=key)
+    assert choose(problem).fixed
+    assert_executor_matches(run, tensors, problem)
+    old = "(gl.load(c.lists.sees + line + rows, mask=bad, other=0) != 0)"
+    simulated.replace("finish_tile", partial(rewritten, old=old, new="(rows < 0)"))
+    with pytest.raises(AssertionError):
+        assert_executor_matches(run, tensors, problem)
+
+
 def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
     """Return a problem with a mask of a pattern, the same for all heads, and its tensors."""
     usual = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 2, "len_q": 300}
@@ -313,6 +345,9 @@ def made(pattern: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
 @pytest.mark.parametrize("values", [
     {"aux": Aux.LSE | Aux.ENTROPY},
     {"len_k": 464, "head_dim": 128},
+    {"precision": Precision.FP16},
+    {"aux": Aux.LSE | Aux.ROW_MAX},
+    {"softcap": 20.0, "has_alibi": True, "has_sinks": True},
     {"len_q": 150, "len_k": 400, "head_dim": 160, "num_heads": 4, "num_kv_heads": 2},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -430,6 +465,23 @@ def test_on_a_card_each_sequence_has_its_own_mask() -> None:
     mask = torch.stack([pattern(1152, 1152) for pattern in (causal, padded, documents)])
     tensors = with_tensors(make_tensors(problem), mask=mask[:, None].cuda())
     assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_on_a_card_each_tile_of_a_block_has_its_own_list(head_dim: int) -> None:
+    """A kernel that takes the first tile's list for all of them waits for ever."""
+    values = ON_A_CARD | {"batch": 8, "num_heads": 8, "len_q": 1152, "head_dim": head_dim}
+    problem = make_problem(
+        mask=MaskKind.BOOLEAN, mask_shape=(8, 1, 1152, 1152), precision=Precision.BF16, **values
+    )
+    assert lists_mask(problem)
+    places = torch.arange(1152)
+    first = torch.arange(8)[:, None, None, None] * 80
+    mask = (causal(1152, 1152) & (places >= first)) | torch.eye(1152, dtype=torch.bool)
+    tensors = with_tensors(make_tensors(problem), mask=mask.cuda())
+    assert_executor_matches(run, tensors, problem)
 
 
 @pytest.mark.gpu
