@@ -82,9 +82,7 @@ def kept_beside(
     if given.is_inference() or not may_keep(given):
         return make()
     state = (given._version, given.data_ptr(), stream_of(given))
-    before, known = _KNOWN.get(given) or (state, {})
-    kept: dict[tuple[object, ...], Any] = known if before == state else {}
-    found: _Made | None = kept.get(facts)
+    found: _Made | None = _kept_at(given, state).get(facts)
     if found is not None:
         return found
     # Leaving inference mode would turn gradients on: what is kept has no graph.
@@ -92,13 +90,18 @@ def kept_beside(
         made = make()
     parts = made if isinstance(made, tuple) else (made,)
     if all(type(part) is torch.Tensor for part in parts):  # else a mode's, fake ones for instance
-        before, known = _KNOWN.get(given) or (state, {})  # making it may have kept something else
-        kept = known if before == state else {}
+        kept = _kept_at(given, state)  # making it may have kept something else
         alike = [other for other in kept if other[0] == facts[0]]
         gone = alike[: max(len(alike) - most + 1, 0)]
         others = {other: item for other, item in kept.items() if other not in gone}
         _KNOWN[given] = (state, {**others, facts: made})
     return made
+
+
+def _kept_at(given: torch.Tensor, state: tuple[object, ...]) -> dict[tuple[object, ...], Any]:
+    """Return what is kept beside a tensor by its facts; nothing of another state."""
+    before, known = _KNOWN.get(given) or (state, {})
+    return known if before == state else {}
 
 
 _KNOWN: Final[Any] = WeakTensorKeyDictionary()

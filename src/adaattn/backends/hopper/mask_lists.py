@@ -17,7 +17,7 @@ _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Counts int32 [B or 1, 1, blocks], numbers of blocks int32 [B or 1, 1, blocks, most], and whether
-each line sees anything: int8 [B or 1, blocks, lines of one]; nothing is said of columns there."""
+each line sees anything, int8 [B or 1, blocks, lines of one]: unfilled where lines are columns."""
 
 
 class Tiles(NamedTuple):
@@ -68,21 +68,21 @@ def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tile
 
 def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return what `Tiles` of the forward pass have."""
-    return _words(mask, False), *_listed(mask, *MASK_BLOCK, False)
+    return _words(mask), *_listed(mask, *MASK_BLOCK, False)
 
 
 def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
     """Return what both `Tiles` have, one after the other."""
-    turned, straight = _packed(mask, True), _words(mask, False)
+    turned, straight = _packed(mask, True), _words(mask)
     if not has_lists:
         return turned, straight
     of_keys = _listed(mask, SPLIT_TILE, SPLIT_TILE, True)
     return turned, *of_keys, straight, *_listed(mask, ROW_BLOCK, SPLIT_TILE, False)
 
 
-def _words(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    """Return the words of a mask as `_own`, which both passes read."""
-    return _kept(mask, ("words",), _packed, by_columns)
+def _words(mask: torch.Tensor) -> torch.Tensor:
+    """Return the words of a mask as `_own`, with rows in lines: both passes read them."""
+    return _kept(mask, ("words",), _packed, False)
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:

@@ -236,6 +236,7 @@ def test_lists_are_kept_until_the_mask_is_written_to() -> None:
         assert listed_blocks(unkept)[0] is not listed_blocks(unkept)[0]
 
 
+@on_a_cpu
 def test_both_passes_read_the_same_words() -> None:
     mask = causal(300, 300)
     words = tiles_of_rows(mask).words
