@@ -1,14 +1,25 @@
 """Memory that kernels write as a whole, and nobody else has to."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
-__all__ = ["adjacent", "output_layout", "output_like", "unfilled"]
+__all__ = [
+    "Place",
+    "adjacent",
+    "output_layout",
+    "output_like",
+    "placed",
+    "unfilled",
+    "unfilled_all",
+]
 
 _Sizes = tuple[int, ...]
+
+Place = tuple[_Sizes, _Sizes, torch.dtype]
+"""Shape, strides in elements and dtype of memory: both as tuples, not as `torch.Size`."""
 
 _is_deterministic = torch._C._get_deterministic_algorithms
 _fills = torch._C._get_deterministic_fill_uninitialized_memory
@@ -55,6 +66,23 @@ def unfilled(
         return like.new_empty_strided(shape, strides, dtype=dtype)
     storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device=like.device)
     return like.new_empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+
+def placed(shape: _Sizes, dtype: torch.dtype) -> Place:
+    """Return what memory of adjacent elements is allocated by."""
+    return tuple(shape), adjacent(shape), dtype
+
+
+def unfilled_all(like: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+    """Return `unfilled` memory for each place: what is asked of the device is asked once."""
+    if (
+        _empty_on_gpu is None
+        or _modes_in_use()
+        or not like.is_cuda
+        or like.get_device() != torch._C._cuda_getDevice()
+    ):
+        return [unfilled(like, *place) for place in places]
+    return [_empty_on_gpu(*place) for place in places]
 
 
 def adjacent(shape: _Sizes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ Modes that watch operators (selective checkpointing, fake tensors) see it too.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as modes_in_use
@@ -48,8 +48,7 @@ _Run = Callable[[Tensors, AttentionProblem, int], Result]
 _Optional = torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(NamedTuple):
     """What a forward pass leaves to the backward pass.
 
     Args:

@@ -413,11 +413,10 @@ def _of_mask(problem: AttentionProblem, read: str, by_columns: bool) -> dict[str
     mask = torch.empty(problem.mask_shape, dtype=torch.bool, device="meta")
     launched: list[tuple[Launch, tuple[torch.Tensor, ...]]] = []
     with patch.object(Launch, "__call__", lambda launch, *given: launched.append((launch, given))):
+        words = mask_lists._packed(mask, by_columns)
         if read == "lists":
-            mask_lists._listed(mask, 128, 128, by_columns)
-        else:
-            mask_lists._packed(mask, by_columns)
-    ((launch, tensors),) = launched
+            mask_lists._listed(words, *((64, 64) if by_columns else (128, 128)))
+    launch, tensors = launched[-1]
     types = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32"}
     return _built(tuple(types[tensor.dtype] for tensor in tensors), launch)
 

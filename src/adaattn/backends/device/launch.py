@@ -7,6 +7,7 @@ arguments. Here that is done once for each signature; then the compiled kernel i
 import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
@@ -173,7 +174,32 @@ def bare(kernel: Any) -> _Bare:
     if getattr(made.metadata, "tensordesc_meta", None):
         made.metadata = made.metadata._replace(tensordesc_meta=None)
     made._init_handles()
-    return made.run, (made.function, made.packed_metadata, None, None, None)
+    return _without_launcher(made.run, (made.function, made.packed_metadata, None, None, None))
+
+
+def _without_launcher(launcher: Any, given: tuple[Any, ...]) -> _Bare:
+    """Return the function that a launcher of Triton's calls, with what it hands over.
+
+    A launcher asks at each call what memory a kernel needs beside its own: 1 to 2 us of the host.
+    What it hands over differs between versions, so it is called once with a stand-in for that
+    function. One that asks for memory, or does something else, stays as it is.
+    """
+    launch, stand_in = getattr(launcher, "launch", None), copy.copy(launcher)
+    if launch is None or stand_in is launcher:
+        return launcher, given
+    marks = tuple(object() for _ in range(6))  # a grid, a stream, two arguments
+    handed: list[Any] = []
+    stand_in.launch = lambda *everything: handed.extend(everything)
+    with suppress(TypeError):  # memory is a product of the grid's sizes
+        stand_in(*marks[:4], *given, *marks[4:])
+    if tuple(handed[:4]) != marks[:4]:
+        return launcher, given
+    if tuple(handed[-2:]) == marks[4:]:
+        return launch, tuple(handed[4:-2])
+    if handed[-1] == marks[4:]:  # as one tuple
+        before = tuple(handed[4:-1])
+        return (lambda x, y, z, stream, *rest: launch(x, y, z, stream, *before, rest)), ()
+    return launcher, given
 
 
 def _launched_types(types: Iterable[str]) -> Iterator[str]:

@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from adaattn.backends.allocation import unfilled
+from adaattn.backends.allocation import Place, unfilled_all
 from adaattn.backends.device.launch import address_of
-from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS
 from adaattn.backends.hopper.mask_lists import Tiles, tiles_both_ways
 from adaattn.backends.masks import stream_of
 
-__all__ = ["Pass", "SinglePass", "SplitPass"]
+__all__ = ["MaskSteps", "Pass", "SinglePass", "SplitPass", "mask_steps"]
 
 _Optional = torch.Tensor | None
 _Tensors = tuple[torch.Tensor, ...]
 _Optionals = tuple[_Optional, ...]
-_Strides = tuple[int, ...]
 _Numbers = tuple[int | float, ...]
+_Steps = tuple[int, ...]
+
+MaskSteps = tuple[_Steps, _Steps]
+"""The strides of a mask, and the steps of its lists: from block to block, and to sequence."""
+
 _Launch = Callable[..., None]
 
 
@@ -28,16 +31,15 @@ class Pass:
 
     Args:
         launches: of the kernels, in order; the first makes terms of rows.
-        written: shape and strides of the gradients of q, k and v.
+        allocated: the gradients of q, k and v; log-sum-exp and delta of rows, fp32 [tiles, 2, rows
+            of a tile]; and, where gradients of queries are summed, the sums, and turns in summing.
         num_tiles: of query rows, of all heads.
-        block_m: rows of a tile.
         prepare: numbers of the first launch.
     """
 
     launches: tuple[_Launch, _Launch, _Launch]
-    written: tuple[tuple[torch.Size, _Strides], ...]
+    allocated: tuple[Place, ...]
     num_tiles: int
-    block_m: int
     prepare: tuple[int, ...]
 
     def run(
@@ -62,23 +64,18 @@ class Pass:
             starts: of packed queries and keys, if they are.
         """
         upstream = read[3]
-        written = tuple(unfilled(upstream, *both) for both in self.written)
+        query, key, value, terms, *summed = unfilled_all(upstream, self.allocated)
+        written = query, key, value
         if starts[0] is not None:
             for item in written:  # tokens of no sequence
                 item.zero_()
-        terms = unfilled(upstream, (self.num_tiles, 2, self.block_m), dtype=torch.float32)
-        summed = self._summed(upstream)
         stream, starts_q = stream_of(upstream), address_of(starts[0])
-        of_rows = map(address_of, (read[4], upstream, lse, lse_upstream, terms, *summed))
+        sums, turns = (*summed, None, None)[:2]
+        of_rows = map(address_of, (read[4], upstream, lse, lse_upstream, terms, sums, turns))
         self.launches[0](self.num_tiles, stream, (), *of_rows, starts_q, *self.prepare)
         beside = slopes, *starts, mask
-        self._differentiate((*read[:4], terms, *written), stream, summed, beside)
+        self._differentiate((*read[:4], terms, *written), stream, (sums, turns), beside)
         return written, terms
-
-    def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
-        """Return memory for gradients of queries that are summed, and for turns in doing so."""
-        del upstream
-        return None, None
 
     @abstractmethod
     def _differentiate(
@@ -100,22 +97,13 @@ class SinglePass(Pass):
 
     Args:
         num_blocks: of keys, of all key heads.
-        is_ordered: sums of gradients of queries have a fixed order.
         main: numbers of the second launch.
         finish: of the third.
     """
 
     num_blocks: int
-    is_ordered: bool
     main: _Numbers
     finish: _Numbers
-
-    def _summed(self, upstream: torch.Tensor) -> tuple[_Optional, _Optional]:
-        sums = unfilled(upstream, (self.num_tiles * TILE_NUMBERS,), (1,), torch.float32)
-        turns = None
-        if self.is_ordered:
-            turns = unfilled(upstream, (2 * self.num_tiles,), (1,), torch.int32)
-        return sums, turns
 
     def _differentiate(
         self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
@@ -138,16 +126,16 @@ class SplitPass(Pass):
         num_row_blocks: of query rows, of all heads.
         keys: numbers of the second launch.
         queries: of the third.
-        mask: strides of the mask.
+        mask: strides of the mask, and steps of its lists, as each kernel reads it.
         packs_mask: tiles of the mask are packed before.
-        has_lists: so are lists of those that it shows.
+        has_lists: those that it shows are listed before.
     """
 
     num_blocks: int
     num_row_blocks: int
     keys: _Numbers
     queries: _Numbers
-    mask: tuple[int, ...]
+    mask: tuple[MaskSteps, MaskSteps]
     packs_mask: bool
     has_lists: bool
 
@@ -158,26 +146,31 @@ class SplitPass(Pass):
         slopes, *bounds = map(address_of, beside[:3])
         _, keys, queries = self.launches
         mask = beside[3]
-        of_keys = of_queries = None  # in these names until both kernels are launched
+        of_keys = of_queries = Tiles(mask)  # in these names until both kernels are launched
         if self.packs_mask:
             assert mask is not None
             of_keys, of_queries = tiles_both_ways(mask, has_lists=self.has_lists)
         copied = (*tensors[:5], *tensors[6:])
-        others = (*bounds, *self._mask_numbers(mask, of_keys))
+        others = (*bounds, *_mask_numbers(of_keys, *self.mask[0]))
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
         copied, terms = (*tensors[:4], tensors[5]), address_of(tensors[4])
-        others = (*bounds, *self._mask_numbers(mask, of_queries))
+        others = (*bounds, *_mask_numbers(of_queries, *self.mask[1]))
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
 
-    def _mask_numbers(self, mask: _Optional, tiles: Tiles | None) -> tuple[int, ...]:
-        """Return where a mask begins, its strides, where lists of it do, and their steps."""
-        strides, steps = self.mask, (0, 0)
-        if tiles is None:
-            return address_of(mask), *strides, address_of(None), address_of(None), *steps
-        words, counts, indices, _ = tiles
-        sizes = zip(words.shape[:2], words.stride(), strict=False)
-        strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
-        if indices is not None:
-            blocks, width = indices.shape[2:]
-            steps = (width, blocks if indices.shape[0] > 1 else 0)
-        return address_of(words), *strides, address_of(counts), address_of(indices), *steps
+
+def _mask_numbers(tiles: Tiles, strides: _Steps, steps: _Steps) -> tuple[int, ...]:
+    """Return where a mask begins, its strides, where lists of it do, and their steps."""
+    words, counts, indices, _ = tiles
+    return address_of(words), *strides, address_of(counts), address_of(indices), *steps
+
+
+def mask_steps(tiles: Tiles) -> MaskSteps:
+    """Return the strides of packed tiles over sequences and heads, and the steps of their lists."""
+    words, _, indices, _ = tiles
+    assert words is not None
+    sizes = zip(words.shape[:2], words.stride(), strict=False)
+    strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
+    if indices is None:
+        return strides, (0, 0)
+    blocks, width = indices.shape[2:]
+    return strides, (width, blocks if indices.shape[0] > 1 else 0)

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import output_like
+from adaattn.backends.allocation import Place, output_like, placed
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import View
@@ -20,8 +20,15 @@ from adaattn.backends.hopper.gradient_launch import (
     numbers_of,
     split_numbers_of,
 )
-from adaattn.backends.hopper.gradient_passes import Pass, SinglePass, SplitPass
+from adaattn.backends.hopper.gradient_passes import (
+    MaskSteps,
+    Pass,
+    SinglePass,
+    SplitPass,
+    mask_steps,
+)
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
+from adaattn.backends.hopper.mask_lists import tiles_both_ways
 from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
 from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
@@ -76,8 +83,8 @@ class _Backward:
         mask = tensors.mask
         if mask is not None and mask.dtype not in DTYPES:
             mask = mask.float()
-        layout_of = partial(_layout, mask, slopes, lse_upstream, starts[0])
-        read, layout, prepared = self._layouts.find(read, layout_of)
+        beside = mask, slopes, lse_upstream is None, starts[0]
+        read, layout, prepared = self._layouts.find(read, _layout, *beside)
         if prepared is None:
             has_lse_gradient = lse_upstream is not None
             prepared = _prepare(self._problem, read, mask, slopes, starts[0], has_lse_gradient)
@@ -95,15 +102,15 @@ backward_of = kept_by_problem(_Backward)
 
 
 def _layout(
-    mask: _Optional,
-    slopes: _Optional,
-    lse_upstream: _Optional,
-    starts: _Optional,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     upstream: torch.Tensor,
     output: torch.Tensor,
+    mask: _Optional,
+    slopes: _Optional,
+    has_no_lse_gradient: bool,
+    starts: _Optional,
 ) -> tuple[Any, ...]:
     """Return what launches take for granted of tensors."""
     return (
@@ -117,7 +124,7 @@ def _layout(
         output.stride(),
         None if mask is None else _lying(mask),
         None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
-        lse_upstream is None,
+        has_no_lse_gradient,
         None if starts is None else starts.shape,
         upstream.get_device(),
     )
@@ -177,10 +184,12 @@ def _prepare(
         *map(view_of, written[1:]),
     )
     kernels = _compiled(variant, query.device)
+    allocated: tuple[Place, ...] = (
+        *((tuple(item.shape), item.stride(), item.dtype) for item in written),
+        placed((num_tiles, 2, variant.block_m), torch.float32),
+    )
     shared: dict[str, Any] = {
-        "written": tuple((item.shape, item.stride()) for item in written),
         "num_tiles": num_tiles,
-        "block_m": variant.block_m,
         "num_blocks": problem.batch * problem.num_kv_heads * key_blocks,
         "prepare": (
             *(packed, *_row_strides(output), *_row_strides(upstream), *of_rows),
@@ -191,20 +200,28 @@ def _prepare(
         row_blocks = tiles_of(problem, problem.len_q, ROW_BLOCK)
         of_queries = (*copied[:4], view_of(written[0]))
         views: tuple[tuple[View, ...], ...] = ((), copied, of_queries)
+        of_kernels: tuple[MaskSteps, MaskSteps] = ((tuple(of_mask), (0, 0)),) * 2
+        if mask is not None and variant.packs_mask:
+            turned, straight = tiles_both_ways(mask, has_lists=variant.has_lists)
+            of_kernels = mask_steps(turned), mask_steps(straight)
         return SplitPass(
             launches=_bound(kernels, views),
+            allocated=allocated,
             num_row_blocks=problem.batch * problem.num_heads * row_blocks,
             keys=split_numbers_of(problem, variant, stride, key_blocks),
             queries=split_numbers_of(problem, variant, stride, row_blocks),
-            mask=tuple(of_mask),
+            mask=of_kernels,
             packs_mask=variant.packs_mask,
             has_lists=variant.has_lists,
             **shared,
         )
     sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
+    summed: list[Place] = [(*sums, torch.float32)]
+    if variant.is_ordered:
+        summed.append(placed((2 * num_tiles,), torch.int32))
     return SinglePass(
         launches=_bound(kernels, ((), (*copied, sums), ())),
-        is_ordered=variant.is_ordered,
+        allocated=(*allocated, *summed),
         main=numbers_of(problem, variant, stride),
         finish=(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
         **shared,

@@ -17,7 +17,7 @@ _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
 Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Counts int32 [B or 1, 1, blocks], numbers of blocks int32 [B or 1, 1, blocks, most], and whether
-each line sees anything, int8 [B or 1, blocks, lines of one]: unfilled where lines are columns."""
+each line sees anything, int8 [B or 1, blocks, lines of one]."""
 
 
 class Tiles(NamedTuple):
@@ -25,20 +25,22 @@ class Tiles(NamedTuple):
 
     Args:
         words: its bits: int32 [B or 1, Hq or 1, tiles of lines, 128 x tiles of a line], ordered as
-            by `pack_tiles`.
+            by `pack_tiles`; or a mask that is read as it is; None without one.
         counts: int32 [B or 1, 1, blocks], how many tiles or blocks of others are seen by blocks of
             lines; None without lists.
         indices: int32 [B or 1, 1, blocks, most], their numbers; likewise.
-        sees: int8 [B or 1, blocks, lines of one], whether each row sees anything; likewise.
+        sees: int8 [B or 1, blocks, lines of one], whether each line sees anything; likewise.
     """
 
-    words: torch.Tensor
+    words: torch.Tensor | None
     counts: torch.Tensor | None = None
     indices: torch.Tensor | None = None
     sees: torch.Tensor | None = None
 
 
-_AT_ONCE: Final = 256
+_AT_ONCE: Final = 16
+"""Tiles of a line that are looked at together."""
+
 _WORDS: Final = 128
 _ALIGNMENT: Final = 16
 _MOST_KEPT: Final = 4
@@ -68,7 +70,8 @@ def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tile
 
 def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return what `Tiles` of the forward pass have."""
-    return _words(mask), *_listed(mask, *MASK_BLOCK, False)
+    words = _words(mask)
+    return words, *_listed(words, *MASK_BLOCK)
 
 
 def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
@@ -76,8 +79,8 @@ def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
     turned, straight = _packed(mask, True), _words(mask)
     if not has_lists:
         return turned, straight
-    of_keys = _listed(mask, SPLIT_TILE, SPLIT_TILE, True)
-    return turned, *of_keys, straight, *_listed(mask, ROW_BLOCK, SPLIT_TILE, False)
+    of_keys = _listed(turned, SPLIT_TILE, SPLIT_TILE)
+    return turned, *of_keys, straight, *_listed(straight, ROW_BLOCK, SPLIT_TILE)
 
 
 def _words(mask: torch.Tensor) -> torch.Tensor:
@@ -100,58 +103,41 @@ def _own(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, :1] if mask.stride(1) == 0 else mask
 
 
-def _listed(mask: torch.Tensor, lines: int, others: int, by_columns: bool) -> Lists:
-    """Return the lists of a mask as `_own`."""
-    sequences, num_lines, num_others = mask.shape[0], *_lengths(mask, by_columns)
-    blocks, width = -(-num_lines // lines), -(-num_others // others)
-    counts = mask.new_empty((sequences, 1, blocks), dtype=torch.int32)
-    indices = mask.new_empty((sequences, 1, blocks, width), dtype=torch.int32)
-    sees = mask.new_empty((sequences, blocks, lines), dtype=torch.int8)
-    numbers = (num_lines, num_others, width)
-    constants = (lines, others, max(_AT_ONCE, others))
-    made = counts, indices, sees
-    _launch("list_blocks", blocks * sequences, mask, made, numbers, constants,
-            by_columns=by_columns, warps=8)  # fmt: skip
-    return made
+def _listed(words: torch.Tensor, lines: int, others: int) -> Lists:
+    """Return the lists of packed tiles of one head, of blocks of so many lines and others."""
+    sequences, _, line_tiles, columns = words.shape
+    other_tiles = columns // _WORDS
+    of_line, of_other = lines // SPLIT_TILE, others // SPLIT_TILE
+    blocks, width = -(-line_tiles // of_line), -(-other_tiles // of_other)
+    counts = words.new_empty((sequences, 1, blocks))
+    indices = words.new_empty((sequences, 1, blocks, width))
+    sees = words.new_empty((sequences, blocks, lines), dtype=torch.int8)
+    launch = Launch(
+        module="device.mask_tiles",
+        name="list_blocks",
+        grid=(blocks * sequences, 1, 1),
+        numbers=(line_tiles, other_tiles, width),
+        constants=(of_line, of_other, _AT_ONCE),
+        options=(("num_warps", 8),),
+    )
+    launch(words, counts, indices, sees)
+    return counts, indices, sees
 
 
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
-    planes = mask.shape[:2]
-    lines, others = (-(-length // SPLIT_TILE) for length in _lengths(mask, by_columns))
+    planes, lengths = mask.shape[:2], mask.shape[2:]
+    lines, others = (-(-length // SPLIT_TILE) for length in lengths[:: -1 if by_columns else 1])
     words = mask.new_empty((*planes, lines, others * _WORDS), dtype=torch.int32)
-    numbers = (*mask.shape[2:], mask.stride(1), planes[1])
-    _launch("pack_tiles", lines * others * planes.numel(), mask, (words,), numbers, (),
-            by_columns=by_columns, warps=4)  # fmt: skip
-    return words
-
-
-def _lengths(mask: torch.Tensor, by_columns: bool) -> tuple[int, int]:
-    """Return how many lines a mask has, and how many others."""
-    rows, columns = mask.shape[2:]
-    return (columns, rows) if by_columns else (rows, columns)
-
-
-def _launch(
-    name: str,
-    programs: int,
-    mask: torch.Tensor,
-    made: tuple[torch.Tensor, ...],
-    numbers: tuple[int, ...],
-    constants: tuple[int, ...],
-    *,
-    by_columns: bool,
-    warps: int,
-) -> None:
-    """Launch a function of `mask_tiles` over a mask as `_own`."""
-    stride_b, _, stride_m, stride_n = mask.stride()
-    lying = (not by_columns, stride_n == 1, gcd(_ALIGNMENT, *mask.stride()[:3]))
+    stride_b, stride_h, stride_m, stride_n = mask.stride()
+    aligned = gcd(_ALIGNMENT, stride_b, stride_h, stride_m)
     launch = Launch(
         module="device.mask_tiles",
-        name=name,
-        grid=(programs, 1, 1),
-        numbers=(stride_b, stride_m, stride_n, *numbers),
-        constants=(*constants, *lying),
-        options=(("num_warps", warps),),
+        name="pack_tiles",
+        grid=(lines * others * planes.numel(), 1, 1),
+        numbers=(stride_b, stride_m, stride_n, *lengths, stride_h, planes[1]),
+        constants=(not by_columns, stride_n == 1, aligned),
+        options=(("num_warps", 4),),
     )
-    launch(as_bytes(mask), *made)
+    launch(as_bytes(mask), words)
+    return words

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.allocation import Place, output_like, placed, unfilled_all
 from adaattn.backends.block_list import list_strides
 from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import address_of
@@ -148,14 +148,13 @@ class Prepared:
         launch: the compiled kernel's launch for tensors that lie so.
         num_blocks: persistent blocks.
         copies_mask: TMA reads the mask, too.
-        out_shape: shape of the result.
-        out_strides: its strides.
-        num_flags: notes of tiles to be computed again; 0 where there are none.
+        allocated: the result, the statistics of `stored`, and, where there are some, notes of tiles
+            to be computed again.
         scalars: the arguments between the pointers.
         numbers: those between the next pointers and those of heads.
         tiles: the list of tiles, or None.
         is_lasting: what was prepared may serve later calls.
-        stored: whether the kernel stores each of `STATISTICS`; empty where it stores none.
+        stored: which of `STATISTICS` the kernel stores, by their places.
         has_lse: the caller wants the log-sum-exp, too.
         plain: all that is handed over behind the notes where there are q, k and v alone; None
             otherwise.
@@ -164,14 +163,12 @@ class Prepared:
     launch: Callable[..., None]
     num_blocks: int
     copies_mask: bool
-    out_shape: Sizes
-    out_strides: Sizes
-    num_flags: int
+    allocated: tuple[Place, ...]
     scalars: tuple[Any, ...]
     numbers: tuple[int, ...]
     tiles: _Tiles | None
     is_lasting: bool
-    stored: tuple[bool, ...]
+    stored: tuple[int, ...]
     has_lse: bool
     plain: tuple[Any, ...] | None
 
@@ -189,15 +186,15 @@ class Prepared:
         """Return the result of one launch, of tensors as in `Given`."""
         if not self.stored and self.plain is not None:
             return Result(output=self.output(query, key, value))
-        out = unfilled(query, self.out_shape, self.out_strides)
-        flags, tiles = self._flags(query), self._tiles()
-        lse, row_max, entropy, dropped = (
-            unfilled(query, self.out_shape[:3], dtype=torch.float32) if is_stored else None
-            for is_stored in self.stored
-        ) if self.stored else (None, None, None, None)  # fmt: skip
+        out, *made = unfilled_all(query, self.allocated)
+        flags = made.pop() if len(made) > len(self.stored) else None
+        statistics: list[torch.Tensor | None] = [None, None, None, None]
+        for place, item in zip(self.stored, made, strict=True):
+            statistics[place] = item
+        lse, row_max, entropy, dropped = statistics
         copied = (query, key, value, out, mask) if self.copies_mask else (query, key, value, out)
         first = self.num_blocks, stream_of(query), copied
-        rows = *map(address_of, (lse, row_max, entropy)), tiles, address_of(flags)
+        rows = *map(address_of, (lse, row_max, entropy)), self._tiles(), address_of(flags)
         if self.plain is not None:
             self.launch(*first, *rows, *self.plain)
         else:
@@ -217,17 +214,11 @@ class Prepared:
     def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the output alone, of q, k and v alone: nothing is `stored`."""
         assert self.plain is not None
-        out = unfilled(query, self.out_shape, self.out_strides)
-        flags = self._flags(query)
+        out, *flags = unfilled_all(query, self.allocated)
         copied = query, key, value, out
-        rows = 0, 0, 0, self._tiles(), address_of(flags)
+        rows = 0, 0, 0, self._tiles(), address_of(flags[0]) if flags else 0
         self.launch(self.num_blocks, stream_of(query), copied, *rows, *self.plain)
         return out
-
-    def _flags(self, query: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for notes of tiles."""
-        number = self.num_flags
-        return unfilled(query, (number,), (1,), torch.int32) if number else None
 
     def _tiles(self) -> int:
         """Return where the list of tiles begins on the device; 0 where there is none."""
@@ -279,7 +270,14 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     if packed:  # from one line of tiles to the next, also where there is one
         assert mask is not None and variant.packs_mask
         strides = (*strides[:-2], mask.stride(2), 1)
-    stored = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
+    aux = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
+    stored = tuple(place for place, flag in enumerate(STATISTICS) if aux & flag)
+    allocated: list[Place] = [
+        (tuple(out.shape), out.stride(), out.dtype),
+        *(placed(out.shape[:3], torch.float32) for _ in stored),
+    ]
+    if variant.fixed:
+        allocated.append(placed((num_blocks * (per_block + 1),), torch.int32))
     scalars = (
         *_scalars(problem, num_tiles, per_head, per_block, fast_tanh=variant.has_fast_tanh),
         *strides,
@@ -295,14 +293,12 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         launch=launch,
         num_blocks=num_blocks,
         copies_mask=len(views) == 5,
-        out_shape=tuple(out.shape),
-        out_strides=out.stride(),
-        num_flags=num_blocks * (per_block + 1) if variant.fixed else 0,
+        allocated=tuple(allocated),
         scalars=scalars,
         numbers=numbers,
         tiles=tiles,
         is_lasting=lasting,
-        stored=tuple(bool(stored & flag) for flag in STATISTICS) if stored else (),
+        stored=stored,
         has_lse=problem.wants(Aux.LSE),
         plain=plain,
     )

@@ -100,17 +100,19 @@ def as_lists(counts: torch.Tensor, indices: torch.Tensor) -> list[list[int]]:
 
 
 @on_a_cpu
-@pytest.mark.parametrize("sizes", [(300, 400), (512, 256), (1, 130), (257, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(300, 400), (70, 1300), (512, 256), (1, 130), (257, 3)], ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int, int]) -> None:
     mask = pattern(*sizes)
     for lines, others in ((128, 128), (128, 64), (64, 64)):
         with poisoned_memory():
-            found = mask_lists._listed(mask[None, None], lines, others, False)
-            turned = mask_lists._listed(mask[None, None], lines, others, True)
-        assert as_lists(*found[:2]) == blocks_of(mask, lines, others)
-        assert as_lists(*turned[:2]) == blocks_of(mask.T, lines, others)
-        assert torch.equal(found[2].flatten()[: len(mask)].bool(), mask.any(1))
+            straight, turned = (
+                mask_lists._listed(mask_lists._packed(mask[None, None], by_columns), lines, others)
+                for by_columns in (False, True)
+            )
+        for found, right in ((straight, mask), (turned, mask.T)):
+            assert as_lists(*found[:2]) == blocks_of(right, lines, others)
+            assert torch.equal(found[2].flatten()[: len(right)].bool(), right.any(1))
 
 
 def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
@@ -165,11 +167,13 @@ FAULTS_IN_READING = {
     "the next block": ("list_blocks", "first // OTHERS + tl", "first // OTHERS + 1 + tl"),
     "the last part alone": ("list_blocks", "count += tl.sum", "count = tl.sum"),
     "another sequence's blocks": ("list_blocks", "list_number // blocks", "list_number % blocks"),
-    "other rows": ("pack_tiles", "bits // 2 % 2 * 8", "bits // 2 % 2 * 4"),
-    "other columns": ("pack_tiles", "threads % 4 * 2", "threads % 4"),
+    "other rows": ("pack_tiles", "(in_rows // 8 % 2 * 2)", "(in_rows // 4 % 2 * 2)"),
+    "other columns": ("pack_tiles", "in_columns // 8 * 4 +", "in_columns // 4 % 8 * 4 +"),
+    "other threads": ("pack_tiles", "threads % 32 * 4 + threads // 32", "threads"),
     "another head": ("pack_tiles", "plane % num_heads", "plane // num_heads"),
-    "a row of few keys": ("list_blocks", "sees = tl.maximum(sees,", "sees = tl.minimum(sees,"),
-    "never turned": ("pack_tiles", "in_lines if BY_ROWS else in_others", "in_lines"),
+    "a row of the last keys": ("list_blocks", "seen |= words", "seen = words"),
+    "a row of the other half": ("list_blocks", "seen >> (2 * half)", "seen"),
+    "never turned": ("pack_tiles", "(line if BY_ROWS else other) * _TILE", "line * _TILE"),
 }
 
 
@@ -197,9 +201,10 @@ def test_a_fault_in_what_reads_a_mask_is_seen(
     function, old, new = FAULTS_IN_READING[name]
     before = getattr(mask_tiles, function).fn
     patterns = (causal, documents, padded, banded)
+    monkeypatch.setattr(mask_lists, "_AT_ONCE", 2)
     for text in (old, new):
         monkeypatch.setattr(mask_tiles, function, rewritten(before, old, text))
-        masks = torch.stack([pattern(270, 330) for pattern in patterns]).view(2, 2, 270, 330)
+        masks = torch.stack([pattern(263, 330) for pattern in patterns]).view(2, 2, 263, 330)
         if text == old:
             held_to_what_is_there(masks)
         else:
@@ -216,7 +221,8 @@ def test_a_mask_may_lie_anywhere() -> None:
         "rows expanded": wide[:1, :, :1, :300].expand(2, 1, 300, 300),
     }
     for name, mask in lying.items():
-        listed = mask_lists._listed(mask_lists._own(mask), 128, 64, False)
+        words = mask_lists._packed(mask_lists._own(mask), False)
+        listed = mask_lists._listed(words, 128, 64)
         lists = zip(*listed[:2], packed_tiles(mask)[:, 0], strict=True)
         for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
             assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name

@@ -1,6 +1,7 @@
 """How problems are launched: pure functions of shape and device."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
 from types import SimpleNamespace
@@ -294,6 +295,44 @@ def test_a_launch_hands_over_addresses_and_numbers_and_no_constants() -> None:
     hooks = (None, None, None)
     given = (3, 2, 1, 0, "function", "packed", *hooks, *addresses, 0.5, 7)
     assert launched == [(types, *given)]
+
+
+class TritonLauncher:
+    """A launcher as Triton's: it asks for memory, and hands what it was given over with more."""
+
+    def __init__(self, size: int, *, hands_a_tuple: bool) -> None:
+        self.size, self.hands_a_tuple = size, hands_a_tuple
+        self.launched: list[tuple[Any, ...]] = []
+        self.launch: Callable[..., None] = lambda *given: self.launched.append(given)
+
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *rest: Any) -> None:
+        memory = x * y * z * self.size if self.size else None
+        *before, packed, _, enter, leave = rest[:4]
+        assert not before
+        rest = rest[4:]
+        arguments = (rest,) if self.hands_a_tuple else rest
+        self.launch(x, y, z, stream, function, False, memory, packed, enter, leave, *arguments)
+
+
+@pytest.mark.parametrize("hands_a_tuple", [False, True])
+@pytest.mark.parametrize("size", [0, 16])
+def test_what_a_launcher_would_hand_over_is_handed_over_without_it(
+    size: int, hands_a_tuple: bool
+) -> None:
+    launcher = TritonLauncher(size, hands_a_tuple=hands_a_tuple)
+    given = ("function", "packed", None, None, None)
+    run, before = launches._without_launcher(launcher, given)
+    assert launcher.launched == [], "it was asked for nothing"
+    assert (run is launcher) == (size > 0), "one that needs memory asks for it at each call"
+    run(3, 2, 1, 7, *before, 11, 12, 13)
+    launcher(3, 2, 1, 7, *given, 11, 12, 13)
+    assert launcher.launched[0] == launcher.launched[1]
+
+
+@pytest.mark.parametrize("odd", [lambda *given: None, print, object()])
+def test_another_launcher_stays_as_it_is(odd: Any) -> None:
+    given = ("function", "packed")
+    assert launches._without_launcher(odd, given) == (odd, given)
 
 
 def test_what_another_thread_compiles_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
