@@ -465,7 +465,9 @@ def test_what_reads_a_mask_once_holds_it_in_registers(
     if triton is not None and not triton.exists():
         pytest.skip("make test unpacks Triton 3.6.0")
     values = "dict(mask=MaskKind.BOOLEAN, num_heads=8, mask_shape=(2, 1, 4096, 4096))"
-    assert compiled(f"mask_{read}_of_{lines}", values, tmp_path, triton)["spills"] == 0
+    found = compiled(f"mask_{read}_of_{lines}", values, tmp_path, triton)
+    assert found["spills"] == 0
+    assert found["wide"] >= 2, "16 bytes at once"
 
 
 @pytest.mark.skipif(not OLDEST.exists(), reason="make test unpacks Triton 3.6.0")

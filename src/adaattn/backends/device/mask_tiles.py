@@ -114,8 +114,9 @@ def pack_tiles(
         num_heads: of the mask.
         BY_ROWS: lines are the mask's rows, and others its columns; else the other way round.
         IS_DENSE: columns are adjacent.
-        ALIGNMENT: what the mask's strides but the last are multiples of.
+        ALIGNMENT: what the columns, and the mask's strides but the last, are multiples of.
     """
+    num_columns = num_columns // ALIGNMENT * ALIGNMENT  # so many are there or not together
     down = tl.cdiv(num_rows, _TILE)
     across = tl.cdiv(num_columns, _TILE)
     plane = tl.program_id(0) // (down * across)

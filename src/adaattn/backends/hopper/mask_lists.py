@@ -130,7 +130,7 @@ def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     lines, others = (-(-length // SPLIT_TILE) for length in lengths[:: -1 if by_columns else 1])
     words = mask.new_empty((*planes, lines, others * _WORDS), dtype=torch.int32)
     stride_b, stride_h, stride_m, stride_n = mask.stride()
-    aligned = gcd(_ALIGNMENT, stride_b, stride_h, stride_m)
+    aligned = gcd(_ALIGNMENT, stride_b, stride_h, stride_m, lengths[1])
     launch = Launch(
         module="device.mask_tiles",
         name="pack_tiles",
