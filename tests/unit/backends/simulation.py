@@ -309,7 +309,7 @@ class Shared:
     """Stages in shared memory; without numbers until somebody writes them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.dtype = tensor, tensor.dtype
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tensor.shape
 
     def index(self, stage: Any) -> "Shared":
         """Return one stage."""

@@ -9,7 +9,8 @@ for dq, which leaves one pass later as a sum in fp32 in global memory, added by 
 `adaattn.backends.hopper.gradient_rows` makes what a row needs, and the gradient of queries of those
 sums. Tiles of scores are [keys of a warpgroup, BLOCK_M].
 
-What a stage holds is freed once for queries, upstream gradients and terms of rows together.
+What a stage holds is freed once for queries, upstream gradients and terms of rows together. Of a
+packed boolean mask it has the words of both warpgroups; blocks that hide all are left out.
 
 Sums have no fixed order, or where IS_ORDERED that of `adaattn.backends.hopper.gradient_order`.
 """
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from adaattn.backends.device.barriers import two_barriers
 from adaattn.backends.device.gluon import aggregate, barrier, shaped_as, tma_add, tma_store
 from adaattn.backends.device.stages import copy, mma_layout, product, set_fields
+from adaattn.backends.hopper.gradient_masks import listed_range
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
@@ -42,6 +44,7 @@ from adaattn.backends.hopper.gradient_scores import (
     slope_of,
     weighed,
 )
+from adaattn.backends.hopper.mask_bits import copied_words, shown
 from adaattn.backends.hopper.places import corner
 from adaattn.backends.hopper.scores import Sizes
 
@@ -62,6 +65,9 @@ class Backward:
     key_gradient: tma.tensor_descriptor
     value_gradient: tma.tensor_descriptor
     sums: tma.tensor_descriptor
+    words: tma.tensor_descriptor
+    of_batch: gl.tensor
+    of_head: gl.tensor
     slopes: gl.tensor
     turns: gl.tensor
     scale: gl.tensor
@@ -92,6 +98,7 @@ class Backward:
     ds: gl.shared_memory_descriptor
     caps: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
+    m: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     o_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -114,6 +121,7 @@ class Backward:
     HAS_ALIBI: gl.constexpr
     IS_ORDERED: gl.constexpr
     IS_PACKED: gl.constexpr
+    HAS_MASK: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -121,12 +129,13 @@ class Backward:
 
     @gluon.constexpr_function
     def __init__(
-        self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes,
-        turns, scale, natural, cap, zero, sizes, batch, key_head, first_head, last_head, start_q,
-        start_k, block, first_key, first_tile, end_tile, first_slot, added_before, skipped,
-        tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, q_full, o_full, q_empty, kv_full,
-        ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
-        IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED,
+        self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
+        of_batch, of_head, slopes, turns, scale, natural, cap, zero, sizes, batch, key_head,
+        first_head, last_head, start_q, start_k, block, first_key, first_tile, end_tile, first_slot,
+        added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full,
+        o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D,
+        IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
+        IS_ORDERED, IS_PACKED, HAS_MASK,
     ):  # fmt: skip
         set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
@@ -161,6 +170,11 @@ def gradient_producer(c):
         mbarrier.wait(c.q_empty.index(stage), ((visit >> 1) & 1) ^ 1)
         copy(c.query, c.q_full.index(stage), c.q.index(stage), place)
         copy(c.row_terms, c.q_full.index(stage), c.r.index(stage), (slot * (2 * c.ROWS),))
+        if c.HAS_MASK:
+            lines = c.first_key // c.KEYS
+            for w in gl.static_range(2):
+                of_mask = (c.batch * c.of_batch, head * c.of_head, lines + w, tile * (2 * c.ROWS))
+                copy(c.words, c.q_full.index(stage), c.m.index(2 * stage + w), of_mask)
         if visit < c.visits:
             copy(c.upstream, c.o_full.index(stage), c.o.index(stage), place)
         tile, slot, head = next_tile(c, tile, slot, head)
@@ -190,6 +204,14 @@ def hide_ahead(c, w: gl.constexpr, p, first_key, first_row):
     """
     if not c.IS_ALIGNED or (c.ROWS == 64 and w == 1):
         p = hide_at_edges(c, p, first_key, first_row)
+    return p
+
+
+@gluon.jit
+def kept_ahead(c, w: gl.constexpr, p, stage):
+    """Weights of keys that a boolean mask lets rows see, else 0; none behind the last key."""
+    if c.HAS_MASK:
+        p = shown(p, copied_words(c.m.index(2 * stage + w)), 0.0)
     return p
 
 
@@ -270,6 +292,7 @@ def gradient_consumer(c, w: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=[s_async])
     p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
     p = hide_at_edges(c, p, first_key, tile * rows)
+    p = kept_ahead(c, w, p, 0)
     for visit in range(c.visits):
         # No product is in flight here: across the back edge the assembler would serialise all.
         stage = visit & 1
@@ -317,6 +340,7 @@ def gradient_consumer(c, w: gl.constexpr):
                 tile = c.end_tile - 2 - visit
         p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
+        p = kept_ahead(c, w, p, stage ^ 1)
         # With weights among what is waited for, exponentials stay before the wait.
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
     if c.IS_PACKED:
@@ -329,15 +353,16 @@ def gradient_consumer(c, w: gl.constexpr):
 
 @gluon.jit
 def backward(
-    query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, slopes, turns,
+    query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, slopes,
+    turns,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
     tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences, starts_q,
-    starts_k,
+    starts_k, of_batch, of_head, counts, indices, list_width, list_stride_b,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
-    IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
+    IS_PACKED: gl.constexpr, TO_END: gl.constexpr, HAS_MASK: gl.constexpr, HAS_LISTS: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -346,6 +371,12 @@ def backward(
             see nothing, then BLOCK_M sums of products of output and gradient.
         sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
             `add_queries`.
+        words: where HAS_MASK, its packed tiles with keys in lines: int32 [B or 1, Hq or 1, tiles of
+            keys, tiles of rows x 128].
+        of_batch: 1 where sequences have masks of their own, else 0.
+        of_head: the same of heads.
+        counts: where HAS_LISTS, how many tiles of rows each block of keys is seen by.
+        indices: their numbers.
         turns: int32, zeros, where IS_ORDERED: for both halves of the sums of each tile of rows the
             block of keys whose turn it is to add to them.
         natural: factor of the gradient of keys.
@@ -369,7 +400,13 @@ def backward(
     caps = ds
     if HAS_SOFTCAP:
         caps = gl.allocate_shared_memory(dtype, [2, BLOCK_N // 2, BLOCK_M], ds_layout)
-    q_full = two_barriers(2)
+    # Nor without a mask, whose words are two copies more.
+    m = r
+    q_full = two_barriers(4 if HAS_MASK else 2)
+    if HAS_MASK:
+        m = gl.allocate_shared_memory(words.dtype, [4, 2 * BLOCK_M], row_terms.layout)
+    else:
+        words = query
     o_full = two_barriers(1)
     q_empty = two_barriers(2)
     kv_full = two_barriers(1)
@@ -404,6 +441,9 @@ def backward(
         sizes = Sizes(own_q, own_k, offset, left, right)
         block = first_key // BLOCK_N
     first, behind = row_tiles(sizes, first_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+    if HAS_LISTS:
+        number = batch * list_stride_b + block
+        first, behind = listed_range(counts + number, indices, number, list_width, first, behind)
     skipped = tiles_per_head - (behind - first)
     added_before = gl.to_tensor(0)
     if IS_ORDERED:
@@ -418,13 +458,13 @@ def backward(
     if IS_GROUPED:
         visits = visits * group_size
     c = Backward(
-        query, key, value, upstream, row_terms, key_gradient, value_gradient, sums,
-        slopes + batch * slopes_stride, turns, scale, natural, cap, zero, sizes, batch,
-        key_head, first_head, first_head + group_size - 1, start_q, start_k, block, first_key,
-        first, behind, first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds,
-        caps, dq, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M,
-        BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP,
-        FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED,
+        query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
+        of_batch, of_head, slopes + batch * slopes_stride, turns, scale, natural, cap, zero, sizes,
+        batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, block,
+        first_key, first, behind, first_slot, added_before, skipped, tiles_per_head, visits, q, o,
+        r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
+        BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
+        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK,
     )  # fmt: skip
     if IS_ORDERED:
         gl.warp_specialize(

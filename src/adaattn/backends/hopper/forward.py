@@ -12,8 +12,8 @@ import torch
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.hopper.launch import MASK_ALIGNMENT, is_listed, may_list_mask
-from adaattn.backends.hopper.mask_lists import tiles_of_rows
+from adaattn.backends.hopper.launch import MASK_ALIGNMENT, MASK_BLOCK, is_listed, may_list_mask
+from adaattn.backends.hopper.mask_lists import packed_tiles
 from adaattn.backends.hopper.prepared import (
     DTYPES,
     NOT_BY_HEAD,
@@ -98,7 +98,7 @@ class _Call:
                 and mask is not None
                 and is_listed(mask.shape, query.shape[2], key.shape[2])
             ):
-                mask, *lists = tiles_of_rows(mask)
+                mask, *lists = packed_tiles(mask, MASK_BLOCK)
                 beside = (None, None, *lists)
             extras = _extras((mask, sinks, slopes), beside, by_head)
         read, layout, prepared = self._layouts.find((query, key, value), _layout, extras)

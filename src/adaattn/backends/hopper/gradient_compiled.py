@@ -66,11 +66,15 @@ def constants_of(variant: GradientVariant, kind: str) -> dict[str, Any]:
     others = {
         "FAST_TANH": variant.has_fast_tanh,
         "MASK": BITS.value if variant.packs_mask else int(variant.mask),
+        "HAS_MASK": variant.packs_mask,
         "HAS_SUMS": not variant.is_split,
     }
     if kind in _SMALL:
         others["BLOCK_D"] = variant.block_v
-    return tma.constants_of(_FUNCTIONS[kind], variant, **others)
+    found = tma.constants_of(_FUNCTIONS[kind], variant, **others)
+    if kind == "main" and not variant.packs_mask:
+        found["words"] = None
+    return found
 
 
 def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
@@ -99,6 +103,7 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         **dict.fromkeys(("scale", "natural", "cap"), "fp32"),
         "row_terms": terms.get(kind, "*fp32"),
         "sums": _plain([16, 256]),
+        "words": _plain([1, 1, 1, 2 * variant.block_m], "i32"),
         "slopes": f"*{variant.slopes_dtype}",
         **dict.fromkeys(("turns", "starts_q", "starts_k", "counts", "indices"), "*i32"),
         "mask": f"*{variant.mask_dtype}",
@@ -106,10 +111,10 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
     }
 
 
-def _plain(tile: list[int]) -> str:
-    """Return Triton's name of the type of fp32 that TMA copies without a swizzle."""
+def _plain(tile: list[int], dtype: str = "fp32") -> str:
+    """Return Triton's name of the type of numbers that TMA copies without a swizzle."""
     layout = gl.NVMMASharedLayout(0, 32, len(tile))
-    return f"tensordesc<fp32[{','.join(map(str, tile))}],{layout!r}>"
+    return f"tensordesc<{dtype}[{','.join(map(str, tile))}],{layout!r}>"
 
 
 def _alignments(variant: GradientVariant, kind: str, types: dict[str, str]) -> dict[str, int]:

@@ -76,6 +76,7 @@ class GradientVariant:
         mask_is_aligned: its address and all other strides are multiples of `MASK_ALIGNMENT`.
         packs_mask: tiles of a boolean mask are packed before.
         has_lists: those before the first and behind the last that it shows are left out.
+        is_split: gradients of queries have a kernel of their own.
     """
 
     block_d: int
@@ -100,6 +101,7 @@ class GradientVariant:
     mask_is_aligned: bool = True
     packs_mask: bool = False
     has_lists: bool = False
+    is_split: bool = False
 
     @property
     def block_m(self) -> int:
@@ -110,14 +112,6 @@ class GradientVariant:
     def block_n(self) -> int:
         """Keys of a block."""
         return SPLIT_TILE if self.is_split else BLOCK_KEYS
-
-    @property
-    def is_split(self) -> bool:
-        """Whether gradients of queries have a kernel of their own.
-
-        There are no registers for a mask, or more columns, beside the sums of one kernel for all.
-        """
-        return self.mask is not MaskKind.NONE or max(self.block_d, self.block_v) > _MOST_COLUMNS
 
     @property
     def has_fast_tanh(self) -> bool:
@@ -142,12 +136,12 @@ def choose_gradients(
     """
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
-    masked, packs = problem.mask is not MaskKind.NONE, _packs_mask(problem)
-    is_split = masked or max(block_d, block_v) > _MOST_COLUMNS
+    packs = _packs_mask(problem)
+    is_split = max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs)
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
     is_packed = problem.num_sequences > 0
-    is_ragged = is_packed or problem.len_k % block_n != 0
+    is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
     is_ordered = not is_split and (problem.deterministic or problem.batch_invariant)
     # Of packed sequences that may not depend on one another, whether all are square is another's.
     is_square = problem.packed_square and not problem.batch_invariant
@@ -179,7 +173,21 @@ def choose_gradients(
         mask_has_rows=problem.mask_shape[-2:-1] not in ((), (1,)),
         packs_mask=packs,
         has_lists=packs and lists_mask(problem, _LEAST_PACKED),
+        is_split=is_split,
     )
+
+
+def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
+    """Return whether a mask makes gradients of queries another kernel's.
+
+    There are registers for the bits of a packed one beside the sums of one kernel for all, and for
+    no other; not beside a window's bounds, nor memory beside a softcap's derivatives. Of blocks
+    that visit what a list says none knows which tiles the one before it adds to, for an order.
+    """
+    if problem.mask is MaskKind.NONE:
+        return False
+    _, left = edges(problem)
+    return not packs or problem.deterministic or problem.softcap > 0 or left >= 0
 
 
 def _packs_mask(problem: AttentionProblem) -> bool:

@@ -3,26 +3,68 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from adaattn.backends.allocation import Place, unfilled_all
-from adaattn.backends.device.launch import address_of
-from adaattn.backends.hopper.mask_lists import Tiles, tiles_both_ways
+from adaattn.backends.device.launch import View, address_of
+from adaattn.backends.hopper.mask_lists import Tiles, packed_tiles
 from adaattn.backends.masks import stream_of
 
-__all__ = ["MaskSteps", "Pass", "SinglePass", "SplitPass", "mask_steps"]
+__all__ = ["MaskReading", "Pass", "SinglePass", "SplitPass"]
 
 _Optional = torch.Tensor | None
 _Tensors = tuple[torch.Tensor, ...]
 _Optionals = tuple[_Optional, ...]
 _Numbers = tuple[int | float, ...]
 _Steps = tuple[int, ...]
-
-MaskSteps = tuple[_Steps, _Steps]
-"""The strides of a mask, and the steps of its lists: from block to block, and to sequence."""
-
 _Launch = Callable[..., None]
+
+
+class MaskReading(NamedTuple):
+    """How a kernel reads a mask.
+
+    Args:
+        strides: of the mask, or of its packed tiles over sequences and heads; 0 where one stands
+            for all.
+        steps: of its lists from block to block, and to those of the next sequence.
+        block: lines and others of a block of the lists; None without.
+        by_columns: lines are its columns.
+        view: of its packed tiles, as TMA sees them; None where it is read as it is.
+    """
+
+    strides: _Steps = (0, 0, 0, 0)
+    steps: _Steps = (0, 0)
+    block: tuple[int, int] | None = None
+    by_columns: bool = False
+    view: View | None = None
+
+    @classmethod
+    def of_tiles(
+        cls, mask: torch.Tensor, block: tuple[int, int] | None, *, by_columns: bool = False
+    ) -> "MaskReading":
+        """Return how its packed tiles are read."""
+        words, _, indices, _ = packed_tiles(mask, block, by_columns=by_columns)
+        assert words is not None
+        sizes = zip(words.shape[:2], words.stride(), strict=False)
+        strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
+        steps: _Steps = (0, 0)
+        if indices is not None:
+            blocks, width = indices.shape[2:]
+            steps = (width, blocks if indices.shape[0] > 1 else 0)
+        return cls(strides, steps, block, by_columns, (tuple(words.shape), words.stride()))
+
+    def tiles(self, mask: _Optional) -> Tiles:
+        """Return what the kernel reads, to be held until it is launched."""
+        if mask is None or self.view is None:
+            return Tiles(mask)
+        return packed_tiles(mask, self.block, by_columns=self.by_columns)
+
+    def numbers(self, tiles: Tiles) -> tuple[int, ...]:
+        """Return where a mask begins, its strides, where lists of it do, and their steps."""
+        words, counts, indices, _ = tiles
+        return address_of(words), *self.strides, *map(address_of, (counts, indices)), *self.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +141,13 @@ class SinglePass(Pass):
         num_blocks: of keys, of all key heads.
         main: numbers of the second launch.
         finish: of the third.
+        mask: how it is read.
     """
 
     num_blocks: int
     main: _Numbers
     finish: _Numbers
+    mask: MaskReading
 
     def _differentiate(
         self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
@@ -111,8 +155,12 @@ class SinglePass(Pass):
         slopes, *bounds = map(address_of, beside[:3])
         sums, turns = summed
         _, main, finish = self.launches
-        copied = (*tensors[:5], *tensors[6:], sums)
-        main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *bounds)
+        words, counts, indices, _ = self.mask.tiles(beside[3])
+        copied = (*tensors[:5], *tensors[6:], *(item for item in (sums, words) if item is not None))
+        planes = (int(step > 0) for step in self.mask.strides[:2])
+        lists = map(address_of, (counts, indices))
+        others = (*bounds, *planes, *lists, *self.mask.steps)
+        main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *others)
         of_queries = map(address_of, (sums, tensors[5]))
         finish(self.num_tiles, stream, (), *of_queries, bounds[0], *self.finish)
 
@@ -126,18 +174,14 @@ class SplitPass(Pass):
         num_row_blocks: of query rows, of all heads.
         keys: numbers of the second launch.
         queries: of the third.
-        mask: strides of the mask, and steps of its lists, as each kernel reads it.
-        packs_mask: tiles of the mask are packed before.
-        has_lists: those that it shows are listed before.
+        mask: how each of them reads it.
     """
 
     num_blocks: int
     num_row_blocks: int
     keys: _Numbers
     queries: _Numbers
-    mask: tuple[MaskSteps, MaskSteps]
-    packs_mask: bool
-    has_lists: bool
+    mask: tuple[MaskReading, MaskReading]
 
     def _differentiate(
         self, tensors: _Tensors, stream: int, summed: _Optionals, beside: _Optionals
@@ -145,32 +189,11 @@ class SplitPass(Pass):
         del summed
         slopes, *bounds = map(address_of, beside[:3])
         _, keys, queries = self.launches
-        mask = beside[3]
-        of_keys = of_queries = Tiles(mask)  # in these names until both kernels are launched
-        if self.packs_mask:
-            assert mask is not None
-            of_keys, of_queries = tiles_both_ways(mask, has_lists=self.has_lists)
+        first, second = (reading.tiles(beside[3]) for reading in self.mask)
+        of_keys, of_queries = self.mask
         copied = (*tensors[:5], *tensors[6:])
-        others = (*bounds, *_mask_numbers(of_keys, *self.mask[0]))
+        others = (*bounds, *of_keys.numbers(first))
         keys(self.num_blocks, stream, copied, slopes, *self.keys, *others)
         copied, terms = (*tensors[:4], tensors[5]), address_of(tensors[4])
-        others = (*bounds, *_mask_numbers(of_queries, *self.mask[1]))
+        others = (*bounds, *of_queries.numbers(second))
         queries(self.num_row_blocks, stream, copied, terms, slopes, *self.queries, *others)
-
-
-def _mask_numbers(tiles: Tiles, strides: _Steps, steps: _Steps) -> tuple[int, ...]:
-    """Return where a mask begins, its strides, where lists of it do, and their steps."""
-    words, counts, indices, _ = tiles
-    return address_of(words), *strides, address_of(counts), address_of(indices), *steps
-
-
-def mask_steps(tiles: Tiles) -> MaskSteps:
-    """Return the strides of packed tiles over sequences and heads, and the steps of their lists."""
-    words, _, indices, _ = tiles
-    assert words is not None
-    sizes = zip(words.shape[:2], words.stride(), strict=False)
-    strides = (*(step if size > 1 else 0 for size, step in sizes), 0, 0)
-    if indices is None:
-        return strides, (0, 0)
-    blocks, width = indices.shape[2:]
-    return strides, (width, blocks if indices.shape[0] > 1 else 0)

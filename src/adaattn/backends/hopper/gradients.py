@@ -20,15 +20,8 @@ from adaattn.backends.hopper.gradient_launch import (
     numbers_of,
     split_numbers_of,
 )
-from adaattn.backends.hopper.gradient_passes import (
-    MaskSteps,
-    Pass,
-    SinglePass,
-    SplitPass,
-    mask_steps,
-)
+from adaattn.backends.hopper.gradient_passes import MaskReading, Pass, SinglePass, SplitPass
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
-from adaattn.backends.hopper.mask_lists import tiles_both_ways
 from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
 from adaattn.backends.hopper.views import Layouts, head_view, made_readable
 from adaattn.backends.interface import Tensors
@@ -196,33 +189,40 @@ def _prepare(
             value.shape[3],
         ),
     }
+
+    def reading(block: tuple[int, int], *, by_columns: bool) -> MaskReading:
+        """Return how a kernel reads the mask, whose blocks have so many lines and others."""
+        if mask is None or not variant.packs_mask:
+            return MaskReading(tuple(of_mask))
+        listed = block if variant.has_lists else None
+        return MaskReading.of_tiles(mask, listed, by_columns=by_columns)
+
     if variant.is_split:
         row_blocks = tiles_of(problem, problem.len_q, ROW_BLOCK)
         of_queries = (*copied[:4], view_of(written[0]))
-        views: tuple[tuple[View, ...], ...] = ((), copied, of_queries)
-        of_kernels: tuple[MaskSteps, MaskSteps] = ((tuple(of_mask), (0, 0)),) * 2
-        if mask is not None and variant.packs_mask:
-            turned, straight = tiles_both_ways(mask, has_lists=variant.has_lists)
-            of_kernels = mask_steps(turned), mask_steps(straight)
         return SplitPass(
-            launches=_bound(kernels, views),
+            launches=_bound(kernels, ((), copied, of_queries)),
             allocated=allocated,
             num_row_blocks=problem.batch * problem.num_heads * row_blocks,
             keys=split_numbers_of(problem, variant, stride, key_blocks),
             queries=split_numbers_of(problem, variant, stride, row_blocks),
-            mask=of_kernels,
-            packs_mask=variant.packs_mask,
-            has_lists=variant.has_lists,
+            mask=(
+                reading((variant.block_n, variant.block_m), by_columns=True),
+                reading((ROW_BLOCK, variant.block_n), by_columns=False),
+            ),
             **shared,
         )
     sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
     summed: list[Place] = [(*sums, torch.float32)]
     if variant.is_ordered:
         summed.append(placed((2 * num_tiles,), torch.int32))
+    seen = reading((variant.block_n, variant.block_m), by_columns=True)
+    views = (*copied, sums) if seen.view is None else (*copied, sums, seen.view)
     return SinglePass(
-        launches=_bound(kernels, ((), (*copied, sums), ())),
+        launches=_bound(kernels, ((), views, ())),
         allocated=(*allocated, *summed),
         main=numbers_of(problem, variant, stride),
+        mask=seen,
         finish=(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
         **shared,
     )

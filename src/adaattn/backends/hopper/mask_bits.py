@@ -16,11 +16,24 @@ SHOWN = gl.constexpr(
 )
 
 
+# A word for each thread of a warpgroup.
+OF_THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
 @gluon.jit
 def load_words(start, number):
     """Each thread's word of a tile, by the tile's number."""
-    threads = gl.arange(0, WORDS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    threads = gl.arange(0, WORDS, layout=OF_THREADS)
     return gl.load(start + number.to(gl.int64) * WORDS + threads)
+
+
+@gluon.jit
+def copied_words(place):
+    """Each thread's word of a tile, or two of tiles beside one another, from shared memory."""
+    found = place.slice(0, WORDS).load(OF_THREADS)
+    if place.shape[0] == 2 * WORDS:
+        found = gl.join(found, place.slice(WORDS, WORDS).load(OF_THREADS))
+    return found
 
 
 @gluon.jit

@@ -7,17 +7,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from adaattn.backends.device.launch import Launch
-from adaattn.backends.hopper.gradient_launch import ROW_BLOCK, SPLIT_TILE
-from adaattn.backends.hopper.launch import MASK_BLOCK
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
-__all__ = ["Lists", "Tiles", "tiles_both_ways", "tiles_of_rows"]
+__all__ = ["Tiles", "packed_tiles"]
 
 _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
-
-Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Counts int32 [B or 1, 1, blocks], numbers of blocks int32 [B or 1, 1, blocks, most], and whether
-each line sees anything, int8 [B or 1, blocks, lines of one]."""
 
 
 class Tiles(NamedTuple):
@@ -38,6 +32,7 @@ class Tiles(NamedTuple):
     sees: torch.Tensor | None = None
 
 
+_TILE: Final = 64
 _AT_ONCE: Final = 16
 """Tiles of a line that are looked at together."""
 
@@ -47,52 +42,33 @@ _MOST_KEPT: Final = 4
 """Of a kind, of one tensor: views of it are masks of their own."""
 
 
-def tiles_of_rows(mask: torch.Tensor) -> Tiles:
-    """Return a mask's packed tiles, and which blocks of keys each block of query rows sees.
-
-    Args:
-        mask: boolean [Sq, Sk] or [B or 1, 1, Sq, Sk]; its blocks are of `MASK_BLOCK`.
-    """
-    return Tiles(*_kept(mask, ("rows",), _of_rows))
-
-
-def tiles_both_ways(mask: torch.Tensor, *, has_lists: bool) -> tuple[Tiles, Tiles]:
-    """Return a mask's packed tiles turned, with keys in lines, and as they are.
+def packed_tiles(
+    mask: torch.Tensor, block: tuple[int, int] | None, *, by_columns: bool = False
+) -> Tiles:
+    """Return a mask's packed tiles, and which blocks of others each block of lines sees.
 
     Args:
         mask: boolean [Sq, Sk] or [B or 1, Hq or 1, Sq, Sk]; where it is listed one for all heads.
-        has_lists: tiles that are seen are listed too: by tiles of keys, and by `ROW_BLOCK` rows.
+        block: lines and others of a block, multiples of 64; None lists none.
+        by_columns: its columns are lines, and its rows the others; else the other way round.
     """
-    found = _kept(mask, ("tiles", has_lists), _both_ways, has_lists)
-    half = len(found) // 2
-    return Tiles(*found[:half]), Tiles(*found[half:])
+    return Tiles(*_kept(mask, ("tiles", by_columns, block), _tiles, by_columns, block))
 
 
-def _of_rows(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what `Tiles` of the forward pass have."""
-    words = _words(mask)
-    return words, *_listed(words, *MASK_BLOCK)
-
-
-def _both_ways(mask: torch.Tensor, has_lists: bool) -> tuple[torch.Tensor, ...]:
-    """Return what both `Tiles` have, one after the other."""
-    turned, straight = _packed(mask, True), _words(mask)
-    if not has_lists:
-        return turned, straight
-    of_keys = _listed(turned, SPLIT_TILE, SPLIT_TILE)
-    return turned, *of_keys, straight, *_listed(straight, ROW_BLOCK, SPLIT_TILE)
-
-
-def _words(mask: torch.Tensor) -> torch.Tensor:
-    """Return the words of a mask as `_own`, with rows in lines: both passes read them."""
-    return _kept(mask, ("words",), _packed, False)
+def _tiles(
+    mask: torch.Tensor, by_columns: bool, block: tuple[int, int] | None
+) -> tuple[torch.Tensor, ...]:
+    """Return what `Tiles` has, of a mask as `_own`."""
+    # Both passes, and blocks of any size, read the same words.
+    words = _kept(mask, ("words", by_columns), _packed, by_columns)
+    return (words,) if block is None else (words, *_listed(words, *block))
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:
     """Return what is made of a mask, kept while it lives and is not written to: `kept_beside`."""
     # It belongs to the tensor that the caller holds, not to a view of this call.
     given = mask if mask._base is None else mask._base
-    facts = (*what, mask.data_ptr(), mask.shape, mask.stride())
+    facts = (what, mask.data_ptr(), mask.shape, mask.stride())
     return kept_beside(given, facts, lambda: make(_own(mask), *rest), most=_MOST_KEPT)
 
 
@@ -103,11 +79,11 @@ def _own(mask: torch.Tensor) -> torch.Tensor:
     return mask[:, :1] if mask.stride(1) == 0 else mask
 
 
-def _listed(words: torch.Tensor, lines: int, others: int) -> Lists:
-    """Return the lists of packed tiles of one head, of blocks of so many lines and others."""
+def _listed(words: torch.Tensor, lines: int, others: int) -> tuple[torch.Tensor, ...]:
+    """Return counts, indices and what sees anything, as in `Tiles`, of packed tiles of one head."""
     sequences, _, line_tiles, columns = words.shape
     other_tiles = columns // _WORDS
-    of_line, of_other = lines // SPLIT_TILE, others // SPLIT_TILE
+    of_line, of_other = lines // _TILE, others // _TILE
     blocks, width = -(-line_tiles // of_line), -(-other_tiles // of_other)
     counts = words.new_empty((sequences, 1, blocks))
     indices = words.new_empty((sequences, 1, blocks, width))
@@ -127,7 +103,7 @@ def _listed(words: torch.Tensor, lines: int, others: int) -> Lists:
 def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
     planes, lengths = mask.shape[:2], mask.shape[2:]
-    lines, others = (-(-length // SPLIT_TILE) for length in lengths[:: -1 if by_columns else 1])
+    lines, others = (-(-length // _TILE) for length in lengths[:: -1 if by_columns else 1])
     words = mask.new_empty((*planes, lines, others * _WORDS), dtype=torch.int32)
     stride_b, stride_h, stride_m, stride_n = mask.stride()
     aligned = gcd(_ALIGNMENT, stride_b, stride_h, stride_m, lengths[1])

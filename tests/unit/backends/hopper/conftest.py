@@ -69,8 +69,9 @@ class Machine:
         query, upstream = (variant.block_m, variant.block_d), (variant.block_m, variant.block_v)
         key, value = (variant.block_n, variant.block_d), (variant.block_n, variant.block_v)
         read, written = (query, key, value, upstream), (key, value)
+        words = [(2 * variant.block_m,)] if variant.packs_mask else []
         boxes: dict[str, Any] = {
-            "main": (*read, (2 * variant.block_m,), *written, (16, 256)),
+            "main": (*read, (2 * variant.block_m,), *written, (16, 256), *words),
             "keys": (*read, (variant.block_m,), *written),
             "queries": (*read, query),
         }

@@ -12,8 +12,8 @@ import torch
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
-from adaattn.backends.hopper.launch import choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import tiles_both_ways, tiles_of_rows
+from adaattn.backends.hopper.launch import MASK_BLOCK, choose, is_listed, lists_mask
+from adaattn.backends.hopper.mask_lists import packed_tiles
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -115,16 +115,16 @@ def test_lists_name_the_blocks_that_are_seen(pattern: Pattern, sizes: tuple[int,
             assert torch.equal(found[2].flatten()[: len(right)].bool(), right.any(1))
 
 
-def packed_tiles(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
+def words_of(mask: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
     """Return the words of each tile, [B, H, tiles, 128]."""
-    turned, straight = tiles_both_ways(mask, has_lists=False)
-    words = turned.words if by_columns else straight.words
+    words = packed_tiles(mask, None, by_columns=by_columns).words
+    assert words is not None
     return words.unflatten(-1, (-1, 128)).flatten(2, 3)
 
 
 def listed_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the lists of the forward pass."""
-    _, counts, indices, _ = tiles_of_rows(mask)
+    _, counts, indices, _ = packed_tiles(mask, MASK_BLOCK)
     assert counts is not None and indices is not None
     return counts, indices
 
@@ -149,18 +149,17 @@ def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
 @pytest.mark.parametrize("pattern", [padded, scattered, everything])
 def test_packed_tiles_have_each_bit_where_a_product_leaves_its_score(pattern: Pattern) -> None:
     mask = pattern(130, 200)
-    words = packed_tiles(mask)[0, 0]
+    words = words_of(mask)[0, 0]
     assert words.shape == (3 * 4, 128)
     assert torch.equal(unpacked(words, 130, 200), mask)
-    turned = packed_tiles(mask[None, None], by_columns=True)[0, 0]
+    turned = words_of(mask[None, None], by_columns=True)[0, 0]
     assert torch.equal(unpacked(turned, 200, 130), mask.T)
-    for tiles, lists in zip(
-        tiles_both_ways(mask, has_lists=True),
-        (blocks_of(mask.T, 64, 64), blocks_of(mask, 128, 64)),
-        strict=True,
-    ):
-        assert tiles.counts is not None and tiles.indices is not None
-        assert as_lists(tiles.counts, tiles.indices) == lists
+    for block in ((64, 64), (128, 64), (128, 128)):
+        for by_columns in (False, True):
+            tiles = packed_tiles(mask, block, by_columns=by_columns)
+            assert tiles.counts is not None and tiles.indices is not None
+            right = blocks_of(mask.T if by_columns else mask, *block)
+            assert as_lists(tiles.counts, tiles.indices) == right
 
 
 FAULTS_IN_READING = {
@@ -183,11 +182,11 @@ def held_to_what_is_there(masks: torch.Tensor) -> None:
     lists = listed_blocks(first)
     for mask, counts, indices in zip(first[:, 0], *lists, strict=True):
         assert as_lists(counts[None], indices[None]) == blocks_of(mask, 128, 128)
-    sees = tiles_of_rows(first).sees
+    sees = packed_tiles(first, MASK_BLOCK).sees
     assert sees is not None
     assert torch.equal(sees.flatten(1)[:, : first.shape[2]].bool(), first[:, 0].any(2))
     for turned in (False, True):
-        words = packed_tiles(masks, by_columns=turned).flatten(0, 1)
+        words = words_of(masks, by_columns=turned).flatten(0, 1)
         for mask, tiles in zip(masks.flatten(0, 1), words, strict=True):
             right = mask.T if turned else mask
             assert torch.equal(unpacked(tiles, *right.shape), right)
@@ -223,7 +222,7 @@ def test_a_mask_may_lie_anywhere() -> None:
     for name, mask in lying.items():
         words = mask_lists._packed(mask_lists._own(mask), False)
         listed = mask_lists._listed(words, 128, 64)
-        lists = zip(*listed[:2], packed_tiles(mask)[:, 0], strict=True)
+        lists = zip(*listed[:2], words_of(mask)[:, 0], strict=True)
         for one, (counts, indices, tiles) in zip(mask[:, 0], lists, strict=mask.stride(0) > 0):
             assert as_lists(counts[None], indices[None]) == blocks_of(one, 128, 64), name
             assert torch.equal(unpacked(tiles, *one.shape), one), name
@@ -245,11 +244,12 @@ def test_lists_are_kept_until_the_mask_is_written_to() -> None:
 @on_a_cpu
 def test_both_passes_read_the_same_words() -> None:
     mask = causal(300, 300)
-    words = tiles_of_rows(mask).words
-    turned, straight = tiles_both_ways(mask, has_lists=True)
-    assert straight.words is words and turned.words is not words
-    again = tiles_of_rows(mask)
-    assert again.words is words and again.counts is tiles_of_rows(mask).counts
+    forward = packed_tiles(mask, MASK_BLOCK)
+    turned = packed_tiles(mask, (64, 64), by_columns=True)
+    straight = packed_tiles(mask, (128, 64))
+    assert straight.words is forward.words and turned.words is not forward.words
+    assert packed_tiles(mask, MASK_BLOCK).counts is forward.counts
+    assert straight.counts is not forward.counts
 
 
 @pytest.fixture
@@ -272,22 +272,34 @@ PACKED_ALONE: dict[str, dict[str, Any]] = {
 
 @on_a_cpu
 @pytest.mark.usefixtures("simulated", "small")
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", PACKED_ALONE)
-def test_masks_are_packed_where_there_are_no_lists(name: str) -> None:
-    problem = make_problem(head_dim=64, requires_grad=True, **PACKED_ALONE[name])
+def test_masks_are_packed_where_there_are_no_lists(name: str, deterministic: bool) -> None:
+    values = PACKED_ALONE[name] | {"deterministic": deterministic}
+    is_split = deterministic or "window" in values
+    problem = make_problem(head_dim=64, requires_grad=True, **values)
     variant = choose_gradients(problem)
-    assert variant.packs_mask and not variant.has_lists
+    assert variant.packs_mask and not variant.has_lists and variant.is_split == is_split
     assert_training_matches(run, make_tensors(problem, num_hidden_rows=3), problem)
 
 
 FAULTS = {
-    "nothing hidden": ("kept", "shown(p, mask, 0.0)", "p"),
-    "another weight for those": ("kept", "mask, 0.0", "mask, 1.0"),
+    "nothing hidden": ("kept_ahead", "if c.HAS_MASK", "if False"),
+    "another weight for those": ("kept_ahead", ", 0.0)", ", 1.0)"),
+    "the words of the tile before": (
+        "gradient_consumer",
+        "kept_ahead(c, w, p, stage ^ 1)",
+        "kept_ahead(c, w, p, stage)",
+    ),
+    "one warpgroup's bits": ("kept_ahead", "2 * stage + w", "2 * stage"),
+    "one half of the keys": ("gradient_producer", "lines + w", "lines"),
+    "other keys": ("gradient_producer", "c.first_key // c.KEYS", "c.first_key // c.ROWS"),
+    "other rows": ("gradient_producer", "tile * (2 * c.ROWS))", "tile * c.ROWS)"),
+    "twice the same rows": ("copied_words", "place.slice(WORDS, WORDS)", "place.slice(0, WORDS)"),
+    "words before they are there": ("backward", "4 if HAS_MASK else 2", "2"),
     "the other half's bits": ("shown", "// 8 % 2 * 2", "// 8 % 2"),
     "bits of a pair in turn": ("shown", "places % 2", "1 - places % 2"),
     "the other tile's bits": ("shown", "[0, 1, 3, 2]", "[0, 1, 2, 3]"),
-    "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
-    "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
     "the next block's bits": (
         "attend_blocks",
         "mask = next_mask\n            next_mask = load",
@@ -299,16 +311,29 @@ FAULTS = {
     "a tile too few": ("listed_range", "gl.maximum(high, low) + 1", "gl.maximum(high, low)"),
     "begun too late": ("listed_range", "gl.maximum(low, first)", "low + 1"),
 }
+FAULTS_OF_SPLIT = {
+    "nothing hidden": ("kept", "shown(p, mask, 0.0)", "p"),
+    "another weight for those": ("kept", "mask, 0.0", "mask, 1.0"),
+    "another tile of keys": ("load_tile", "number = key_tile *", "number = row_tile *"),
+    "another tile of rows": ("load_tile", "number = row_tile *", "number = key_tile *"),
+    "a tile too few": ("listed_range", "gl.maximum(high, low) + 1", "gl.maximum(high, low)"),
+    "begun too late": ("listed_range", "gl.maximum(low, first)", "low + 1"),
+}
 
 
 @on_a_cpu
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    ("is_split", "name"),
+    [*((False, name) for name in FAULTS), *((True, name) for name in FAULTS_OF_SPLIT)],
+)
 def test_a_fault_in_the_device_code_is_seen(
-    name: str, simulated: Any, rewritten: Callable[..., Any]
+    is_split: bool, name: str, simulated: Any, rewritten: Callable[..., Any]
 ) -> None:
-    function, old, new = FAULTS[name]
-    problem, tensors = made(speckled, requires_grad=True, len_q=270, len_k=330)
+    function, old, new = (FAULTS_OF_SPLIT if is_split else FAULTS)[name]
+    problem, tensors = made(
+        speckled, requires_grad=True, len_q=270, len_k=330, deterministic=is_split
+    )
     simulated.replace(function, partial(rewritten, old=old, new=old))
     assert_training_matches(run, tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
@@ -368,6 +393,9 @@ def test_what_is_left_out_changes_nothing(pattern: Pattern, values: dict[str, An
 @pytest.mark.usefixtures("simulated", "small")
 @pytest.mark.parametrize("values", [
     {"len_q": 200, "len_k": 264},
+    {"len_q": 264, "len_k": 200, "deterministic": True},
+    {"head_dim": 128, "num_heads": 4, "num_kv_heads": 2, "len_q": 200},
+    {"len_q": 200, "softcap": 20.0},
     {"head_dim": 160, "num_heads": 4, "num_kv_heads": 2, "len_q": 140},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -419,7 +447,7 @@ def test_views_of_one_mask_and_one_expanded_over_a_batch() -> None:
     assert all(one is other for one, other in zip(first, again, strict=True))
     expanded = views[0].expand(70_000, 1, 300, 300)
     assert listed_blocks(expanded)[0].shape == (1, 1, 3)
-    assert packed_tiles(expanded).shape == (1, 1, 25, 128)
+    assert words_of(expanded).shape == (1, 1, 25, 128)
 
 
 def test_lists_are_made_where_one_mask_serves_many_heads() -> None:
