@@ -3,8 +3,8 @@
 Keys and values pass through TMA and products through wgmma; see `adaattn.backends.hopper.kernel`.
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
 own. It needs Triton and strides of 16 bytes. Gradients are without lists; those of queries are
-added up in no fixed order up to 128 columns and without a mask, unless PyTorch was asked for
-deterministic algorithms, or `batch_invariant`; above, and with a mask, always the same way.
+added up in no fixed order up to 128 columns, unless PyTorch was asked for deterministic algorithms,
+or `batch_invariant`; above, and beside a mask that adds numbers, always the same way.
 """
 
 import math
@@ -92,8 +92,8 @@ def _overhead(
 ) -> Overhead:
     """Return what is made of a mask: a bit for each pair, and blocks that it shows.
 
-    A backward pass takes terms of rows beside it, and sums in fp32 that are read again; above 128
-    columns and with a mask there are no sums.
+    A backward pass takes terms of rows beside it, and sums in fp32 that are read again; where
+    gradients of queries have a kernel of their own there are no sums.
     """
     del group, hardware, density
     if not problem.wants_gradients:
@@ -105,14 +105,14 @@ def _overhead(
     of_head = tiles_of(problem, problem.len_q, variant.block_m)
     tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
+    packed = 0.0
+    if variant.packs_mask:  # a bit for each pair, with rows in lines and with keys
+        packed = math.prod(problem.mask_shape) / 4.0
     if variant.is_split:
-        packed = 0.0
-        if variant.packs_mask:  # a bit for each pair, for either kernel
-            packed = math.prod(problem.mask_shape) / 4.0
         moved = 3 * terms + 6 * packed
         return Overhead(bytes_moved=moved, workspace_bytes=terms + packed, launches=2)
-    turns = 8.0 * tiles if variant.is_ordered else 0.0
-    return Overhead(bytes_moved=4 * sums, workspace_bytes=sums + terms + turns, launches=2)
+    workspace = sums + terms + packed + (8.0 * tiles if variant.is_ordered else 0.0)
+    return Overhead(bytes_moved=4 * sums + 6 * packed, workspace_bytes=workspace, launches=2)
 
 
 def _order(problem: AttentionProblem) -> int:
