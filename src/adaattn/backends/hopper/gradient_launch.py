@@ -36,6 +36,8 @@ _MOST_COLUMNS: Final = 128
 _LEAST_PACKED: Final = 512
 """Rows and keys of a boolean mask from which on packing it, two launches more, is not felt."""
 
+_FEWEST_BLOCKS: Final = 64
+
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
 sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
@@ -137,7 +139,9 @@ def choose_gradients(
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
     packs = _packs_mask(problem)
-    is_split = max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs)
+    is_split = (
+        max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs) or _is_short(problem)
+    )
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
     is_grouped = problem.group_size > 1
     is_packed = problem.num_sequences > 0
@@ -188,6 +192,14 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
         return False
     _, left = edges(problem)
     return not packs or problem.deterministic or problem.softcap > 0 or left >= 0
+
+
+def _is_short(problem: AttentionProblem) -> bool:
+    """Return whether blocks of 128 keys are too few for the card, and each visits several heads."""
+    if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
+        return False
+    blocks = problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS)
+    return blocks < _FEWEST_BLOCKS
 
 
 def _packs_mask(problem: AttentionProblem) -> bool:
