@@ -36,7 +36,10 @@ _MOST_COLUMNS: Final = 128
 _LEAST_PACKED: Final = 512
 """Rows and keys of a boolean mask from which on packing it, two launches more, is not felt."""
 
-_FEWEST_BLOCKS: Final = 64
+_FEWEST_BLOCKS: Final = 72
+"""Blocks of `BLOCK_KEYS` of grouped heads from which on they fill enough of a card for one kernel:
+over 64 both passes of two are 1.09 to 1.46 times as fast, over 128 0.68 to 0.96
+(`gradients_short_h200.json`, groups of 4 and 8)."""
 
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
@@ -195,7 +198,10 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
 
 
 def _is_short(problem: AttentionProblem) -> bool:
-    """Return whether blocks of 128 keys are too few for the card, and each visits several heads."""
+    """Return whether blocks of keys, which each visit all heads of a group, are too few for a card.
+
+    Two kernels have more: blocks of half as many keys, and for queries those of all heads.
+    """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
         return False
     blocks = problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS)
