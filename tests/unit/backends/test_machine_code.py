@@ -147,14 +147,14 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, is_causal=True, precision=Precision.FP16)": 6,
     "dict(head_dim=128, len_k=1000)": 8,
     "dict(head_dim=128, window=(1000, 10), len_q=1000)": 12,
-    "dict(head_dim=64, is_causal=True, num_heads=8, num_kv_heads=2)": 16,
-    "dict(head_dim=128, is_causal=True, num_heads=8, num_kv_heads=2)": 24,
+    "dict(head_dim=64, is_causal=True, num_heads=16, num_kv_heads=4)": 16,
+    "dict(head_dim=128, is_causal=True, num_heads=16, num_kv_heads=4)": 24,
     "dict(head_dim=64, softcap=30.0)": 24,
     "dict(head_dim=128, softcap=30.0, is_causal=True)": 48,
     "dict(head_dim=128, has_alibi=True, is_causal=True)": 16,
     "dict(head_dim=64, deterministic=True)": 24,
     "dict(head_dim=128, deterministic=True, is_causal=True)": 24,
-    "dict(head_dim=64, deterministic=True, num_heads=8, num_kv_heads=2, is_causal=True)": 48,
+    "dict(head_dim=64, deterministic=True, num_heads=16, num_kv_heads=4, is_causal=True)": 48,
     "dict(head_dim=128, deterministic=True, softcap=30.0, is_causal=True)": 48,
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True)": 12,
     "dict(head_dim=128, lengths_q=(1000, 1048), is_causal=True)": 12,
@@ -162,10 +162,12 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
     "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
     "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, mask_shape=(1, 1, 4096, 4096))": 4,
-    "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, num_kv_heads=2, is_causal=True)": 16,
+    "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=16, num_kv_heads=4, is_causal=True)": 16,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN)": 6,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, is_causal=True, precision=Precision.FP16)": 12,
-    "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=8, num_kv_heads=2, len_k=1000)": 16,
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=64, num_kv_heads=16, len_k=1000)": 16,
+    "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, deterministic=True)": 32,
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=8, deterministic=True)": 32,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, has_alibi=True)": 16,
 }
 # The same of more than 128 columns and of masks, in the two kernels of keys and values and of
@@ -186,14 +188,16 @@ SPLIT_GRADIENTS = {
     "dict(head_dim=256, lengths_q=(1000, 1048), is_causal=True, softcap=30.0, window=(500, 0))": 0,
     "dict(head_dim=256, is_causal=True, num_heads=8, num_kv_heads=2, softcap=3.0, has_alibi=True, "
     "window=(100, 0))": 8,
-    "dict(head_dim=64, mask=MaskKind.BOOLEAN, deterministic=True)": 0,
+    "dict(head_dim=64, is_causal=True, num_heads=8, num_kv_heads=2)": 0,
+    "dict(head_dim=128, num_heads=8, num_kv_heads=2, deterministic=True)": 0,
+    "dict(head_dim=64, mask=MaskKind.BOOLEAN, softcap=3.0)": 0,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, is_causal=True)": 0,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True, num_heads=8, num_kv_heads=2)": 4,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, lengths_q=(1000, 1048), window=(500, 0))": 4,
     "dict(head_dim=64, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096), "
     "softcap=30.0)": 0,
     "dict(head_dim=256, num_heads=8, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 4096, 4096))": 0,
-    "dict(head_dim=128, mask=MaskKind.BOOLEAN, len_q=4095, is_causal=True, deterministic=True)": 0,
+    "dict(head_dim=128, mask=MaskKind.BOOLEAN, len_q=4095, is_causal=True, softcap=3.0)": 0,
     "dict(head_dim=256, mask=MaskKind.ADDITIVE)": 4,
     "dict(head_dim=256, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 1, 4096))": 0,
     "dict(head_dim=256, mask=MaskKind.ADDITIVE, mask_is_wide=True, softcap=3.0)": 16,
@@ -341,7 +345,7 @@ def test_gradients_for_hopper_are_products_that_overlap(
 
 def test_a_mask_in_bits_is_one_load_for_a_tile(tmp_path: Path) -> None:
     """An instruction or two take a bit to its score; byte by byte a mask had half of the loop."""
-    values = "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, deterministic=True, len_q={})"
+    values = "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, window=(5000, -1), len_q={})"
     loops = {}
     for rows in (4096, 448):
         found = compiled("hopper_keys", values.format(rows), tmp_path)

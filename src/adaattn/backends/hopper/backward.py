@@ -70,6 +70,7 @@ class Backward:
     of_head: gl.tensor
     slopes: gl.tensor
     turns: gl.tensor
+    before: gl.tensor
     scale: gl.tensor
     natural: gl.tensor
     cap: gl.tensor
@@ -122,6 +123,7 @@ class Backward:
     IS_ORDERED: gl.constexpr
     IS_PACKED: gl.constexpr
     HAS_MASK: gl.constexpr
+    HAS_LISTS: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -130,12 +132,12 @@ class Backward:
     @gluon.constexpr_function
     def __init__(
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
-        of_batch, of_head, slopes, turns, scale, natural, cap, zero, sizes, batch, key_head,
+        of_batch, of_head, slopes, turns, before, scale, natural, cap, zero, sizes, batch, key_head,
         first_head, last_head, start_q, start_k, block, first_key, first_tile, end_tile, first_slot,
         added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full,
         o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D,
         IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
-        IS_ORDERED, IS_PACKED, HAS_MASK,
+        IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS,
     ):  # fmt: skip
         set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
@@ -357,7 +359,7 @@ def backward(
     turns,
     scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
     tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences, starts_q,
-    starts_k, of_batch, of_head, counts, indices, list_width, list_stride_b,
+    starts_k, of_batch, of_head, counts, indices, before, list_width, list_stride_b,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
@@ -377,6 +379,8 @@ def backward(
         of_head: the same of heads.
         counts: where HAS_LISTS, how many tiles of rows each block of keys is seen by.
         indices: their numbers.
+        before: where IS_ORDERED too, int32 [B or 1, blocks of keys, tiles of rows]: the last block
+            before this one that visits a tile, counted from 1; 0 where there is none.
         turns: int32, zeros, where IS_ORDERED: for both halves of the sums of each tile of rows the
             block of keys whose turn it is to add to them.
         natural: factor of the gradient of keys.
@@ -444,12 +448,13 @@ def backward(
     if HAS_LISTS:
         number = batch * list_stride_b + block
         first, behind = listed_range(counts + number, indices, number, list_width, first, behind)
+        before += number.to(gl.int64) * list_width
     skipped = tiles_per_head - (behind - first)
     added_before = gl.to_tensor(0)
     if IS_ORDERED:
         skipped = (group_size - 1) * tiles_per_head + 1
-        before = gl.maximum(block - 1, 0) * BLOCK_N
-        _, ended = row_tiles(sizes, before, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+        last_key = gl.maximum(block - 1, 0) * BLOCK_N
+        _, ended = row_tiles(sizes, last_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
         added_before = gl.where(block > 0, ended, 0)
     first_slot = (batch * num_heads + first_head) * tiles_per_head + first_tile + first
     visits = behind - first
@@ -459,12 +464,12 @@ def backward(
         visits = visits * group_size
     c = Backward(
         query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
-        of_batch, of_head, slopes + batch * slopes_stride, turns, scale, natural, cap, zero, sizes,
-        batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, block,
+        of_batch, of_head, slopes + batch * slopes_stride, turns, before, scale, natural, cap, zero,
+        sizes, batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, block,
         first_key, first, behind, first_slot, added_before, skipped, tiles_per_head, visits, q, o,
         r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
         BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
-        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK,
+        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS,
     )  # fmt: skip
     if IS_ORDERED:
         gl.warp_specialize(

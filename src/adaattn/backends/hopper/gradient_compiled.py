@@ -105,7 +105,8 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
         "sums": _plain([16, 256]),
         "words": _plain([1, 1, 1, 2 * variant.block_m], "i32"),
         "slopes": f"*{variant.slopes_dtype}",
-        **dict.fromkeys(("turns", "starts_q", "starts_k", "counts", "indices"), "*i32"),
+        **dict.fromkeys(("turns", "starts_q", "starts_k"), "*i32"),
+        **dict.fromkeys(("counts", "indices", "before"), "*i32"),
         "mask": f"*{variant.mask_dtype}",
         **dict.fromkeys(_STRIDES_OF_MASK, "i64"),
     }

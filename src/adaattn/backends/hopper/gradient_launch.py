@@ -188,13 +188,12 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
     """Return whether a mask makes gradients of queries another kernel's.
 
     There are registers for the bits of a packed one beside the sums of one kernel for all, and for
-    no other; not beside a window's bounds, nor memory beside a softcap's derivatives. Of blocks
-    that visit what a list says none knows which tiles the one before it adds to, for an order.
+    no other; not beside a window's bounds, nor memory beside a softcap's derivatives.
     """
     if problem.mask is MaskKind.NONE:
         return False
     _, left = edges(problem)
-    return not packs or problem.deterministic or problem.softcap > 0 or left >= 0
+    return not packs or problem.softcap > 0 or left >= 0
 
 
 def _is_short(problem: AttentionProblem) -> bool:

@@ -4,7 +4,8 @@ Sums of gradients of queries come from many blocks of keys. Where IS_ORDERED war
 what a block found for a tile, when a number in memory says that the blocks before it have, and then
 tell the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
 number, which the card starts before them, as CUB's scans take for granted too: none waits for ever,
-however few run at a time.
+however few run at a time. Where lists say which tiles a block visits, a table says whom it waits
+for at each (`mask_lists.turns_of`).
 
 TMA adds in the L2 cache, which all processors share: to wait until it has, and then to tell of it
 by a relaxed write there, keeps the order. A release or an acquire costs much more: 0.75 and 0.81 of
@@ -122,9 +123,12 @@ def await_turn(c, tile, place):
     A load that stays in a register: what an atomic operation returns would pass through shared
     memory and a barrier.
     """
-    if tile < c.added_before:
+    due = gl.where(tile < c.added_before, c.block, 0)
+    if c.HAS_LISTS:
+        due = gl.load(c.before + tile)
+    if due > 0:
         turn = gl.load(c.turns + place, volatile=True)
-        while turn < c.block:
+        while turn < due:
             turn = gl.load(c.turns + place, volatile=True)
 
 

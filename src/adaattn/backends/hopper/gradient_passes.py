@@ -9,7 +9,7 @@ import torch
 
 from adaattn.backends.allocation import Place, unfilled_all
 from adaattn.backends.device.launch import View, address_of
-from adaattn.backends.hopper.mask_lists import Tiles, packed_tiles
+from adaattn.backends.hopper.mask_lists import Tiles, packed_tiles, turns_of
 from adaattn.backends.masks import stream_of
 
 __all__ = ["MaskReading", "Pass", "SinglePass", "SplitPass"]
@@ -155,11 +155,15 @@ class SinglePass(Pass):
         slopes, *bounds = map(address_of, beside[:3])
         sums, turns = summed
         _, main, finish = self.launches
-        words, counts, indices, _ = self.mask.tiles(beside[3])
+        mask, reading = beside[3], self.mask
+        words, counts, indices, _ = reading.tiles(mask)
+        before = None
+        if turns is not None and mask is not None and reading.block is not None:
+            before = turns_of(mask, reading.block)
         copied = (*tensors[:5], *tensors[6:], *(item for item in (sums, words) if item is not None))
-        planes = (int(step > 0) for step in self.mask.strides[:2])
-        lists = map(address_of, (counts, indices))
-        others = (*bounds, *planes, *lists, *self.mask.steps)
+        planes = (int(step > 0) for step in reading.strides[:2])
+        lists = map(address_of, (counts, indices, before))
+        others = (*bounds, *planes, *lists, *reading.steps)
         main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *others)
         of_queries = map(address_of, (sums, tensors[5]))
         finish(self.num_tiles, stream, (), *of_queries, bounds[0], *self.finish)

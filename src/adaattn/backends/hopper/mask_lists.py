@@ -9,7 +9,7 @@ import torch
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
-__all__ = ["Tiles", "packed_tiles"]
+__all__ = ["Tiles", "packed_tiles", "turns_of"]
 
 _T = TypeVar("_T", bound=torch.Tensor | tuple[torch.Tensor, ...])
 
@@ -62,6 +62,34 @@ def _tiles(
     # Both passes, and blocks of any size, read the same words.
     words = _kept(mask, ("words", by_columns), _packed, by_columns)
     return (words,) if block is None else (words, *_listed(words, *block))
+
+
+def turns_of(mask: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return whom a block of keys waits for at each tile of rows, where sums have a fixed order.
+
+    That is the last block before it that visits the tile, counted from 1, 0 where there is none:
+    int32 [B or 1, 1, blocks, tiles]. A block visits what is between the first and the last tile
+    that it sees, the first of all where it sees none.
+
+    Args:
+        mask: as in `packed_tiles`, with lists.
+        block: keys and rows.
+    """
+    return _kept(mask, ("turns", block), _turns, block)
+
+
+def _turns(mask: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Return `turns_of` a mask as `_own`."""
+    _, counts, indices, _ = packed_tiles(mask, block, by_columns=True)
+    assert counts is not None and indices is not None
+    blocks, tiles = indices.shape[2:]
+    places = torch.arange(tiles, device=mask.device)
+    last = indices.gather(-1, (counts - 1).clamp_min(0)[..., None].long())
+    first, last = (where * (counts > 0)[..., None] for where in (indices[..., :1], last))
+    visited = (places >= first) & (places <= last)
+    numbers = torch.arange(1, blocks + 1, device=mask.device)[:, None]
+    found = (visited * numbers).cummax(2).values
+    return torch.nn.functional.pad(found, (0, 0, 1, 0))[:, :, :-1].int().contiguous()
 
 
 def _kept(mask: torch.Tensor, what: tuple[object, ...], make: Callable[..., _T], *rest: Any) -> _T:

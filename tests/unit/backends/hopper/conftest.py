@@ -11,7 +11,7 @@ from tests.unit.backends import simulation
 from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends.hopper import forward as host
-from adaattn.backends.hopper import gradient_passes, gradients, prepared
+from adaattn.backends.hopper import gradient_launch, gradient_passes, gradients, prepared
 from adaattn.backends.hopper.gradient_launch import GradientVariant
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
@@ -83,6 +83,12 @@ class Machine:
             )
             for kind in compiled.kinds_of(variant)
         )
+
+
+@pytest.fixture(autouse=True)
+def _for_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have grouped heads go the way of many blocks: tests are small, and those of few say so."""
+    monkeypatch.setattr(gradient_launch, "_FEWEST_BLOCKS", 0)
 
 
 @pytest.fixture

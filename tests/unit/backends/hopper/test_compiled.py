@@ -84,7 +84,7 @@ def _taken_by_triton(types: list[str]) -> list[str]:
 def test_a_launch_hands_over_what_tritons_own_does(kind: str) -> None:
     if kind in gradient_compiled._FUNCTIONS:
         columns = 128 if kind == "main" else 256
-        variant = GradientVariant(block_d=columns, block_v=columns)
+        variant = GradientVariant(block_d=columns, block_v=columns, is_split=kind != "main")
         assert kind in gradient_compiled.kinds_of(variant)
         types = gradient_compiled._types(variant, kind)
         function = gradient_compiled._FUNCTIONS[kind]

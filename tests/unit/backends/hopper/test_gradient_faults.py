@@ -240,8 +240,8 @@ ADDING: dict[str, Fault] = {
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
 TURNS: dict[str, Fault] = {
-    "turns not awaited": ("await_turn", "turn < c.block", "turn < 0", MANY),
-    "turn of the block before": ("await_turn", "turn < c.block", "turn < c.block - 1", MANY),
+    "turns not awaited": ("await_turn", "turn < due", "turn < 0", MANY),
+    "turn of the block before": ("await_turn", "turn < due", "turn < due - 1", MANY),
     "tiles of the block before unknown": ("backward", "gl.where(block > 0, ended, 0)", "0 * ended",
                                           MANY),
     "told before it is there": ("gradient_adder", "wait_for_writes()", "pass", MANY),

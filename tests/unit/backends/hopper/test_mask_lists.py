@@ -3,17 +3,19 @@
 import importlib
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.backends.hopper.test_gradient_faults import sums_are_the_same_each_time
 
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch, launch, mask_lists, prepared
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 from adaattn.backends.hopper.launch import MASK_BLOCK, choose, is_listed, lists_mask
-from adaattn.backends.hopper.mask_lists import packed_tiles
+from adaattn.backends.hopper.mask_lists import packed_tiles, turns_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -70,6 +72,12 @@ def speckled(len_q: int, len_k: int) -> torch.Tensor:
     mask[:, :40] = False
     mask[:, 128:256] = torch.rand(mask[:, 128:256].shape) < 0.8
     return mask
+
+
+def stairs(len_q: int, len_k: int) -> torch.Tensor:
+    """Keys that are seen from some row on, in turn from the first and from later ones."""
+    first = torch.arange(len_k) // 128 % 2 * 130
+    return torch.arange(len_q)[:, None] >= first
 
 
 def nothing(len_q: int, len_k: int) -> torch.Tensor:
@@ -276,7 +284,7 @@ PACKED_ALONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PACKED_ALONE)
 def test_masks_are_packed_where_there_are_no_lists(name: str, deterministic: bool) -> None:
     values = PACKED_ALONE[name] | {"deterministic": deterministic}
-    is_split = deterministic or "window" in values
+    is_split = "window" in values
     problem = make_problem(head_dim=64, requires_grad=True, **values)
     variant = choose_gradients(problem)
     assert variant.packs_mask and not variant.has_lists and variant.is_split == is_split
@@ -331,14 +339,69 @@ def test_a_fault_in_the_device_code_is_seen(
     is_split: bool, name: str, simulated: Any, rewritten: Callable[..., Any]
 ) -> None:
     function, old, new = (FAULTS_OF_SPLIT if is_split else FAULTS)[name]
-    problem, tensors = made(
-        speckled, requires_grad=True, len_q=270, len_k=330, deterministic=is_split
-    )
+    softcap = 20.0 if is_split else 0.0
+    problem, tensors = made(speckled, requires_grad=True, len_q=270, len_k=330, softcap=softcap)
+    assert choose_gradients(problem).is_split == is_split
     simulated.replace(function, partial(rewritten, old=old, new=old))
     assert_training_matches(run, tensors, problem)
     simulated.replace(function, partial(rewritten, old=old, new=new))
     with pytest.raises((AssertionError, TimeoutError)):
         assert_training_matches(run, tensors, problem)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("block", [(128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_block_of_keys_waits_for_the_last_before_it_that_visits_a_tile(
+    pattern: Pattern, block: tuple[int, int]
+) -> None:
+    mask = pattern(500, 700)
+    found = turns_of(mask, block)[0, 0].tolist()
+    visited: list[range] = []
+    for seen in blocks_of(mask.T, *block):
+        for tile, due in enumerate(found[len(visited)]):
+            before = [number for number, tiles in enumerate(visited, 1) if tile in tiles]
+            assert due == max(before, default=0)
+        visited.append(range(seen[0], seen[-1] + 1) if seen else range(1))
+    assert len(found) == len(visited)
+
+
+IN_ORDER: dict[str, Any] = {"requires_grad": True, "deterministic": True, "len_q": 400}
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small", "late", "together")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sums_have_one_order_whatever_a_mask_leaves_out(pattern: Pattern, head_dim: int) -> None:
+    problem, tensors = made(pattern, **IN_ORDER, head_dim=head_dim)
+    variant = choose_gradients(problem)
+    assert variant.is_ordered and variant.has_lists
+    assert sums_are_the_same_each_time(tensors, problem)
+
+
+FAULTS_OF_ORDER = {
+    "nobody waited for": ("await_turn", "turn < due", "turn < 0"),
+    "the block before that": ("await_turn", "turn < due", "turn < due - 1"),
+    "another tile's": ("await_turn", "c.before + tile", "c.before + c.first_tile"),
+    "another block's": ("backward", "before += number.to(gl.int64) * list_width", "before += 0"),
+}
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("small", "late", "together")
+@pytest.mark.parametrize("name", FAULTS_OF_ORDER)
+def test_a_fault_in_the_order_of_sums_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new = FAULTS_OF_ORDER[name]
+    # Each block of keys begins at another tile of rows, and the last is seen by all.
+    problem, tensors = made(stairs, **IN_ORDER | {"len_q": 300}, len_k=900)
+    simulated.replace(function, partial(rewritten, old=old, new=old))
+    assert sums_are_the_same_each_time(tensors, problem)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with suppress(TimeoutError):  # of a block that waits for one that never comes
+        assert not all(sums_are_the_same_each_time(tensors, problem) for _ in range(8))
 
 
 @on_a_cpu
