@@ -138,16 +138,15 @@ def listed_blocks(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unpacked(words: torch.Tensor, len_q: int, len_k: int) -> torch.Tensor:
-    """Return the mask of the packed tiles of one sequence, thread by thread."""
+    """Return the mask of the packed tiles of one sequence, bit by bit of each thread's word."""
     across = -(-len_k // 64)
-    tiles = [torch.zeros(64, 64, dtype=torch.bool) for _ in words]
-    for tile, threads in zip(tiles, words.tolist(), strict=True):
-        for thread, word in enumerate(threads):
-            warp, lane = divmod(thread, 32)
-            for j, h, e in itertools.product(range(8), range(2), range(2)):
-                row, column = 16 * warp + 8 * h + lane // 4, 8 * j + 2 * (lane % 4) + e
-                tile[row, column] = word >> (4 * j + 2 * h + e) & 1
-    lines = [torch.cat(tiles[at : at + across], 1) for at in range(0, len(tiles), across)]
+    tiles = torch.zeros(len(words), 64, 64, dtype=torch.bool)
+    threads = torch.arange(128)
+    for j, h, e in itertools.product(range(8), range(2), range(2)):
+        rows = threads // 32 * 16 + 8 * h + threads % 32 // 4
+        columns = 8 * j + 2 * (threads % 4) + e
+        tiles[:, rows, columns] = (words >> (4 * j + 2 * h + e) & 1).bool()
+    lines = [torch.cat([*tiles[at : at + across]], 1) for at in range(0, len(tiles), across)]
     whole = torch.cat(lines)
     assert not whole[len_q:].any() and not whole[:, len_k:].any()
     return whole[:len_q, :len_k]
@@ -590,6 +589,18 @@ def test_on_a_card_a_mask_of_each_head_is_packed(head_dim: int) -> None:
     problem = make_problem(head_dim=head_dim, requires_grad=True, **values)
     assert choose_gradients(problem).packs_mask
     assert_training_matches(run, make_tensors(problem, num_hidden_rows=9), problem)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("pattern", [causal, documents, scattered, stairs, everything])
+def test_on_a_card_sums_have_one_order(pattern: Pattern, head_dim: int) -> None:
+    values = IN_ORDER | ON_A_CARD | {"len_q": 1530, "len_k": 1700, "head_dim": head_dim}
+    problem, tensors = made(pattern, **values)
+    assert choose_gradients(problem).is_ordered
+    assert_training_matches(run, tensors, problem)
+    assert all(sums_are_the_same_each_time(tensors, problem) for _ in range(5))
 
 
 @pytest.mark.gpu
