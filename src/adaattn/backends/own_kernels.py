@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -22,6 +22,7 @@ __all__ = [
     "check_untransformed",
     "compiling",
     "kept_by_problem",
+    "meets_transforms",
     "sinks_gradient",
     "why_no_gluon",
     "why_no_triton",
@@ -73,6 +74,14 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
     hidden = torch._C._functorch.is_functorch_wrapped_tensor
     if forward_ad._current_level >= 0 or any(map(hidden, tensors)):
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
+
+
+def meets_transforms(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether a transform of ``torch.func`` is under way, or a tensor is left from one."""
+    if _transforms() is not None:
+        return True
+    hidden = torch._C._functorch.is_functorch_wrapped_tensor
+    return any(item is not None and hidden(item) for item in tensors)
 
 
 def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

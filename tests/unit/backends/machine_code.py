@@ -415,7 +415,7 @@ def _of_mask(problem: AttentionProblem, read: str, by_columns: bool) -> dict[str
     with patch.object(Launch, "__call__", lambda launch, *given: launched.append((launch, given))):
         words = mask_lists._packed(mask, by_columns)
         if read == "lists":
-            mask_lists._listed(words, *((64, 64) if by_columns else (128, 128)))
+            mask_lists._listed(words, 128, 64 if by_columns else 128)
     launch, tensors = launched[-1]
     types = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32"}
     return _built(tuple(types[tensor.dtype] for tensor in tensors), launch)
@@ -424,7 +424,7 @@ def _of_mask(problem: AttentionProblem, read: str, by_columns: bool) -> dict[str
 _KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
     "hopper": _hopper,
     "hopper_gradients": partial(_hopper_backward, kind="main"),
-    # Of more than 128 columns.
+    # Where they are split.
     "hopper_keys": partial(_hopper_backward, kind="keys"),
     "hopper_queries": partial(_hopper_backward, kind="queries"),
     "hopper_prepare": partial(_hopper_backward, kind="prepare"),

@@ -170,8 +170,8 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=8, deterministic=True)": 32,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, has_alibi=True)": 16,
 }
-# The same of more than 128 columns and of masks, in the two kernels of keys and values and of
-# queries.
+# The same of more than 128 columns, of most masks and of few blocks of grouped heads, in the two
+# kernels of keys and values and of queries.
 SPLIT_GRADIENTS = {
     "dict(head_dim=256)": 0,
     "dict(head_dim=256, is_causal=True)": 0,

@@ -154,7 +154,7 @@ class Backward:
 
 @gluon.jit
 def gradient_producer(c):
-    """Copies keys and values once, then tiles of rows, one more of queries than of the rest.
+    """Copies keys and values once, then tiles of rows, one less of the upstream gradient.
 
     Consumers compute scores one tile ahead: those behind the last serve nothing, and what TMA finds
     no rows for it fills with zeros.
@@ -453,6 +453,7 @@ def backward(
     added_before = gl.to_tensor(0)
     if IS_ORDERED:
         skipped = (group_size - 1) * tiles_per_head + 1
+    if IS_ORDERED and not HAS_LISTS:
         last_key = gl.maximum(block - 1, 0) * BLOCK_N
         _, ended = row_tiles(sizes, last_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
         added_before = gl.where(block > 0, ended, 0)

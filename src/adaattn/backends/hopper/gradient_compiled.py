@@ -56,7 +56,7 @@ def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
     """Return the names of those kernels.
 
     The first makes terms of rows. Then there is one for all gradients, and what finishes those of
-    queries; above 128 columns and with a mask one for keys and values, and one for queries.
+    queries; or else, where these are split, one for keys and values, and one for queries.
     """
     return ("prepare", "keys", "queries") if variant.is_split else ("prepare", "main", "finish")
 

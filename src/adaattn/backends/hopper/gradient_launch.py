@@ -37,9 +37,9 @@ _LEAST_PACKED: Final = 512
 """Rows and keys of a boolean mask from which on packing it, two launches more, is not felt."""
 
 _FEWEST_BLOCKS: Final = 72
-"""Blocks of `BLOCK_KEYS` of grouped heads from which on they fill enough of a card for one kernel:
-over 64 both passes of two are 1.09 to 1.46 times as fast, over 128 0.68 to 0.96
-(`gradients_short_h200.json`, groups of 4 and 8)."""
+"""Blocks of `BLOCK_KEYS` of grouped heads from which on they fill enough of a card for one kernel.
+Over 64 both passes of two are 1.09 to 1.46 times as fast, over 128 0.68 to 0.96
+(`gradients_short_h200.json`, groups of 4 and 8): it lies between, nearer to what was measured."""
 
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
@@ -59,7 +59,8 @@ class GradientVariant:
         is_grouped: several query heads have one key head.
         has_right: rows do not see all later keys: causal order, a window.
         has_left: rows do not see all earlier keys.
-        is_ragged: the last block of keys is not full.
+        is_ragged: the last block of keys is not full; the bits of a packed mask hide what is not
+            there.
         is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
             tiles took more registers (Triton 3.7).
@@ -208,9 +209,9 @@ def _is_short(problem: AttentionProblem) -> bool:
 
 
 def _packs_mask(problem: AttentionProblem) -> bool:
-    """Return whether a boolean mask is read once before both kernels, as bits.
+    """Return whether a boolean mask is read once before the kernels, as bits.
 
-    Each thread then loads a word for a tile, where it loads 32 bytes of the mask itself.
+    Each thread then has a word for a tile, in place of 32 bytes of the mask itself.
     """
     lengths = problem.len_q, problem.len_k
     return (

@@ -1,4 +1,4 @@
-"""The mask of a tile of scores in the backward kernels, loaded by each thread.
+"""The mask of a tile of scores in the split backward kernels, loaded by each thread.
 
 Tiles are those of `adaattn.backends.hopper.gradient_scores`, in either orientation. A mask is
 loaded before the product is waited for to whose scores it belongs. Additive ones join the

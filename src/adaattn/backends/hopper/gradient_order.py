@@ -123,9 +123,10 @@ def await_turn(c, tile, place):
     A load that stays in a register: what an atomic operation returns would pass through shared
     memory and a barrier.
     """
-    due = gl.where(tile < c.added_before, c.block, 0)
     if c.HAS_LISTS:
         due = gl.load(c.before + tile)
+    else:
+        due = gl.where(tile < c.added_before, c.block, 0)
     if due > 0:
         turn = gl.load(c.turns + place, volatile=True)
         while turn < due:

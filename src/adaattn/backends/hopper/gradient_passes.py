@@ -156,10 +156,10 @@ class SinglePass(Pass):
         sums, turns = summed
         _, main, finish = self.launches
         mask, reading = beside[3], self.mask
-        words, counts, indices, _ = reading.tiles(mask)
+        words, counts, indices, _ = seen = reading.tiles(mask)
         before = None
         if turns is not None and mask is not None and reading.block is not None:
-            before = turns_of(mask, reading.block)
+            before = turns_of(mask, seen, reading.block)
         copied = (*tensors[:5], *tensors[6:], *(item for item in (sums, words) if item is not None))
         planes = (int(step > 0) for step in reading.strides[:2])
         lists = map(address_of, (counts, indices, before))

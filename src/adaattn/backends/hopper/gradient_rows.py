@@ -3,7 +3,7 @@
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
 and zeros where gradients of queries are summed. Behind it: those sums, scaled and rounded. One
 program for each tile of query rows of one head, whose columns times rows are 8192, or 64 rows where
-there are more columns and no sums.
+there are no sums.
 """
 
 from triton.experimental import gluon

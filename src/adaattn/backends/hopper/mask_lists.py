@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
+from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.masks import as_bytes, kept_beside, with_rank
 
@@ -64,7 +65,7 @@ def _tiles(
     return (words,) if block is None else (words, *_listed(words, *block))
 
 
-def turns_of(mask: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def turns_of(mask: torch.Tensor, tiles: Tiles, block: tuple[int, int]) -> torch.Tensor:
     """Return whom a block of keys waits for at each tile of rows, where sums have a fixed order.
 
     That is the last block before it that visits the tile, counted from 1, 0 where there is none:
@@ -72,22 +73,23 @@ def turns_of(mask: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     that it sees, the first of all where it sees none.
 
     Args:
-        mask: as in `packed_tiles`, with lists.
-        block: keys and rows.
+        mask: as in `packed_tiles`.
+        tiles: of its columns, with lists.
+        block: keys and rows of those.
     """
-    return _kept(mask, ("turns", block), _turns, block)
+    return _kept(mask, ("turns", block), lambda own: _turns(tiles))
 
 
-def _turns(mask: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Return `turns_of` a mask as `_own`."""
-    _, counts, indices, _ = packed_tiles(mask, block, by_columns=True)
+def _turns(tiles: Tiles) -> torch.Tensor:
+    """Return `turns_of` a mask."""
+    _, counts, indices, _ = tiles
     assert counts is not None and indices is not None
-    blocks, tiles = indices.shape[2:]
-    places = torch.arange(tiles, device=mask.device)
+    blocks, width = indices.shape[2:]
+    places = torch.arange(width, device=indices.device)
     last = indices.gather(-1, (counts - 1).clamp_min(0)[..., None].long())
     first, last = (where * (counts > 0)[..., None] for where in (indices[..., :1], last))
     visited = (places >= first) & (places <= last)
-    numbers = torch.arange(1, blocks + 1, device=mask.device)[:, None]
+    numbers = torch.arange(1, blocks + 1, device=indices.device)[:, None]
     found = (visited * numbers).cummax(2).values
     return torch.nn.functional.pad(found, (0, 0, 1, 0))[:, :, :-1].int().contiguous()
 
@@ -113,9 +115,9 @@ def _listed(words: torch.Tensor, lines: int, others: int) -> tuple[torch.Tensor,
     other_tiles = columns // _WORDS
     of_line, of_other = lines // _TILE, others // _TILE
     blocks, width = -(-line_tiles // of_line), -(-other_tiles // of_other)
-    counts = words.new_empty((sequences, 1, blocks))
-    indices = words.new_empty((sequences, 1, blocks, width))
-    sees = words.new_empty((sequences, blocks, lines), dtype=torch.int8)
+    counts = unfilled(words, (sequences, 1, blocks))
+    indices = unfilled(words, (sequences, 1, blocks, width))
+    sees = unfilled(words, (sequences, blocks, lines), dtype=torch.int8)
     launch = Launch(
         module="device.mask_tiles",
         name="list_blocks",
@@ -132,7 +134,7 @@ def _packed(mask: torch.Tensor, by_columns: bool) -> torch.Tensor:
     """Return the words of a mask as `_own`; `mask_tiles.pack_tiles` says how they are ordered."""
     planes, lengths = mask.shape[:2], mask.shape[2:]
     lines, others = (-(-length // _TILE) for length in lengths[:: -1 if by_columns else 1])
-    words = mask.new_empty((*planes, lines, others * _WORDS), dtype=torch.int32)
+    words = unfilled(mask, (*planes, lines, others * _WORDS), dtype=torch.int32)
     stride_b, stride_h, stride_m, stride_n = mask.stride()
     aligned = gcd(_ALIGNMENT, stride_b, stride_h, stride_m, lengths[1])
     launch = Launch(

@@ -194,6 +194,36 @@ def test_gradients_in_a_fixed_order_are_the_same_each_time(values: dict[str, Any
 
 
 @simulated
+def test_what_is_left_of_a_transform_is_as_any_tensor() -> None:
+    problem, tensors = made({"len_q": 70})
+    left: list[torch.Tensor] = []
+
+    def leak(query: torch.Tensor) -> torch.Tensor:
+        left.append(query)
+        return query.sum()
+
+    torch.func.grad(leak)(tensors.query.detach())
+    plain = run(tensors, problem).output
+    assert torch.equal(run(with_tensors(tensors, query=left[0]), problem).output, plain)
+
+
+@simulated
+def test_a_transform_that_is_under_way_is_refused_whatever_it_has_hold_of() -> None:
+    problem, tensors = made(SINKS | {"len_q": 70})
+    assert tensors.sinks is not None
+
+    def of_sinks(sinks: torch.Tensor) -> torch.Tensor:
+        return run(with_tensors(tensors, sinks=sinks), problem).output.sum()
+
+    def of_nothing(number: torch.Tensor) -> torch.Tensor:
+        return run(tensors, problem).output.sum() * number
+
+    for call, given in ((of_sinks, tensors.sinks.detach()), (of_nothing, torch.ones(()))):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.grad(call)(given)
+
+
+@simulated
 def test_gradients_of_a_sequence_alone_are_those_in_a_batch() -> None:
     problem, tensors = made({"batch": 2, "len_q": 300, "batch_invariant": True})
     upstream = torch.randn_like(tensors.query)

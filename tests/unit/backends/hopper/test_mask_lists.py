@@ -355,11 +355,13 @@ def test_a_block_of_keys_waits_for_the_last_before_it_that_visits_a_tile(
     pattern: Pattern, block: tuple[int, int]
 ) -> None:
     mask = pattern(500, 700)
-    found = turns_of(mask, block)[0, 0].tolist()
+    tiles = packed_tiles(mask, block, by_columns=True)
+    found = turns_of(mask, tiles, block)[0, 0].tolist()
+    assert turns_of(mask, tiles, block) is turns_of(mask, tiles, block)
     visited: list[range] = []
     for seen in blocks_of(mask.T, *block):
         for tile, due in enumerate(found[len(visited)]):
-            before = [number for number, tiles in enumerate(visited, 1) if tile in tiles]
+            before = [number for number, those in enumerate(visited, 1) if tile in those]
             assert due == max(before, default=0)
         visited.append(range(seen[0], seen[-1] + 1) if seen else range(1))
     assert len(found) == len(visited)
@@ -377,6 +379,53 @@ def test_sums_have_one_order_whatever_a_mask_leaves_out(pattern: Pattern, head_d
     variant = choose_gradients(problem)
     assert variant.is_ordered and variant.has_lists
     assert sums_are_the_same_each_time(tensors, problem)
+
+
+def by_sequence(*patterns: Pattern, **values: Any) -> tuple[AttentionProblem, Tensors]:
+    """Return a problem with a mask of its own for each sequence, and its tensors."""
+    length, batch = values["len_q"], len(patterns)
+    usual = {"precision": Precision.BF16, "num_heads": 2, "head_dim": 64, "requires_grad": True}
+    shape = (batch, 1, length, length)
+    problem = make_problem(mask=MaskKind.BOOLEAN, mask_shape=shape, batch=batch, **usual | values)
+    assert lists_mask(problem) and choose_gradients(problem).has_lists
+    tensors = make_tensors(problem)
+    mask = torch.stack([pattern(length, length) for pattern in patterns])[:, None]
+    return problem, with_tensors(tensors, mask=mask.to(tensors.query.device))
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("simulated", "small", "late", "together")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_sequence_has_its_own_lists(deterministic: bool) -> None:
+    problem, tensors = by_sequence(documents, stairs, len_q=300, deterministic=deterministic)
+    assert_training_matches(run, tensors, problem)
+    assert not deterministic or sums_are_the_same_each_time(tensors, problem)
+
+
+FAULTS_OF_PLANES = {
+    "another sequence's words": ("gradient_producer", "c.batch * c.of_batch", "0 * c.of_batch"),
+    "another head's words": ("gradient_producer", "head * c.of_head", "0 * c.of_head"),
+    "another sequence's lists": ("backward", "batch * list_stride_b + block", "block + 0"),
+}
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", FAULTS_OF_PLANES)
+def test_a_fault_in_whose_mask_it_is_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new = FAULTS_OF_PLANES[name]
+    problem, tensors = by_sequence(documents, stairs, len_q=300)
+    if "head" in name:
+        values = PACKED_ALONE["of each head"]
+        problem = make_problem(head_dim=64, requires_grad=True, **values)
+        tensors = make_tensors(problem)
+    simulated.replace(function, partial(rewritten, old=old, new=old))
+    assert_training_matches(run, tensors, problem)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(AssertionError):
+        assert_training_matches(run, tensors, problem)
 
 
 FAULTS_OF_ORDER = {
@@ -601,6 +650,62 @@ def test_on_a_card_sums_have_one_order(pattern: Pattern, head_dim: int) -> None:
     assert choose_gradients(problem).is_ordered
     assert_training_matches(run, tensors, problem)
     assert all(sums_are_the_same_each_time(tensors, problem) for _ in range(5))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_a_card_more_blocks_than_it_runs_at_a_time_have_their_lists(deterministic: bool) -> None:
+    patterns = (causal, documents, stairs, padded, scattered, banded, nothing, everything)
+    values = ON_A_CARD | {"num_heads": 8, "len_q": 1152, "deterministic": deterministic}
+    problem, tensors = by_sequence(*patterns, **values)
+    assert_training_matches(run, tensors, problem)
+    assert not deterministic or sums_are_the_same_each_time(tensors, problem)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("len_k", [1152, 1300, 1301])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_on_a_card_words_are_those_of_the_mask(
+    len_k: int, by_columns: bool, is_dense: bool
+) -> None:
+    torch.manual_seed(len_k)
+    mask = torch.rand(1030, len_k) < 0.5
+    there = mask.cuda() if is_dense else mask.T.contiguous().cuda().T
+    words = words_of(there, by_columns=by_columns)[0, 0].cpu()
+    right = mask.T if by_columns else mask
+    assert torch.equal(unpacked(words, *right.shape), right)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_graph_of_gradients_follows_a_mask_that_is_written_to(deterministic: bool) -> None:
+    values = ON_A_CARD | {"requires_grad": True, "deterministic": deterministic}
+    problem, tensors = made(causal, len_q=1152, head_dim=64, **values)
+    mask = tensors.mask
+    assert mask is not None
+    upstream = torch.randn_like(tensors.query)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(run(tensors, problem).output, (tensors.key, tensors.kv.value),
+                                   upstream)  # fmt: skip
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    for pattern in (documents, nothing, everything, causal):
+        mask.copy_(pattern(1152, 1152))
+        graph.replay()
+        # Sums of queries' gradients alone have no order.
+        assert all(map(torch.equal, found, gradients()))
 
 
 @pytest.mark.gpu

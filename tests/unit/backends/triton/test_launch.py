@@ -329,9 +329,33 @@ def test_what_a_launcher_would_hand_over_is_handed_over_without_it(
     assert launcher.launched[0] == launcher.launched[1]
 
 
-@pytest.mark.parametrize("odd", [lambda *given: None, print, object()])
+class Turned(TritonLauncher):
+    """One that hands a grid over in another order."""
+
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *rest: Any) -> None:
+        super().__call__(z, y, x, stream, function, *rest)
+
+
+class Longer(TritonLauncher):
+    """One that hands something over behind the arguments."""
+
+    def __call__(self, *given: Any) -> None:
+        super().__call__(*given, "more")
+
+
+class Asking(TritonLauncher):
+    """One that asks something of the stream."""
+
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *rest: Any) -> None:
+        super().__call__(x, y, z, stream.number, function, *rest)
+
+
+@pytest.mark.parametrize("odd", [
+    *(lambda *given: None, print, object()),
+    *(kind(0, hands_a_tuple=False) for kind in (Turned, Longer, Asking)),
+], ids=lambda it: type(it).__name__)  # fmt: skip
 def test_another_launcher_stays_as_it_is(odd: Any) -> None:
-    given = ("function", "packed")
+    given = ("function", "packed", None, None, None)
     assert launches._without_launcher(odd, given) == (odd, given)
 
 
