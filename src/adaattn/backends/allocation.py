@@ -11,6 +11,7 @@ __all__ = [
     "adjacent",
     "output_layout",
     "output_like",
+    "place_of",
     "placed",
     "unfilled",
     "unfilled_all",
@@ -71,6 +72,11 @@ def unfilled(
 def placed(shape: _Sizes, dtype: torch.dtype) -> Place:
     """Return what memory of adjacent elements is allocated by."""
     return tuple(shape), adjacent(shape), dtype
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return what memory that lies as a tensor is allocated by."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def unfilled_all(like: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:

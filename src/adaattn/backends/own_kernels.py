@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 _KEPT: Final = 1024
 _OLDEST: Final = (3, 6)
 _transforms = torch._C._functorch.peek_interpreter_stack
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 @lru_cache(maxsize=1)
@@ -71,8 +72,7 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
     """
     if forward_ad._current_level < 0 and _transforms() is None:
         return
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor
-    if forward_ad._current_level >= 0 or any(map(hidden, tensors)):
+    if forward_ad._current_level >= 0 or any(map(_is_wrapped, tensors)):
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
 
 
@@ -80,8 +80,7 @@ def meets_transforms(tensors: Iterable[torch.Tensor | None]) -> bool:
     """Return whether a transform of ``torch.func`` is under way, or a tensor is left from one."""
     if _transforms() is not None:
         return True
-    hidden = torch._C._functorch.is_functorch_wrapped_tensor
-    return any(item is not None and hidden(item) for item in tensors)
+    return any(item is not None and _is_wrapped(item) for item in tensors)
 
 
 def sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

@@ -356,10 +356,9 @@ def gradient_consumer(c, w: gl.constexpr):
 @gluon.jit
 def backward(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, slopes,
-    turns,
-    scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size, key_blocks,
-    tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences, starts_q,
-    starts_k, of_batch, of_head, counts, indices, before, list_width, list_stride_b,
+    turns, scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size,
+    key_blocks, tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences,
+    starts_q, starts_k, of_batch, of_head, counts, indices, before, list_width, list_stride_b,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,

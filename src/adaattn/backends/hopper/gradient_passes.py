@@ -160,7 +160,10 @@ class SinglePass(Pass):
         before = None
         if turns is not None and mask is not None and reading.block is not None:
             before = turns_of(mask, seen, reading.block)
-        copied = (*tensors[:5], *tensors[6:], *(item for item in (sums, words) if item is not None))
+        assert sums is not None
+        copied = (*tensors[:5], *tensors[6:], sums)
+        if words is not None:
+            copied = (*copied, words)
         planes = (int(step > 0) for step in reading.strides[:2])
         lists = map(address_of, (counts, indices, before))
         others = (*bounds, *planes, *lists, *reading.steps)

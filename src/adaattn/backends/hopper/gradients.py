@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import Place, output_like, placed
+from adaattn.backends.allocation import output_like, place_of, placed
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import View
@@ -177,10 +177,8 @@ def _prepare(
         *map(view_of, written[1:]),
     )
     kernels = _compiled(variant, query.device)
-    allocated: tuple[Place, ...] = (
-        *((tuple(item.shape), item.stride(), item.dtype) for item in written),
-        placed((num_tiles, 2, variant.block_m), torch.float32),
-    )
+    terms = placed((num_tiles, 2, variant.block_m), torch.float32)
+    allocated = (*map(place_of, written), terms)
     shared: dict[str, Any] = {
         "num_tiles": num_tiles,
         "num_blocks": problem.batch * problem.num_kv_heads * key_blocks,
@@ -212,12 +210,12 @@ def _prepare(
             ),
             **shared,
         )
-    sums = (num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), (_SUM_COLUMNS, 1)
-    summed: list[Place] = [(*sums, torch.float32)]
+    sums = placed((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), torch.float32)
+    summed = [sums]
     if variant.is_ordered:
         summed.append(placed((2 * num_tiles,), torch.int32))
     seen = reading((variant.block_n, variant.block_m), by_columns=True)
-    views = (*copied, sums) if seen.view is None else (*copied, sums, seen.view)
+    views = (*copied, sums[:2]) if seen.view is None else (*copied, sums[:2], seen.view)
     return SinglePass(
         launches=_bound(kernels, ((), views, ())),
         allocated=(*allocated, *summed),

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from adaattn._constants import LOG2_E
-from adaattn.backends.allocation import Place, output_like, placed, unfilled_all
+from adaattn.backends.allocation import Place, output_like, place_of, placed, unfilled_all
 from adaattn.backends.block_list import list_strides
 from adaattn.backends.compiled_before import note
 from adaattn.backends.device.launch import address_of
@@ -273,7 +273,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
     aux = problem.aux | Aux.LSE if variant.has_dropped else problem.aux
     stored = tuple(place for place, flag in enumerate(STATISTICS) if aux & flag)
     allocated: list[Place] = [
-        (tuple(out.shape), out.stride(), out.dtype),
+        place_of(out),
         *(placed(out.shape[:3], torch.float32) for _ in stored),
     ]
     if variant.fixed:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.backends.hopper.graphs import recorded
 from tests.unit.backends.hopper.test_gradient_faults import sums_are_the_same_each_time
 
 from adaattn.backends import hopper
@@ -693,14 +694,7 @@ def test_a_graph_of_gradients_follows_a_mask_that_is_written_to(deterministic: b
         return torch.autograd.grad(run(tensors, problem).output, (tensors.key, tensors.kv.value),
                                    upstream)  # fmt: skip
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        gradients()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = gradients()
+    graph, found = recorded(gradients)
     for pattern in (documents, nothing, everything, causal):
         mask.copy_(pattern(1152, 1152))
         graph.replay()

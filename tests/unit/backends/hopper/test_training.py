@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.backends.hopper.graphs import recorded
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
@@ -118,14 +119,7 @@ def test_a_cuda_graph_replays_a_training_step(head_dim: int) -> None:
         output = attend(*given, is_causal=True, backend="hopper")
         return torch.autograd.grad(output.square().sum(), given)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = recorded(step)
     with torch.no_grad():
         given[0].mul_(0.5)
     for _ in range(3):
@@ -236,18 +230,10 @@ def test_a_graph_of_packed_training_follows_other_bounds(head_dim: int) -> None:
         output = attend(*given, backend="hopper", is_causal=True, **bounds)
         return output.detach(), *torch.autograd.grad(output, given, upstream)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
+    graph, found = recorded(step)
     starts.copy_(torch.tensor([0, 1500, 2000]))
     graph.replay()
-    assert all(map(torch.equal, recorded, step()))
+    assert all(map(torch.equal, found, step()))
 
 
 @pytest.mark.slow
