@@ -4,8 +4,9 @@ The rule is that of `adaattn.testing`. A whole output must be finite, too. Gradi
 against those of ``F.scaled_dot_product_attention`` in a wider dtype.
 """
 
+import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from adaattn.testing import (
     num_summands,
 )
 from benchmarks.failures import FailedError
-from benchmarks.ops.contestants import SDPA, Call, Function
-from benchmarks.ops.inputs import Inputs, seen
+from benchmarks.ops.contestants import NAIVE, SDPA, Call, Gradients, naive
+from benchmarks.ops.inputs import Inputs, peer_mask, seen
 from benchmarks.ops.registry import Cell
 
-__all__ = ["Exact", "with_backward"]
+__all__ = ["Exact"]
 
 _COMPARED = 2**21
 """Elements of an output that are compared, on the host, at most."""
@@ -35,6 +36,8 @@ _SCORES = 2**25
 """Scores of the sampled rows of one batch entry at most, in float64."""
 
 _LEAST_ROWS = 8
+
+_NOT_FINITE = "wrong: expected finite numbers, got others"
 
 
 @dataclass(slots=True)
@@ -65,15 +68,13 @@ class Exact:
         Args:
             name: whose it is.
             call: which may have taken a mask that is rounded, and is held against that.
-            output: [B, Hq, Sq, Dv], or all gradients in one vector.
+            output: [B, Hq, Sq, Dv].
 
         Raises:
             FailedError: the result is wrong.
         """
         if not bool(output.isfinite().all()):
-            raise FailedError(name, "wrong: expected finite numbers, got others")
-        if self.cell.backward:
-            return self._hold_gradients(name, output)
+            raise FailedError(name, _NOT_FINITE)
         mask = call.mask if call.mask is not None and call.mask.is_floating_point() else None
         if (mask is not None) not in self._known:
             self._known[mask is not None] = self._rows(mask)
@@ -153,50 +154,60 @@ class Exact:
             added = added - inputs.slopes.double()[:, None, None] * (rows - keys).abs()
         return added.expand(-1, -1, len(places), cell.shape[4]).masked_fill(~visible, -torch.inf)
 
-    def _hold_gradients(self, name: str, found: torch.Tensor) -> float:
-        """Return the relative error of all gradients; at most twice PyTorch's, and a rounding."""
+    def hold_gradients(
+        self, name: str, call: Call, found: tuple[torch.Tensor, ...], again: Gradients
+    ) -> float:
+        """Return the relative error of all gradients; at most twice PyTorch's, and a rounding.
+
+        Args:
+            name: whose they are.
+            call: they are the same each time if it is ordered.
+            found: the gradients.
+            again: makes them once more.
+
+        Raises:
+            FailedError: they are wrong.
+        """
+        if not all(bool(item.isfinite().all()) for item in found):
+            raise FailedError(name, _NOT_FINITE)
+        if call.is_ordered and not all(map(torch.equal, found, again())):
+            raise FailedError(name, "wrong: expected the same gradients each time, got others")
         if False not in self._known:
             self._known[False] = _wide_gradients(self.cell, self.inputs)
         wide = self._known[False]
-        error = float((found.to(wide.dtype) - wide).norm() / wide.norm())
-        if name == SDPA:
+        apart = [
+            (mine.to(exact.dtype) - exact).norm() for mine, exact in zip(found, wide, strict=True)
+        ]
+        error = math.hypot(*map(float, apart)) / math.hypot(*(float(item.norm()) for item in wide))
+        peer = NAIVE if self.cell.given.sdpa_lacks else SDPA
+        if name == peer:
             self._peer_error = error
         if self._peer_error is None:
-            raise FailedError(name, f"not checked: {SDPA} has no gradients to compare with")
+            raise FailedError(name, f"not checked: {peer} has no gradients to compare with")
         allowed = 2 * self._peer_error + torch.finfo(self.cell.dtype).eps
         if not error <= allowed:
             raise FailedError(name, f"wrong: relative error {error:.3g}, allowed {allowed:.3g}")
         return error
 
 
-def _wide_gradients(cell: Cell, inputs: Inputs) -> torch.Tensor:
-    """Return the gradients in fp32 for 16-bit input and in fp64 for fp32, joined."""
+def _wide_gradients(cell: Cell, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    """Return the gradients in fp32 for 16-bit input and in fp64 for fp32."""
     dtype = torch.float64 if cell.dtype is torch.float32 else torch.float32
     query, key, value = (item.detach().to(dtype).requires_grad_() for item in inputs.qkv)
+    assert inputs.gradient is not None
+    wide = replace(
+        inputs, query=query, key=key, value=value, gradient=inputs.gradient.to(dtype), made=[]
+    )
+    if cell.given.sdpa_lacks:
+        return naive(cell, wide).with_backward(wide, is_alone=False)()
     group = query.shape[1] // key.shape[1]
-    rows, keys = (torch.arange(item.shape[2], device=item.device) for item in inputs.qkv[:2])
-    mask = None
-    if cell.given.sdpa_needs_mask:
-        mask = seen(cell, inputs)(rows[:, None], keys)
-    options: dict[str, Any] = {"attn_mask": mask} if mask is not None else {}
-    if not options:
-        options["is_causal"] = cell.given.is_causal
+    mask = peer_mask(cell, wide)
+    options: dict[str, Any] = {"attn_mask": mask}
+    if mask is None:
+        options = {"is_causal": cell.given.is_causal}
 
     def run() -> torch.Tensor:
         repeated = (item.repeat_interleave(group, dim=1) for item in (key, value))
         return F.scaled_dot_product_attention(query, *repeated, **options)
 
-    assert inputs.gradient is not None
-    return with_backward(run, (query, key, value), inputs.gradient.to(dtype))()
-
-
-def with_backward(
-    run: Function, inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor
-) -> Function:
-    """Return a function that runs forward and backward and gives the inputs' gradients, joined."""
-
-    def both() -> torch.Tensor:
-        found = torch.autograd.grad(run(), inputs, gradient)
-        return torch.cat([item.flatten() for item in found])
-
-    return both
+    return Call(run=run).with_backward(wide, is_alone=False)()

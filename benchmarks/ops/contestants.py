@@ -17,17 +17,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import adaattn
 from adaattn import AuxRequest
 from adaattn.backends import capabilities
+from adaattn.tuning.inputs import algorithms
 from benchmarks.failures import RefusedError
 from benchmarks.ops.inputs import Inputs, peer_mask, seen
 from benchmarks.ops.registry import Cell
 from benchmarks.written_out import written_out
 
-__all__ = ["ALL_BLOCKS", "NAIVE", "OURS", "OWN", "SDPA", "Call", "Function", "contestants"]
+__all__ = [
+    "ALL_BLOCKS",
+    "NAIVE",
+    "ORDERED",
+    "OURS",
+    "OWN",
+    "SDPA",
+    "Call",
+    "Gradients",
+    "contestants",
+    "naive",
+]
 
 SDPA, NAIVE, MATH, CUDNN = "F.sdpa", "naive", "math", "cudnn"
 FLEX, OURS = "flex", "adaattn"
 ALL_BLOCKS, PLAIN = "F.sdpa, all blocks", "adaattn, no entropy"
 """What a cell costs without what it asks for: the other result, and its time."""
+
+ORDERED = "adaattn[hopper], fixed order"
+"""A backward pass whose sums are the same each time."""
 
 OWN = ("hopper", "triton", "streamed", "small")
 """Executors of this library that are timed by name, too."""
@@ -36,7 +51,7 @@ _OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 _MOST_DIM_FLEX = 256
 _MOST_MASK_BYTES = 1 << 33
 
-Function = Callable[[], torch.Tensor]
+Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +59,38 @@ class Call:
     """One way to compute a cell.
 
     Args:
-        run: the call.
+        run: the call, or what makes its gradients.
         mask: what was made for it beforehand.
         chosen: what AdaAttn settles on; "" of others.
         is_the_cell: it computes the cell; else more or less than that, which is not checked.
+        is_ordered: under deterministic algorithms.
     """
 
-    run: Function
+    run: Callable[[], Any]
     mask: torch.Tensor | None = None
     chosen: str = ""
     is_the_cell: bool = True
+    is_ordered: bool = False
+
+    def with_backward(self, inputs: Inputs, *, is_alone: bool) -> Gradients:
+        """Return a function that gives the inputs' gradients, of a forward pass before or of each.
+
+        Args:
+            inputs: whose, with the gradient of the output.
+            is_alone: the forward pass has been.
+        """
+        given, upstream = inputs.qkv, inputs.gradient
+        mode = partial(algorithms, deterministic=self.is_ordered)
+        with mode():
+            output = self.run() if is_alone else None
+
+        def gradients() -> tuple[torch.Tensor, ...]:
+            with mode():
+                if output is None:
+                    return torch.autograd.grad(self.run(), given, upstream)
+                return torch.autograd.grad(output, given, upstream, retain_graph=True)
+
+        return gradients
 
 
 Make = Callable[[Cell, Inputs], Call]
@@ -70,18 +107,21 @@ def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Ma
         yield ALL_BLOCKS, _sdpa_of_all
     yield SDPA, _sdpa
     yield CUDNN, partial(_by, SDPBackend.CUDNN_ATTENTION)
+    if cell.with_naive:  # before whoever is held against its error
+        yield NAIVE, naive
+    if cell.with_naive and not cell.backward:
+        yield MATH, partial(_by, SDPBackend.MATH)
     if cell.given.is_for_flex and with_flex:
         yield FLEX, _flex
-    if cell.with_naive and not cell.backward:
-        yield NAIVE, _naive
-        yield MATH, partial(_by, SDPBackend.MATH)
     for name, module in _OTHERS.items():
         yield name, partial(_flash_attention, name, module)
     if cell.given.has_entropy:
         yield PLAIN, _without_entropy
     yield OURS, partial(_ours, "auto")
-    for name in OWN:
+    for name in OWN[:1] if cell.is_alone else OWN:
         yield f"{OURS}[{name}]", partial(_ours, name)
+    if cell.backward:
+        yield ORDERED, _in_order
 
 
 def _sdpa(cell: Cell, inputs: Inputs) -> Call:
@@ -113,6 +153,12 @@ def _without_entropy(cell: Cell, inputs: Inputs) -> Call:
     return replace(_ours("auto", plain, inputs), is_the_cell=False)
 
 
+def _in_order(cell: Cell, inputs: Inputs) -> Call:
+    """Return the call of our kernels for training whose sums have a fixed order."""
+    with algorithms(deterministic=True):
+        return replace(_ours("hopper", cell, inputs), is_ordered=True)
+
+
 def _by(backend: SDPBackend, cell: Cell, inputs: Inputs) -> Call:
     """Return the same call with one of PyTorch's kernels alone."""
     if backend is SDPBackend.CUDNN_ATTENTION:
@@ -129,7 +175,7 @@ def _by(backend: SDPBackend, cell: Cell, inputs: Inputs) -> Call:
     return Call(run=run, mask=call.mask)
 
 
-def _naive(cell: Cell, inputs: Inputs) -> Call:
+def naive(cell: Cell, inputs: Inputs) -> Call:
     """Return softmax(Q Kᵀ) V written out, with softcap or sinks where the cell has them."""
     hidden = None
     if cell.given.is_causal:

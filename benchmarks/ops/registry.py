@@ -87,7 +87,8 @@ class Cell:
         shape: (B, Hq, Hkv, Sq, Sk, D).
         value_dim: Dv; 0 is D.
         dtype: of q, k and v.
-        backward: time the backward pass too.
+        backward: time the backward pass too, sums in a fixed order as well.
+        is_alone: time it alone.
         given: what is asked beside the sizes.
         with_naive: compare with attention written out, too, and with PyTorch's own math.
     """
@@ -98,6 +99,7 @@ class Cell:
     value_dim: int = 0
     dtype: torch.dtype = torch.bfloat16
     backward: bool = False
+    is_alone: bool = False
     given: Given = Given()
     with_naive: bool = False
 
@@ -139,10 +141,10 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of one call: 2 pairs (D + Dv) for each head; 3.5 times that with the backward pass."""
+        """Of one call: 2 pairs (D + Dv) for each head; 2.5 times that for the backward pass."""
         batch, heads, _, _, _, dim = self.shape
         forward = 2 * batch * heads * self.visible_pairs * (dim + self.dim_v)
-        return forward * (3.5 if self.backward else 1.0)
+        return forward * ((not self.is_alone) + 2.5 * self.backward)
 
     @property
     def bytes_moved(self) -> float:
@@ -177,14 +179,15 @@ def cells(device: str) -> Iterator[Cell]:
     yield from _decode()
     yield from _grid()
     yield from _training()
+    yield from _backward()
     yield from _wide()
     yield from _small()
 
 
-def _square(kind: str, dim: int, length: int, given: Given, **more: Any) -> Cell:
+def _square(kind: str, dim: int, length: int, given: Given, *, group: int = 1, **more: Any) -> Cell:
     """Return a cell of square self-attention with as many tokens and columns as the others."""
     heads = _HIDDEN // dim
-    shape = (max(1, _TOKENS // length), heads, heads, length, length, dim)
+    shape = (max(1, _TOKENS // length), heads, heads // group, length, length, dim)
     order = "causal" if given.is_causal else "full"
     name = f"{kind} D{dim} S{length} {order}"
     return Cell(name=name, kind=kind, shape=shape, given=given, **more)
@@ -214,13 +217,18 @@ def _special() -> Iterator[Cell]:
                 yield _square(kind, dim, length, given, with_naive=naive)
     for dim in _DIMS:
         for longest in (512, 1024, 2048, 4096, 8192):
-            heads = _HIDDEN // dim
-            yield Cell(
-                name=f"packed T{_TOKENS} D{dim} S{longest} causal",
-                kind="packed",
-                shape=(1, heads, heads, _TOKENS, _TOKENS, dim),
-                given=Given(is_causal=True, longest=longest),
-            )
+            yield _packed(dim, longest)
+
+
+def _packed(dim: int, longest: int) -> Cell:
+    """Return a cell of packed documents in causal order."""
+    heads, tokens = _HIDDEN // dim, max(_TOKENS, longest)
+    return Cell(
+        name=f"packed T{tokens} D{dim} S{longest} causal",
+        kind="packed",
+        shape=(1, heads, heads, tokens, tokens, dim),
+        given=Given(is_causal=True, longest=longest),
+    )
 
 
 def _masked() -> Iterator[Cell]:
@@ -304,8 +312,47 @@ def _training() -> Iterator[Cell]:
             for is_causal in (False, True):
                 cell = _square("dense", dim, length, Given(is_causal=is_causal), backward=True)
                 yield replace(cell, name=f"{cell.name} backward", kind="dense, training")
-    windowed = _square("window 1024", 128, 16384, Given(is_causal=True, window=1024), backward=True)
-    yield replace(windowed, name=f"{windowed.name} backward", kind="window 1024, training")
+    kinds: dict[str, dict[str, Any]] = {
+        "window 1024": {"window": 1024},
+        "ALiBi": {"has_alibi": True},
+        "softcap 30": {"softcap": 30.0},
+        "sinks": {"has_sinks": True},
+    }
+    for kind, words in kinds.items():
+        for dim in _DIMS:
+            given = Given(is_causal=True, **words)
+            naive = bool(given.sdpa_lacks)  # whose gradients have no memory over 16K tokens
+            for length in (2048, 4096) if naive else (2048, 4096, 16384):
+                cell = _square(kind, dim, length, given, backward=True, with_naive=naive)
+                yield replace(cell, name=f"{cell.name} backward", kind=f"{kind}, training")
+    for dim in _DIMS[:2]:
+        for length in (1024, 2048):
+            given = Given(is_causal=True)
+            cell = _square("fp32", dim, length, given, backward=True, dtype=torch.float32)
+            yield replace(cell, name=f"{cell.name} backward", kind="fp32, training")
+    for dim in _DIMS:
+        for longest in (1024, 4096):
+            cell = _packed(dim, longest)
+            cell = replace(cell, name=f"{cell.name} backward", kind="packed, training")
+            yield replace(cell, backward=True)
+
+
+def _backward() -> Iterator[Cell]:
+    for dim in _DIMS:
+        for length in _LENGTHS:
+            causal = Given(is_causal=True)
+            kinds = {
+                "full": _square("", dim, length, Given()),
+                "causal": _square("", dim, length, causal),
+                "groups of 4": _square("", dim, length, causal, group=4),
+                "window": _square("", dim, length, Given(is_causal=True, window=length // 8)),
+                "packed": _packed(dim, length),
+            }
+            if length <= _LENGTHS[4]:
+                kinds["mask"] = _square("", dim, length, Given(mask="boolean"))
+            for kind, cell in kinds.items():
+                name = f"alone D{dim} S{length} {kind}"
+                yield replace(cell, name=name, kind=f"alone, {kind}", backward=True, is_alone=True)
 
 
 def _wide() -> Iterator[Cell]:

@@ -9,6 +9,9 @@ for dq, which leaves one pass later as a sum in fp32 in global memory, added by 
 `adaattn.backends.hopper.gradient_rows` makes what a row needs, and the gradient of queries of those
 sums. Tiles of scores are [keys of a warpgroup, BLOCK_M].
 
+Heads of a group have one block in turn, or where HEADS_APART each its own, which adds dk and dv to
+sums of the key head: more blocks for a card that few would not fill.
+
 What a stage holds is freed once for queries, upstream gradients and terms of rows together. Of a
 packed boolean mask it has the words of both warpgroups; blocks that hide all are left out.
 
@@ -36,6 +39,7 @@ from adaattn.backends.hopper.gradient_order import (
     packed_keys,
     place_in_order,
     row_tiles,
+    share_of,
 )
 from adaattn.backends.hopper.gradient_scores import (
     beside,
@@ -82,6 +86,8 @@ class Backward:
     last_head: gl.tensor
     start_q: gl.tensor
     start_k: gl.tensor
+    heads_before: gl.tensor
+    key_sums: gl.tensor
     block: gl.tensor
     first_key: gl.tensor
     first_tile: gl.tensor
@@ -124,6 +130,7 @@ class Backward:
     IS_PACKED: gl.constexpr
     HAS_MASK: gl.constexpr
     HAS_LISTS: gl.constexpr
+    HEADS_APART: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -133,11 +140,11 @@ class Backward:
     def __init__(
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
         of_batch, of_head, slopes, turns, before, scale, natural, cap, zero, sizes, batch, key_head,
-        first_head, last_head, start_q, start_k, block, first_key, first_tile, end_tile, first_slot,
-        added_before, skipped, tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full,
-        o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D,
-        IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI,
-        IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS,
+        first_head, last_head, start_q, start_k, heads_before, key_sums, block, first_key,
+        first_tile, end_tile, first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k,
+        v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
+        BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
+        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS, HEADS_APART,
     ):  # fmt: skip
         set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
@@ -218,25 +225,47 @@ def kept_ahead(c, w: gl.constexpr, p, stage):
 
 
 @gluon.jit
-def add_queries(c, w: gl.constexpr, slot, parity, dq):
-    """Begins to add a visit's dq to the sums of a tile, 16 bytes of each thread behind one another.
+def lay_out(c, w: gl.constexpr, found):
+    """64 x 64 numbers to be added to sums, 16 bytes of each thread behind one another.
 
-    Sums may lie in any order: `gradient_rows.finish_queries` knows it. The copy before has been
-    read when this one is written.
+    Sums may lie in any order: `gradient_rows.finish` knows it.
     """
-    if c.IS_ORDERED:
-        mbarrier.wait(c.dq_empty.index(w), parity)
-    else:
-        tma.store_wait(0)
     # [warp, row / 8, row % 8, column / 8, pair of columns, column]
-    parts = dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    parts = found.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
     c.dq.index(w).store(parts.reshape([16, 256]))
     fence_async_shared()
+
+
+@gluon.jit
+def begin_to_add(c, w: gl.constexpr, place, parity, found):
+    """Begins to add such numbers to sums, when the copy before has been read."""
     if c.IS_ORDERED:
+        mbarrier.wait(c.dq_empty.index(w), parity)
+        lay_out(c, w, found)
         mbarrier.arrive(c.dq_full.index(w))
     else:
+        tma.store_wait(0)
+        lay_out(c, w, found)
         barrier()
-        tma_add(c.sums, [(slot * 2 + w) * 16, 0], c.dq.index(w))
+        tma_add(c.sums, [place * 16, 0], c.dq.index(w))
+
+
+@gluon.jit
+def add_block(c, w: gl.constexpr, dk, dv):
+    """Adds dk and dv to the sums of the key head, 64 columns at a time."""
+    for which in gl.static_range(2):
+        found = dk
+        if which == 1:
+            found = dv
+        if c.BLOCK_D == 64:
+            begin_to_add(c, w, share_of(c, w, which, 0), (c.visits + 1 + which) & 1, found)
+        else:
+            halves = found.reshape([c.KEYS, 2, c.BLOCK_D // 2]).permute([0, 2, 1])
+            first, second = gl.split(halves)
+            begin_to_add(c, w, share_of(c, w, which, 0), (c.visits & 1) ^ 1, first)
+            begin_to_add(c, w, share_of(c, w, which, 1), c.visits & 1, second)
+    if not c.IS_ORDERED:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -302,7 +331,7 @@ def gradient_consumer(c, w: gl.constexpr):
         o = c.o.index(stage)
         ds_all = c.ds.index(stage)
         if visit > 0:
-            add_queries(c, w, slot_before, stage, dq)
+            begin_to_add(c, w, slot_before * 2 + w, stage, dq)
         mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
         dp_async = product(v, o.permute([1, 0]), half, rows, of_scores)
         dv_async = warpgroup_mma(gl.convert_layout(p.to(dtype), of_left), o, dv, is_async=True)
@@ -347,10 +376,13 @@ def gradient_consumer(c, w: gl.constexpr):
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
     if c.IS_PACKED:
         if c.visits > 0:
-            add_queries(c, w, slot_before, c.visits & 1, dq)
+            begin_to_add(c, w, slot_before * 2 + w, c.visits & 1, dq)
     else:
-        add_queries(c, w, slot_before, c.visits & 1, dq)
-    store_block(c, w, dk, dv)
+        begin_to_add(c, w, slot_before * 2 + w, c.visits & 1, dq)
+    if c.HEADS_APART:
+        add_block(c, w, dk, dv)
+    else:
+        store_block(c, w, dk, dv)
 
 
 @gluon.jit
@@ -364,6 +396,7 @@ def backward(
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr, HAS_MASK: gl.constexpr, HAS_LISTS: gl.constexpr,
+    HEADS_APART: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -371,7 +404,7 @@ def backward(
         row_terms: fp32, per tile of rows BLOCK_M log-sum-exps in units of log 2, inf of rows that
             see nothing, then BLOCK_M sums of products of output and gradient.
         sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
-            `add_queries`.
+            `lay_out`; behind them where HEADS_APART those of keys and values, block by block.
         words: where HAS_MASK, its packed tiles with keys in lines: int32 [B or 1, Hq or 1, tiles of
             keys, tiles of rows x 128].
         of_batch: 1 where sequences have masks of their own, else 0.
@@ -381,10 +414,10 @@ def backward(
         before: where IS_ORDERED too, int32 [B or 1, blocks of keys, tiles of rows]: the last block
             before this one that visits a tile, counted from 1; 0 where there is none.
         turns: int32, zeros, where IS_ORDERED: for both halves of the sums of each tile of rows the
-            block of keys whose turn it is to add to them.
+            block of keys whose turn it is to add to them, and for those of keys the head.
         natural: factor of the gradient of keys.
         key_blocks: of a head; of packed sequences, those of `places.sequence_of`, as are the tiles.
-        key_heads: of all sequences.
+        key_heads: of all sequences; where HEADS_APART all heads.
         heads_together: of those worked on at a time, where IS_ORDERED.
         zero: 0, which the compiler is not to know.
     """
@@ -430,6 +463,17 @@ def backward(
     batch = head // kv_heads
     key_head = head - batch * kv_heads
     first_head = key_head * group_size
+    heads_before = gl.to_tensor(0)
+    key_sums = gl.to_tensor(0)
+    if HEADS_APART:
+        batch = head // num_heads
+        first_head = head - batch * num_heads
+        key_head = first_head // group_size
+        heads_before = first_head - key_head * group_size
+        # A share of sums is 16 lines, 64 x 64 numbers.
+        shares: gl.constexpr = BLOCK_D // 32
+        key_sums = gl.num_programs(0) // key_blocks * tiles_per_head * 2
+        key_sums += (head // group_size * key_blocks + block) * (2 * shares)
     sizes = Sizes(len_q, len_k, offset, left, right)
     first_key = block * BLOCK_N
     start_q = gl.to_tensor(0)
@@ -463,13 +507,14 @@ def backward(
     if IS_GROUPED:
         visits = visits * group_size
     c = Backward(
-        query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
-        of_batch, of_head, slopes + batch * slopes_stride, turns, before, scale, natural, cap, zero,
-        sizes, batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, block,
-        first_key, first, behind, first_slot, added_before, skipped, tiles_per_head, visits, q, o,
-        r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
-        BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
-        HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS,
+        query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, of_batch,
+        of_head, slopes + batch * slopes_stride, turns, before, scale, natural, cap, zero, sizes,
+        batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, heads_before,
+        key_sums, block, first_key, first, behind, first_slot, added_before, skipped,
+        tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full,
+        ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
+        IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK,
+        HAS_LISTS, HEADS_APART,
     )  # fmt: skip
     if IS_ORDERED:
         gl.warp_specialize(

@@ -20,7 +20,7 @@ _STEP = 8
 _FUNCTIONS = {
     "prepare": gradient_rows.prepare_rows,
     "main": backward.backward,
-    "finish": gradient_rows.finish_queries,
+    "finish": gradient_rows.finish,
     "keys": backward_keys.backward_keys,
     "queries": backward_queries.backward_queries,
 }
@@ -55,8 +55,8 @@ def gradient_kernels(variant: GradientVariant) -> tuple[Launcher, ...]:
 def kinds_of(variant: GradientVariant) -> tuple[str, str, str]:
     """Return the names of those kernels.
 
-    The first makes terms of rows. Then there is one for all gradients, and what finishes those of
-    queries; or else, where these are split, one for keys and values, and one for queries.
+    The first makes terms of rows. Then there is one for all gradients, and what finishes those that
+    are summed; or else, where these are split, one for keys and values, and one for queries.
     """
     return ("prepare", "keys", "queries") if variant.is_split else ("prepare", "main", "finish")
 
@@ -82,7 +82,8 @@ def _types(variant: GradientVariant, kind: str) -> dict[str, str]:
     label = variant.precision.label
     if kind in _SMALL:
         pointers = ("lse", "lse_upstream", "row_terms", "sums")
-        numbers = dict.fromkeys(("output", "upstream", "gradient"), f"*{label}")
+        written = ("gradient", "key_gradient", "value_gradient")
+        numbers = dict.fromkeys(("output", "upstream", *written), f"*{label}")
         others = {"scale": "fp32", "turns": "*i32", "starts": "*i32"}
         return numbers | dict.fromkeys(pointers, "*fp32") | others
     rank = 3 if variant.is_packed else 2
@@ -130,7 +131,7 @@ def _alignments(variant: GradientVariant, kind: str, types: dict[str, str]) -> d
         return {name: step for name, step in found.items() if name in _FUNCTIONS[kind].arg_names}
     found = {}
     for name in _FUNCTIONS[kind].arg_names:
-        if name.startswith("stride_") or name == "columns":
+        if name.startswith(("stride_", "columns")):
             found[name] = _STEP
         elif types.get(name, "").startswith("*") and not name.startswith(("lse", "starts")):
             found[name] = _ADDRESS_BYTES

@@ -36,10 +36,14 @@ _MOST_COLUMNS: Final = 128
 _LEAST_PACKED: Final = 512
 """Rows and keys of a boolean mask from which on packing it, two launches more, is not felt."""
 
-_FEWEST_BLOCKS: Final = 72
-"""Blocks of `BLOCK_KEYS` of grouped heads from which on they fill enough of a card for one kernel.
-Over 64 both passes of two are 1.09 to 1.46 times as fast, over 128 0.68 to 0.96
-(`gradients_short_h200.json`, groups of 4 and 8): it lies between, nearer to what was measured."""
+_PROCESSORS: Final = 132
+"""Of an H100 or H200 with SXM: blocks of threads of the kernel for all gradients at a time."""
+
+_BLOCK_TILES: Final = 3
+"""Tiles of rows that could be visited in the time in which a block begins and ends."""
+
+_APART_TILES: Final = {False: 4, True: 5}
+"""The same where it adds what it found for keys and values; in a fixed order it waits, too."""
 
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
@@ -56,7 +60,9 @@ class GradientVariant:
             128 as those of v, or else each 128 or 256.
         block_v: columns of v.
         precision: bf16 or fp16.
-        is_grouped: several query heads have one key head.
+        is_grouped: several query heads have one key head, whose blocks they visit in turn.
+        heads_apart: each of them has blocks of its own, and gradients of keys and values are summed
+            as those of queries are.
         has_right: rows do not see all later keys: causal order, a window.
         has_left: rows do not see all earlier keys.
         is_ragged: the last block of keys is not full; the bits of a packed mask hide what is not
@@ -89,6 +95,7 @@ class GradientVariant:
     block_v: int
     precision: Precision = Precision.BF16
     is_grouped: bool = False
+    heads_apart: bool = False
     has_right: bool = False
     has_left: bool = False
     is_ragged: bool = False
@@ -143,11 +150,10 @@ def choose_gradients(
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
     packs = _packs_mask(problem)
-    is_split = (
-        max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs) or _is_short(problem)
-    )
+    is_split = max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs)
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
-    is_grouped = problem.group_size > 1
+    heads_apart = not is_split and _goes_apart(problem, TILE_NUMBERS // block_d)
+    is_grouped = problem.group_size > 1 and not heads_apart
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
     is_ordered = not is_split and (problem.deterministic or problem.batch_invariant)
@@ -165,6 +171,7 @@ def choose_gradients(
         block_v=block_v,
         precision=problem.precision,
         is_grouped=is_grouped,
+        heads_apart=heads_apart,
         has_right=right >= 0,
         has_left=left >= 0,
         is_ragged=is_ragged,
@@ -197,15 +204,47 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
     return not packs or problem.softcap > 0 or left >= 0
 
 
-def _is_short(problem: AttentionProblem) -> bool:
-    """Return whether blocks of keys, which each visit all heads of a group, are too few for a card.
+def _goes_apart(problem: AttentionProblem, block_m: int) -> bool:
+    """Return whether heads of a group have blocks of keys of their own.
 
-    Two kernels have more: blocks of half as many keys, and for queries those of all heads.
+    Blocks that visit the tiles of all of them may be too few for a card, or too long to end
+    together; those of one head add their gradients of keys and values to sums. Of 107 problems on
+    an H200 this names the way that was faster, or one 0.94 times as fast at least
+    (`gradients_apart_h200.json`).
     """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
         return False
-    blocks = problem.batch * problem.num_kv_heads * -(-problem.len_k // BLOCK_KEYS)
-    return blocks < _FEWEST_BLOCKS
+    heads = problem.batch * problem.num_kv_heads
+    turns = _time_of_blocks(problem, block_m, heads, problem.group_size, _BLOCK_TILES)
+    added = _APART_TILES[problem.deterministic]
+    return _time_of_blocks(problem, block_m, heads * problem.group_size, 1, added) < turns
+
+
+def _time_of_blocks(
+    problem: AttentionProblem, block_m: int, heads: int, group: int, beside: int
+) -> float:
+    """Return the time that blocks of keys take on a card, in visits of a tile.
+
+    Args:
+        problem: its lengths and edges are read.
+        block_m: rows of a tile.
+        heads: that have blocks.
+        group: whose tiles a block visits.
+        beside: visits that a block takes beside those.
+    """
+    right, left = edges(problem)
+    of_head = max(-(-problem.len_k // BLOCK_KEYS), 1)
+    tiles = -(-problem.len_q // block_m)
+    most = group * tiles + beside
+    rounds = -(-heads * of_head // _PROCESSORS)
+    if right < 0 and left < 0:
+        return float(rounds * most)
+    pairs = problem.visible_pairs / (block_m * BLOCK_KEYS * of_head)
+    mean = group * min(pairs + 1.0, tiles) + beside
+    longest = mean if right >= 0 and left >= 0 else float(most)
+    if rounds == 1:
+        return longest
+    return heads * of_head * mean / _PROCESSORS + longest / 2
 
 
 def _packs_mask(problem: AttentionProblem) -> bool:
@@ -246,7 +285,7 @@ def numbers_of(
         tiles_of(problem, problem.len_k, BLOCK_KEYS),
         tiles_of(problem, problem.len_q, variant.block_m),
         slopes_stride,
-        problem.batch * problem.num_kv_heads,
+        problem.batch * (problem.num_heads if variant.heads_apart else problem.num_kv_heads),
         _heads_together(problem, variant),
         0,
         problem.num_sequences,
@@ -293,12 +332,13 @@ def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int |
 
 
 def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
-    """Return how many key heads are worked on together where sums are ordered.
+    """Return how many heads with blocks are worked on together where sums are ordered.
 
     Packed sequences whose lengths nobody knows count as if they were of one length.
     """
     pairs = problem.visible_pairs
     if problem.num_sequences:
         pairs = min(pairs, problem.len_q * problem.len_k / problem.num_sequences)
-    visits = 1 + pairs * problem.group_size / (variant.block_m * max(problem.len_k, 1))
+    heads = 1 if variant.heads_apart else problem.group_size
+    visits = 1 + pairs * heads / (variant.block_m * max(problem.len_k, 1))
     return max(round(_BLOCKS_APART / visits), 1)

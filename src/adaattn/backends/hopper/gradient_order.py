@@ -118,19 +118,48 @@ def next_tile(c, tile, slot, head):
 
 @gluon.jit
 def await_turn(c, tile, place):
-    """Waits until the blocks of keys before this one have added to a tile's sums.
+    """Waits until the blocks of keys before this one have added to a tile's sums."""
+    if c.HAS_LISTS:
+        turn = gl.load(c.turns + place, volatile=True)  # on its way beside whom it is held against
+        due = gl.load(c.before + tile)
+    else:
+        turn = gl.to_tensor(0)
+        due = gl.where(tile < c.added_before, c.block, 0)
+    await_number(c.turns + place, turn, due)
+
+
+@gluon.jit
+def await_number(place, turn, due):
+    """Waits until a number in memory, as read before, is so large.
 
     A load that stays in a register: what an atomic operation returns would pass through shared
     memory and a barrier.
     """
-    if c.HAS_LISTS:
-        due = gl.load(c.before + tile)
+    while turn < due:
+        turn = gl.load(place, volatile=True)
+
+
+@gluon.jit
+def add_halves(c, w: gl.constexpr, first, step, parity):
+    """Adds what warpgroups have laid out, both or one of them, and says that it has been read."""
+    halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
+    for half in gl.static_range(w * halves, (w + 1) * halves):
+        mbarrier.wait(c.dq_full.index(half), parity)
+        tma_add(c.sums, [(first + half * step) * 16, 0], c.dq.index(half))
+    for half in gl.static_range(w * halves, (w + 1) * halves):
+        tma.store_wait((w + 1) * halves - 1 - half)
+        mbarrier.arrive(c.dq_empty.index(half))
+
+
+@gluon.jit
+def pass_on(c, place, number):
+    """Tells the next block, when all that was added is in memory."""
+    wait_for_writes()
+    barrier()
+    if c.IS_PACKED:  # sequences whose starts fall may share a tile: no turn is taken back
+        gl.atomic_max(c.turns + place, number + 1, sem="relaxed", scope="gpu")
     else:
-        due = gl.where(tile < c.added_before, c.block, 0)
-    if due > 0:
-        turn = gl.load(c.turns + place, volatile=True)
-        while turn < due:
-            turn = gl.load(c.turns + place, volatile=True)
+        gl.atomic_xchg(c.turns + place, number + 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -138,24 +167,29 @@ def gradient_adder(c, w: gl.constexpr):
     """Adds what both warpgroups found for queries, each visit's in its turn, and passes it on.
 
     Where tiles have 128 rows each half has a warp of its own and turns of its own; else the first
-    adds both, and the other has nothing to do.
+    adds both, and the other has nothing to do. Then likewise what a head that has blocks of its own
+    found for keys and values, behind the heads before.
     """
-    halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
-    if w * halves < 2:
+    if w == 0 or c.BLOCK_D == 64:
         tile, slot, head = begun(c)
         for visit in range(c.visits):
             place = slot * 2 + w
             await_turn(c, tile, place)
-            for half in gl.static_range(w * halves, (w + 1) * halves):
-                mbarrier.wait(c.dq_full.index(half), visit & 1)
-                tma_add(c.sums, [(slot * 2 + half) * 16, 0], c.dq.index(half))
-            for half in gl.static_range(w * halves, (w + 1) * halves):
-                tma.store_wait((w + 1) * halves - 1 - half)
-                mbarrier.arrive(c.dq_empty.index(half))
-            wait_for_writes()
-            barrier()
-            if c.IS_PACKED:  # sequences whose starts fall may share a tile: no turn is taken back
-                gl.atomic_max(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
-            else:
-                gl.atomic_xchg(c.turns + place, c.block + 1, sem="relaxed", scope="gpu")
+            add_halves(c, w, slot * 2, 1, visit & 1)
+            pass_on(c, place, c.block)
             tile, slot, head = next_tile(c, tile, slot, head)
+        if c.HEADS_APART:
+            place = c.key_sums + w
+            await_number(c.turns + place, gl.to_tensor(0), c.heads_before)
+            parts: gl.constexpr = c.BLOCK_D // 64
+            for number in gl.static_range(2 * parts):
+                first = share_of(c, 0, number // parts, number % parts)
+                add_halves(c, w, first, parts, (c.visits + number) & 1)
+            pass_on(c, place, c.heads_before)
+
+
+@gluon.jit
+def share_of(c, w: gl.constexpr, which: gl.constexpr, columns: gl.constexpr):
+    """Which 64 x 64 sums are those of a warpgroup's keys (or values: 1), and 64 of the columns."""
+    parts: gl.constexpr = c.BLOCK_D // 64
+    return c.key_sums + (which * 2 + w) * parts + columns

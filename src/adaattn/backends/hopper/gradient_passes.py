@@ -74,7 +74,7 @@ class Pass:
     Args:
         launches: of the kernels, in order; the first makes terms of rows.
         allocated: the gradients of q, k and v; log-sum-exp and delta of rows, fp32 [tiles, 2, rows
-            of a tile]; and, where gradients of queries are summed, the sums, and turns in summing.
+            of a tile]; and, where gradients are summed, the sums, and turns in summing.
         num_tiles: of query rows, of all heads.
         prepare: numbers of the first launch.
     """
@@ -135,16 +135,18 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinglePass(Pass):
-    """One kernel for all gradients, which sums those of queries; another finishes them.
+    """One kernel for all gradients, which sums those of queries or all; another finishes them.
 
     Args:
-        num_blocks: of keys, of all key heads.
+        num_blocks: of keys, of all heads that have some.
+        num_sums: tiles of sums.
         main: numbers of the second launch.
         finish: of the third.
         mask: how it is read.
     """
 
     num_blocks: int
+    num_sums: int
     main: _Numbers
     finish: _Numbers
     mask: MaskReading
@@ -168,8 +170,8 @@ class SinglePass(Pass):
         lists = map(address_of, (counts, indices, before))
         others = (*bounds, *planes, *lists, *reading.steps)
         main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *others)
-        of_queries = map(address_of, (sums, tensors[5]))
-        finish(self.num_tiles, stream, (), *of_queries, bounds[0], *self.finish)
+        summed_up = map(address_of, (sums, *tensors[5:]))
+        finish(self.num_sums, stream, (), *summed_up, bounds[0], *self.finish)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """What the backward kernel of Hopper GPUs needs of rows, and what it leaves of them, on the device.
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
-and zeros where gradients of queries are summed. Behind it: those sums, scaled and rounded. One
-program for each tile of query rows of one head, whose columns times rows are 8192, or 64 rows where
-there are no sums.
+and zeros where gradients are summed. Behind it: those sums, scaled and rounded. One program for
+each tile of query rows of one head, whose columns times rows are 8192, or 64 rows where there are
+no sums. Those of gradients of keys and values, where there are any, are cut into tiles likewise.
 """
 
 from triton.experimental import gluon
@@ -51,11 +51,11 @@ def places_of(batch, head, rows, cols, stride_b, stride_h, stride_m):
 def prepare_rows(
     output, upstream, lse, lse_upstream, row_terms, sums, turns, starts, num_sequences,
     stride_ob, stride_oh, stride_om, stride_ub, stride_uh, stride_um,
-    num_heads, len_q, tiles_per_head, columns,
+    num_heads, len_q, tiles_per_head, columns, num_sums,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
     HAS_SUMS: gl.constexpr, IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros for its sums.
+    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros for sums.
 
     Args, beyond their names:
         output: [B, Hq, Sq, Dv], adjacent columns.
@@ -63,6 +63,7 @@ def prepare_rows(
         lse: fp32 [B, Hq, Sq].
         lse_upstream: its gradient, where HAS_LSE_GRADIENT.
         columns: Dv.
+        num_sums: tiles of sums, where HAS_SUMS.
         starts: int32 [N + 1], of packed sequences, where IS_PACKED.
     """
     layout: gl.constexpr = tile_layout(BLOCK_D)
@@ -89,31 +90,56 @@ def prepare_rows(
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
         zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
-        gl.store(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it, zeros)
-    if IS_ORDERED:
-        gl.store(turns + 2 * number, 0)
-        gl.store(turns + 2 * number + 1, 0)
+        for tile in range(number, num_sums, gl.num_programs(0)):
+            place = gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * BLOCK_D)
+            gl.store(sums + place + all_of_it, zeros)
+            if IS_ORDERED:
+                gl.store(turns + 2 * tile, 0)
+                gl.store(turns + 2 * tile + 1, 0)
 
 
 @gluon.jit
-def finish_queries(
-    sums, gradient, starts, num_sequences, scale, stride_b, stride_h, stride_m, num_heads, len_q,
-    tiles_per_head, columns, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_PACKED: gl.constexpr,
+def finish(
+    sums, gradient, key_gradient, value_gradient, starts, num_sequences, scale,
+    stride_b, stride_h, stride_m, num_heads, length, tiles_per_head, columns,
+    stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm, num_kv_heads, len_k,
+    tiles_of_keys, columns_of_values, num_tiles,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_PACKED: gl.constexpr,
+    HEADS_APART: gl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a tile's queries.
+    """Write the gradients of a tile's queries; where HEADS_APART of keys and values as well.
 
     Args, beyond their names:
-        sums: fp32, as `backward.add_queries` leaves them.
+        sums: fp32, as `backward.lay_out` leaves them.
         gradient: [B, Hq, Sq, D], adjacent columns.
         starts: of packed sequences, where IS_PACKED.
-        scale: factor of them.
+        scale: factor of those of queries and keys.
+        length: Sq.
         columns: D.
+        tiles_of_keys: of a key head.
+        num_tiles: of queries, of all heads.
     """
     layout: gl.constexpr = tile_layout(BLOCK_D)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     number = gl.program_id(0)
     all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
     found = gl.load(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it)
+    if HEADS_APART:
+        if number >= num_tiles:
+            # A block's tiles of keys, then its tiles of values.
+            of_block: gl.constexpr = BLOCK_D // 64
+            place = number - num_tiles
+            pair = place // (2 * of_block)
+            place -= pair * (2 * of_block)
+            gradient = key_gradient
+            stride_b, stride_h, stride_m = stride_kb, stride_kh, stride_km
+            num_heads, length, tiles_per_head = num_kv_heads, len_k, tiles_of_keys
+            if place >= of_block:
+                place -= of_block
+                gradient = value_gradient
+                stride_b, stride_h, stride_m = stride_vb, stride_vh, stride_vm
+                columns, scale = columns_of_values, 1.0
+            number = pair * of_block + place
     # [half, column / 8, warp, row % 8, pair of columns, row / 8, column]
     parts = gl.reshape((found * scale).to(gradient.dtype.element_ty), [2, 8, 4, 8, 4, 2, 2])
     if BLOCK_M == 64:
@@ -122,7 +148,7 @@ def finish_queries(
         parts = gl.permute(parts, [0, 2, 5, 3, 1, 4, 6])
     made = gl.convert_layout(gl.reshape(parts, [BLOCK_M, BLOCK_D]), layout)
     batch, head, rows, cols, _, inside = tile_places(
-        number, starts, num_sequences, num_heads, len_q, tiles_per_head, columns, layout, BLOCK_M,
+        number, starts, num_sequences, num_heads, length, tiles_per_head, columns, layout, BLOCK_M,
         BLOCK_D, IS_PACKED,
     )  # fmt: skip
     gl.store(

@@ -177,14 +177,17 @@ def _prepare(
         *map(view_of, written[1:]),
     )
     kernels = _compiled(variant, query.device)
+    key_heads = problem.batch * problem.num_kv_heads
+    key_tiles = key_blocks * variant.block_n // variant.block_m  # of one, with rows as of queries
+    num_sums = num_tiles + (2 * key_heads * key_tiles if variant.heads_apart else 0)
     terms = placed((num_tiles, 2, variant.block_m), torch.float32)
     allocated = (*map(place_of, written), terms)
     shared: dict[str, Any] = {
         "num_tiles": num_tiles,
-        "num_blocks": problem.batch * problem.num_kv_heads * key_blocks,
+        "num_blocks": key_heads * (problem.group_size if variant.heads_apart else 1) * key_blocks,
         "prepare": (
             *(packed, *_row_strides(output), *_row_strides(upstream), *of_rows),
-            value.shape[3],
+            *(value.shape[3], num_sums),
         ),
     }
 
@@ -210,10 +213,10 @@ def _prepare(
             ),
             **shared,
         )
-    sums = placed((num_tiles * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), torch.float32)
+    sums = placed((num_sums * TILE_NUMBERS // _SUM_COLUMNS, _SUM_COLUMNS), torch.float32)
     summed = [sums]
     if variant.is_ordered:
-        summed.append(placed((2 * num_tiles,), torch.int32))
+        summed.append(placed((2 * num_sums,), torch.int32))
     seen = reading((variant.block_n, variant.block_m), by_columns=True)
     views = (*copied, sums[:2]) if seen.view is None else (*copied, sums[:2], seen.view)
     return SinglePass(
@@ -221,7 +224,13 @@ def _prepare(
         allocated=(*allocated, *summed),
         main=numbers_of(problem, variant, stride),
         mask=seen,
-        finish=(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
+        num_sums=num_sums,
+        finish=(
+            *(packed, problem.scale, *_row_strides(written[0]), *of_rows, query.shape[3]),
+            *(*_row_strides(written[1]), *_row_strides(written[2])),
+            *(problem.num_kv_heads, problem.len_k, key_tiles, value.shape[3]),
+            num_tiles,
+        ),
         **shared,
     )
 

@@ -109,12 +109,13 @@ SUMS: dict[str, Fault] = {
         "gradient_consumer", "all_k = c.k.index(0)\n", "all_k = c.v\n", PLAIN),
     "columns of the other half": ("gradient_consumer", "all_k.slice(w * 64", "all_k.slice(0 * 64",
                                   WIDE),
-    "sums of the tile before": ("add_queries", "(slot * 2 + w)", "(abs(slot - 1) * 2 + w)", ROWS),
-    "sums of the other half": ("add_queries", "(slot * 2 + w)", "(slot * 2 + 1 - w)", PLAIN),
+    "sums of the tile before": ("gradient_consumer", "slot_before * 2 + w, stage",
+                                 "abs(slot_before - 1) * 2 + w, stage", ROWS),
+    "sums of the other half": ("begin_to_add", "place * 16", "(place ^ 1) * 16", PLAIN),
     "a tile's last sum dropped": (
-        "gradient_consumer", "slot_before, c.visits & 1, dq)\n    store",
-                                  "slot_before, c.visits & 1, 0.0 * dq)\n    store", ROWS),
-    "order of sums": ("add_queries", "[3, 0, 2, 4, 1, 5]", "[3, 0, 2, 1, 4, 5]", PLAIN),
+        "gradient_consumer", "c.visits & 1, dq)\n    if c.HEADS",
+                                  "c.visits & 1, 0.0 * dq)\n    if c.HEADS", ROWS),
+    "order of sums": ("lay_out", "[3, 0, 2, 4, 1, 5]", "[3, 0, 2, 1, 4, 5]", PLAIN),
 }  # fmt: skip
 HEADS_AND_TILES: dict[str, Fault] = {
     "a query head of the group skipped": ("backward", "visits = visits * group_size",
@@ -143,10 +144,10 @@ BESIDE: dict[str, Fault] = {
                                  "of_upstream = places_of(batch, 0 * head,", HEADS),
     "sums that do not begin at zero": ("prepare_rows", "+ all_of_it, zeros)",
                                        "+ all_of_it, zeros + 1.0)", PLAIN),
-    "scale of queries dropped": ("finish_queries", "found * scale", "found", PLAIN),
-    "halves of columns swapped": ("finish_queries", "[2, 5, 3, 0, 1, 4, 6]",
+    "scale of queries dropped": ("finish", "found * scale", "found", PLAIN),
+    "halves of columns swapped": ("finish", "[2, 5, 3, 0, 1, 4, 6]",
                                   "[2, 5, 3, 1, 0, 4, 6]", WIDE),
-    "rows of queries swapped": ("finish_queries", "[0, 2, 5, 3, 1, 4, 6]", "[0, 2, 3, 5, 1, 4, 6]",
+    "rows of queries swapped": ("finish", "[0, 2, 5, 3, 1, 4, 6]", "[0, 2, 3, 5, 1, 4, 6]",
                                 PLAIN),
     "last row unwritten": ("tile_places", "rows < len_q", "rows < len_q - 1", PLAIN),
     "last column unwritten": ("tile_places", "cols < columns", "cols < columns - 1", PLAIN),
@@ -174,10 +175,8 @@ ADDED: dict[str, Fault] = {
     "one head of those worked on together": ("place_in_order", "first_head + place % heads",
                                              "first_head", IN_ORDER | HEADS),
     "one block of those of a head": ("place_in_order", "place // heads", "0 * place", IN_ORDER),
-    "first half of a sum twice": ("gradient_adder", "(slot * 2 + half) * 16", "(slot * 2) * 16",
-                                  IN_ORDER),
-    "sums of the next tile": ("gradient_adder", "(slot * 2 + half) * 16",
-                              "(slot * 2 + 2 + half) * 16", IN_ORDER),
+    "first half of a sum twice": ("add_halves", "(first + half * step)", "(first)", IN_ORDER),
+    "sums of the next tile": ("gradient_adder", "slot * 2, 1", "slot * 2 + 2, 1", IN_ORDER),
 }  # fmt: skip
 SEQUENCES: dict[str, Any] = {"lengths_q": (100, 30, 170)}
 OTHER_KEYS: dict[str, Any] = SEQUENCES | {"lengths_k": (40, 150, 90), "is_causal": True}
@@ -204,6 +203,31 @@ PACKED: dict[str, Fault] = {
     "the tile before the first": ("gradient_producer", "gl.maximum(row, 0)", "row",
                                   SEQUENCES | {"deterministic": True}),
 }  # fmt: skip
+TWO_BLOCKS: dict[str, Any] = GROUPS | {"len_k": 200}
+WIDE_BLOCKS: dict[str, Any] = TWO_BLOCKS | {"head_dim": 128}
+APART: dict[str, Fault] = {
+    "key head of the next head": ("backward", "key_head = first_head // group_size",
+                                  "key_head = first_head // group_size ^ 1", TWO_BLOCKS),
+    "sums of another block": ("backward", "* key_blocks + block)", "* key_blocks + (block ^ 1))",
+                              TWO_BLOCKS),
+    "sums of the first key head": ("backward", "(head // group_size * key_blocks",
+                                   "(0 * key_blocks", TWO_BLOCKS),
+    "gradient of keys for that of values": ("add_block", "found = dv", "found = dk", TWO_BLOCKS),
+    "columns of the first half": ("share_of", "* parts + columns", "* parts", WIDE_BLOCKS),
+    "keys of the first warpgroup": ("share_of", "(which * 2 + w)", "(which * 2)", TWO_BLOCKS),
+    "values summed with keys": ("share_of", "(which * 2 + w)", "w", TWO_BLOCKS),
+    "sums of keys that do not begin at zero": (
+        "prepare_rows", "range(number, num_sums,", "range(number, gl.num_programs(0),",
+        WIDE_BLOCKS),
+    "scale of values": ("finish", "columns, scale = columns_of_values, 1.0", "pass", TWO_BLOCKS),
+    "tiles of the other half of a block": ("finish", "pair * of_block + place",
+                                           "pair * of_block + (1 - place)", WIDE_BLOCKS),
+    "values begun with the tiles of keys": ("finish", "place -= of_block", "pass", TWO_BLOCKS),
+    "in a fixed order: sums of another block": (
+        "gradient_adder", "first, parts,", "first, 0 * parts,",
+        WIDE_BLOCKS | {"deterministic": True}),
+}  # fmt: skip
+"""Of heads that have blocks of their own."""
 LONG: dict[str, Any] = {"len_q": 700, "len_k": 384}
 ORDER: dict[str, Fault] = {
     "queries not awaited": ("gradient_consumer",
@@ -220,31 +244,31 @@ ORDER: dict[str, Fault] = {
         "pass", LONG),
     "one place for the scores of all tiles": ("gradient_consumer", "c.ds.index(stage)",
                                               "c.ds.index(0)", LONG),
-    "sums not awaited": ("add_queries", "tma.store_wait(0)", "pass", LONG),
+    "sums not awaited": ("begin_to_add", "tma.store_wait(0)", "pass", LONG),
     "keys' gradients of the other warpgroup not awaited": (
         "store_block", "mbarrier.wait(c.end.index(1), 0)", "pass", LONG),
 }  # fmt: skip
 """Seen where everything is as late as it may be."""
 BOTH: dict[str, Any] = IN_ORDER | {"head_dim": 128}
 ADDING: dict[str, Fault] = {
-    "sums not awaited": ("gradient_adder", "mbarrier.wait(c.dq_full.index(half), visit & 1)",
-                         "pass", IN_ORDER),
+    "sums not awaited": ("add_halves", "mbarrier.wait(c.dq_full.index(half), parity)", "pass",
+                         IN_ORDER),
     "sums of the second warpgroup not awaited": (
-        "gradient_adder", "c.dq_full.index(half)", "c.dq_full.index(0)", BOTH),
-    "sums not read yet": ("add_queries", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
+        "add_halves", "c.dq_full.index(half)", "c.dq_full.index(0)", BOTH),
+    "sums not read yet": ("begin_to_add", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
-    "sums said to be read": ("gradient_adder", "(w + 1) * halves - 1 - half", "4",
+    "sums said to be read": ("add_halves", "(w + 1) * halves - 1 - half", "4",
                              IN_ORDER | LONG),
-    "second half said to be read": ("gradient_adder", "(w + 1) * halves - 1 - half", "1",
+    "second half said to be read": ("add_halves", "(w + 1) * halves - 1 - half", "1",
                                     BOTH | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
 TURNS: dict[str, Fault] = {
-    "turns not awaited": ("await_turn", "turn < due", "turn < 0", MANY),
-    "turn of the block before": ("await_turn", "turn < due", "turn < due - 1", MANY),
+    "turns not awaited": ("await_number", "turn < due", "turn < 0", MANY),
+    "turn of the block before": ("await_number", "turn < due", "turn < due - 1", MANY),
     "tiles of the block before unknown": ("backward", "gl.where(block > 0, ended, 0)", "0 * ended",
                                           MANY),
-    "told before it is there": ("gradient_adder", "wait_for_writes()", "pass", MANY),
+    "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
     "turns of another tile": ("gradient_adder", "await_turn(c, tile, place)",
                               "await_turn(c, tile, (c.end_tile - 1) * 2 + w)",
                               {"len_q": 300, "len_k": 900}),
@@ -256,7 +280,7 @@ FAULTS: dict[str, Fault] = {
     for kind, faults in (
         *(("scores", SCORES), ("edges", EDGES), ("sums", SUMS)),
         *(("heads", HEADS_AND_TILES), ("beside", BESIDE), ("in order", ADDED)),
-        ("packed", PACKED),
+        *(("packed", PACKED), ("apart", APART)),
     )
     for name, fault in faults.items()
 }
@@ -302,9 +326,11 @@ def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_device_code_is_seen(
-    name: str, simulated: Any, rewritten: Callable[..., Any]
+    name: str, simulated: Any, rewritten: Callable[..., Any], request: pytest.FixtureRequest
 ) -> None:
     function, old, new, values = FAULTS[name]
+    if name.startswith("apart"):
+        request.getfixturevalue("apart")
     problem, tensors = made(values)
     simulated.replace(function, partial(rewritten, old=old, new=old))
     hold_to_the_definition(tensors, problem)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import gradient_launch
 from adaattn.backends.hopper.gradient_launch import choose_gradients, split_numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
@@ -123,55 +122,6 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision) -> None:
     problem, tensors = made(CASES[name] | {"precision": precision})
-    assert_training_matches(run, tensors, problem)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 80])
-@pytest.mark.parametrize(
-    "name", ["groups", "groups, causal", "groups in a window", "one key head", "all else"]
-)
-def test_few_blocks_of_grouped_heads_go_the_same_way(
-    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_launch, "_FEWEST_BLOCKS", 1000)
-    problem, tensors = made(CASES[name] | {"head_dim": head_dim})
-    variant = choose_gradients(problem)
-    assert variant.is_split and variant.block_d == (64 if head_dim == 64 else 128)
-    assert_training_matches(run, tensors, problem)
-
-
-def test_blocks_are_few_where_each_visits_a_group_and_they_fill_half_a_card(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    usual: dict[str, Any] = {"head_dim": 64, "num_heads": 32, "precision": Precision.BF16}
-    grouped = usual | {"num_kv_heads": 8, "requires_grad": True}
-    few = {512: True, 1024: True, 1280: False, 2048: False}
-    for len_q, is_split in few.items():
-        assert choose_gradients(make_problem(**grouped, len_q=len_q)).is_split == is_split
-    others: dict[str, dict[str, Any]] = {
-        "alone": usual | {"len_q": 128},
-        "many sequences": grouped | {"len_q": 128, "batch": 16},
-        "packed": grouped | {"lengths_q": (100, 28)},
-        "any batch alike": grouped | {"len_q": 128, "batch_invariant": True},
-    }
-    for name, values in others.items():
-        assert not choose_gradients(make_problem(**values)).is_split, name
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernels are written for compute capability 9.0",
-)
-@pytest.mark.parametrize("head_dim", [64, 128, 80])
-@pytest.mark.parametrize("name", ["groups", "groups, causal", "groups in a window"])
-def test_on_a_card_so_do_few_blocks_of_grouped_heads(
-    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    problem, tensors = made(CASES[name] | {"head_dim": head_dim, "device_type": "cuda"})
-    assert choose_gradients(problem).is_split
     assert_training_matches(run, tensors, problem)
 
 

@@ -1,0 +1,120 @@
+"""Gradients of grouped heads that have blocks of keys of their own, and when they do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends import hopper
+from adaattn.backends.hopper.gradient_launch import choose_gradients
+from adaattn.backends.interface import Tensors
+from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
+from adaattn.testing import (
+    assert_training_matches,
+    gradients_of,
+    make_problem,
+    make_tensors,
+    with_tensors,
+)
+
+run = partial(hopper.run, group=HeadGroup(capability="hopper"))
+
+GROUPS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "requires_grad": True}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"batch": 2, "len_q": 70, "len_k": 150},
+    "causal": {"len_q": 140, "is_causal": True},
+    "one key head": {"num_heads": 3, "num_kv_heads": 1, "len_q": 64, "len_k": 40},
+    "to the end": {"len_q": 70, "len_k": 300, "is_causal": True, "align": Align.BOTTOM_RIGHT},
+    "keys that no row sees": {"len_q": 64, "len_k": 300, "is_causal": True},
+    "in a window": {"len_q": 140, "window": (70, 20)},
+    "mask": {"len_q": 512, "mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 512, 512)},
+    "values of other columns": {"len_q": 70, "len_k": 140, "value_dim": 40},
+    "all else": {
+        "batch": 2, "len_q": 65, "len_k": 130, "softcap": 3.0, "has_alibi": True,
+        "has_sinks": True, "sinks_require_grad": True, "window": (90, -1),
+    },
+}  # fmt: skip
+
+
+def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
+    """Return a problem of grouped heads, and its tensors."""
+    problem = make_problem(**GROUPS | {"precision": Precision.BF16, "head_dim": 64} | values)
+    tensors = make_tensors(problem)
+    if problem.has_alibi:
+        slopes = torch.rand(problem.batch, problem.num_heads)
+        tensors = with_tensors(tensors, alibi_slopes=slopes)
+    return problem, tensors
+
+
+@pytest.mark.usefixtures("simulated", "apart")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_definition(
+    name: str, head_dim: int, deterministic: bool
+) -> None:
+    problem, tensors = made({"head_dim": head_dim, "deterministic": deterministic} | CASES[name])
+    variant = choose_gradients(problem)
+    assert variant.heads_apart and variant.is_ordered == deterministic
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.usefixtures("simulated", "apart", "late", "together")
+@pytest.mark.parametrize(
+    "values",
+    [{"len_q": 200, "is_causal": True}, {"len_q": 140, "num_heads": 6, "head_dim": 128}],
+    ids=str,
+)
+def test_in_a_fixed_order_they_are_the_same_each_time(values: dict[str, Any]) -> None:
+    problem, tensors = made(values | {"deterministic": True})
+    first = gradients_of(run(tensors, problem), tensors)
+    again = gradients_of(run(tensors, problem), tensors)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+LLAMA: dict[str, Any] = GROUPS | {"num_heads": 32, "num_kv_heads": 8, "precision": Precision.BF16}
+FASTER: dict[str, dict[str, Any]] = {
+    "few blocks": {"len_q": 512},
+    "two rounds, the second half empty": {"len_q": 3072, "head_dim": 128},
+    "the longest block long": {"len_q": 4096, "is_causal": True},
+    "one key head": {"len_q": 2048, "num_kv_heads": 1, "is_causal": True, "head_dim": 128},
+    "few tiles": {"len_q": 512, "window": (64, 0)},
+}
+SLOWER: dict[str, dict[str, Any]] = {
+    "one round": {"len_q": 2048},
+    "many sequences": {"len_q": 512, "batch": 16, "is_causal": True, "head_dim": 128},
+    "a window": {"len_q": 2048, "window": (256, 0)},
+    "heads alone": {"len_q": 512, "num_kv_heads": 32},
+    "packed": {"lengths_q": (400, 112)},
+    "any batch alike": {"len_q": 512, "batch_invariant": True},
+    "two kernels": {"len_q": 512, "head_dim": 256},
+}
+
+
+@pytest.mark.parametrize("name", [*FASTER, *SLOWER])
+def test_heads_go_apart_where_that_was_faster_on_a_card(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured (`gradients_apart_h200.json`), or where nothing is summed by head."""
+    monkeypatch.undo()
+    problem = make_problem(**LLAMA | {"head_dim": 64} | (FASTER | SLOWER)[name])
+    assert choose_gradients(problem).heads_apart == (name in FASTER)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernels are written for compute capability 9.0",
+)
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_card_too(name: str, head_dim: int, deterministic: bool) -> None:
+    kind = {"head_dim": head_dim, "device_type": "cuda", "deterministic": deterministic}
+    problem, tensors = made(kind | CASES[name])
+    if tensors.alibi_slopes is not None:
+        tensors = with_tensors(tensors, alibi_slopes=tensors.alibi_slopes.cuda())
+    assert choose_gradients(problem).heads_apart
+    assert_training_matches(run, tensors, problem)
