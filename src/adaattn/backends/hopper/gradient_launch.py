@@ -45,6 +45,9 @@ _BLOCK_TILES: Final = 3
 _APART_TILES: Final = {False: 4, True: 5}
 """The same where it adds what it found for keys and values; in a fixed order it waits, too."""
 
+_SPLIT_VISIT: Final = 0.4
+"""What a visit of a split kernel takes of one of the kernel for all gradients, at 64 columns."""
+
 _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
 sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
@@ -150,9 +153,12 @@ def choose_gradients(
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
     packs = _packs_mask(problem)
-    is_split = max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs)
+    way = _fastest_way(problem, block_d)
+    is_split = (
+        max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs) or way == "split"
+    )
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
-    heads_apart = not is_split and _goes_apart(problem, TILE_NUMBERS // block_d)
+    heads_apart = not is_split and way == "apart"
     is_grouped = problem.group_size > 1 and not heads_apart
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
@@ -204,44 +210,62 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
     return not packs or problem.softcap > 0 or left >= 0
 
 
-def _goes_apart(problem: AttentionProblem, block_m: int) -> bool:
-    """Return whether heads of a group have blocks of keys of their own.
+def _fastest_way(problem: AttentionProblem, block_d: int) -> str:
+    """Return how grouped heads share blocks of keys: in "turns", "apart" or "split".
 
-    Blocks that visit the tiles of all of them may be too few for a card, or too long to end
-    together; those of one head add their gradients of keys and values to sums. Of 107 problems on
-    an H200 this names the way that was faster, or one 0.94 times as fast at least
-    (`gradients_apart_h200.json`).
+    Blocks that visit the tiles of all heads of a group in turn may be too few for a card, or too
+    long to end together. Those of one head add their gradients of keys and values to sums. Two
+    kernels have blocks of half as many keys, and for queries those of all heads; they compute more,
+    but a short block costs next to nothing. Of 56 problems on an H200 that were run in all three
+    ways this names the fastest, or one 0.93 times as fast at least, in the mean 0.998; of
+    in the first two, 98 others, one 0.94 times as fast at least (`gradients_apart_h200.json`,
+    `gradients_ways_h200.json`).
     """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
-        return False
-    heads = problem.batch * problem.num_kv_heads
-    turns = _time_of_blocks(problem, block_m, heads, problem.group_size, _BLOCK_TILES)
-    added = _APART_TILES[problem.deterministic]
-    return _time_of_blocks(problem, block_m, heads * problem.group_size, 1, added) < turns
+        return "turns"
+    key_heads, group = problem.batch * problem.num_kv_heads, problem.group_size
+    by_keys = problem.len_k, problem.len_q
+    sizes, part = (BLOCK_KEYS, TILE_NUMBERS // block_d), _SPLIT_VISIT * block_d / 64
+    times = {
+        "turns": _time_of(problem, by_keys, sizes, key_heads, group, _BLOCK_TILES),
+        "apart": _time_of(
+            problem, by_keys, sizes, key_heads * group, 1, _APART_TILES[problem.deterministic]
+        ),
+        "split": _time_of(problem, by_keys, (SPLIT_TILE, SPLIT_TILE), key_heads, group * part)
+        + _time_of(problem, by_keys[::-1], (ROW_BLOCK, SPLIT_TILE), key_heads * group, part),
+    }
+    return min(times, key=times.__getitem__)
 
 
-def _time_of_blocks(
-    problem: AttentionProblem, block_m: int, heads: int, group: int, beside: int
+def _time_of(
+    problem: AttentionProblem,
+    lengths: tuple[int, int],
+    sizes: tuple[int, int],
+    heads: int,
+    visit: float,
+    beside: float = 0.0,
 ) -> float:
-    """Return the time that blocks of keys take on a card, in visits of a tile.
+    """Return the time that a kernel takes on a card.
 
     Args:
-        problem: its lengths and edges are read.
-        block_m: rows of a tile.
+        problem: what rows see is read.
+        lengths: of what is cut into blocks, and of what a block visits.
+        sizes: of a block, and of a tile that it visits.
         heads: that have blocks.
-        group: whose tiles a block visits.
-        beside: visits that a block takes beside those.
+        visit: time of one tile.
+        beside: time of a block beside its visits.
     """
     right, left = edges(problem)
-    of_head = max(-(-problem.len_k // BLOCK_KEYS), 1)
-    tiles = -(-problem.len_q // block_m)
-    most = group * tiles + beside
+    of_head, tiles = (
+        max(-(-length // size), 1) for length, size in zip(lengths, sizes, strict=True)
+    )
+    most = visit * tiles + beside
     rounds = -(-heads * of_head // _PROCESSORS)
     if right < 0 and left < 0:
-        return float(rounds * most)
-    pairs = problem.visible_pairs / (block_m * BLOCK_KEYS * of_head)
-    mean = group * min(pairs + 1.0, tiles) + beside
-    longest = mean if right >= 0 and left >= 0 else float(most)
+        return rounds * most
+    seen = problem.visible_pairs / (sizes[0] * sizes[1] * of_head)
+    mean = visit * min(seen + 1.0, tiles) + beside
+    longest = mean if right >= 0 and left >= 0 else most
     if rounds == 1:
         return longest
     return heads * of_head * mean / _PROCESSORS + longest / 2

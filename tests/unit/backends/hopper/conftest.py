@@ -88,15 +88,13 @@ class Machine:
 @pytest.fixture(autouse=True)
 def _for_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have grouped heads go the way of many blocks: tests are small, and those of few say so."""
-    monkeypatch.setattr(gradient_launch, "_goes_apart", lambda *given: False)
+    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "turns")
 
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each head of a group blocks of keys of its own."""
-    monkeypatch.setattr(
-        gradient_launch, "_goes_apart", lambda problem, *given: problem.group_size > 1
-    )
+    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "apart")
 
 
 @pytest.fixture

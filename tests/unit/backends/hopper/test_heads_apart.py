@@ -79,7 +79,11 @@ FASTER: dict[str, dict[str, Any]] = {
     "two rounds, the second half empty": {"len_q": 3072, "head_dim": 128},
     "the longest block long": {"len_q": 4096, "is_causal": True},
     "one key head": {"len_q": 2048, "num_kv_heads": 1, "is_causal": True, "head_dim": 128},
+}
+SPLIT: dict[str, dict[str, Any]] = {
     "few tiles": {"len_q": 512, "window": (64, 0)},
+    "few tiles, in a fixed order": {"len_q": 1024, "window": (128, 0), "deterministic": True},
+    "more than 128 columns": {"len_q": 512, "head_dim": 256},
 }
 SLOWER: dict[str, dict[str, Any]] = {
     "one round": {"len_q": 2048},
@@ -88,18 +92,18 @@ SLOWER: dict[str, dict[str, Any]] = {
     "heads alone": {"len_q": 512, "num_kv_heads": 32},
     "packed": {"lengths_q": (400, 112)},
     "any batch alike": {"len_q": 512, "batch_invariant": True},
-    "two kernels": {"len_q": 512, "head_dim": 256},
 }
 
 
-@pytest.mark.parametrize("name", [*FASTER, *SLOWER])
-def test_heads_go_apart_where_that_was_faster_on_a_card(
+@pytest.mark.parametrize("name", [*FASTER, *SPLIT, *SLOWER])
+def test_heads_share_blocks_as_was_fastest_on_a_card(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As measured (`gradients_apart_h200.json`), or where nothing is summed by head."""
+    """As measured (`gradients_ways_h200.json`), or where nothing is summed by head."""
     monkeypatch.undo()
-    problem = make_problem(**LLAMA | {"head_dim": 64} | (FASTER | SLOWER)[name])
-    assert choose_gradients(problem).heads_apart == (name in FASTER)
+    problem = make_problem(**LLAMA | {"head_dim": 64} | (FASTER | SPLIT | SLOWER)[name])
+    variant = choose_gradients(problem)
+    assert variant.heads_apart == (name in FASTER) and variant.is_split == (name in SPLIT)
 
 
 @pytest.mark.gpu

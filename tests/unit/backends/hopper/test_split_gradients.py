@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
+from adaattn.backends.hopper import gradient_launch
 from adaattn.backends.hopper.gradient_launch import choose_gradients, split_numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
@@ -122,6 +123,36 @@ def made(values: dict[str, Any]) -> tuple[AttentionProblem, Tensors]:
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision) -> None:
     problem, tensors = made(CASES[name] | {"precision": precision})
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize(
+    "name", ["groups", "groups, causal", "groups in a window", "one key head", "all else"]
+)
+def test_few_blocks_of_grouped_heads_go_the_same_way(
+    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "split")
+    problem, tensors = made(CASES[name] | {"head_dim": head_dim})
+    variant = choose_gradients(problem)
+    assert variant.is_split and variant.block_d == (64 if head_dim == 64 else 128)
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernels are written for compute capability 9.0",
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("name", ["groups", "groups, causal", "groups in a window"])
+def test_on_a_card_so_do_few_blocks_of_grouped_heads(
+    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "split")
+    problem, tensors = made(CASES[name] | {"head_dim": head_dim, "device_type": "cuda"})
+    assert choose_gradients(problem).is_split
     assert_training_matches(run, tensors, problem)
 
 
