@@ -217,9 +217,9 @@ def _fastest_way(problem: AttentionProblem, block_d: int) -> str:
     long to end together. Those of one head add their gradients of keys and values to sums. Two
     kernels have blocks of half as many keys, and for queries those of all heads; they compute more,
     but a short block costs next to nothing. Of 56 problems on an H200 that were run in all three
-    ways this names the fastest, or one 0.93 times as fast at least, in the mean 0.998; of
-    in the first two, 98 others, one 0.94 times as fast at least (`gradients_apart_h200.json`,
-    `gradients_ways_h200.json`).
+    ways this names the fastest, or one 0.93 times as fast at least, and of 98 that were run in the
+    first two one 0.94 times as fast (`gradients_ways_h200.json`, `gradients_short_h200.json`;
+    `gradients_apart_h200.json`).
     """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
         return "turns"
