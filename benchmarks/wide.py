@@ -33,7 +33,7 @@ from adaattn.backends.streamed import executor, small, split
 from adaattn.spec import AttentionProblem, HeadGroup, Launch, Precision
 from adaattn.testing import make_problem
 from benchmarks.failures import FailedError, RefusedError, blamed, is_lost, time_limit
-from benchmarks.ops.check import Exact, with_backward
+from benchmarks.ops.check import Exact
 from benchmarks.ops.contestants import NAIVE, OURS, SDPA, Call, contestants
 from benchmarks.ops.inputs import Inputs, make_inputs, tiny
 from benchmarks.ops.registry import Cell, cells, selected
@@ -157,15 +157,12 @@ def right_ones(
     for name, make in (*peers(cell, inputs), *ours):
         try:
             with blamed(name):
-                run = make()
-                if inputs.gradient is not None:
-                    run = with_backward(run, inputs.qkv, inputs.gradient)
-                exact.hold(name, Call(run=run), run())
-                peaks[name] = peak_bytes(run)
+                call, _ = exact.held(name, Call(run=make()))
+                peaks[name] = peak_bytes(call.run)
         except (FailedError, RefusedError) as error:
             skipped[name] = str(error)
             continue
-        found[name] = run
+        found[name] = call.run
     return found
 
 

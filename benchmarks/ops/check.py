@@ -1,10 +1,10 @@
 """Whether a result of a cell is right: sampled query rows of every head against float64.
 
-The rule is that of `adaattn.testing`. A whole output must be finite, too. Gradients are held
-against those of ``F.scaled_dot_product_attention`` in a wider dtype.
+The rule is that of `adaattn.testing`. A whole output must be finite, too. Gradients of each head
+are held against those of ``F.scaled_dot_product_attention``, or of attention written out where it
+lacks a word, in a wider dtype.
 """
 
-import math
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,7 +60,24 @@ class Exact:
     cell: Cell
     inputs: Inputs
     _known: dict[bool, Any] = field(default_factory=dict)
-    _peer_error: float | None = None
+    _peer_errors: tuple[float, ...] = ()
+
+    def held(self, name: str, call: Call) -> tuple[Call, float | None]:
+        """Return a call, or what makes its gradients, with its relative error; None unchecked.
+
+        Args:
+            name: whose it is.
+            call: of the cell's inputs.
+
+        Raises:
+            FailedError: the result is wrong.
+        """
+        if self.cell.backward:
+            gradients = call.with_backward(self.inputs, is_alone=self.cell.is_alone)
+            error = self.hold_gradients(name, call, gradients(), gradients)
+            return replace(call, run=gradients), error
+        output = call.run()
+        return call, self.hold(name, call, output) if call.is_the_cell else None
 
     def hold(self, name: str, call: Call, output: torch.Tensor) -> float:
         """Return the relative error of a result.
@@ -157,7 +174,9 @@ class Exact:
     def hold_gradients(
         self, name: str, call: Call, found: tuple[torch.Tensor, ...], again: Gradients
     ) -> float:
-        """Return the relative error of all gradients; at most twice PyTorch's, and a rounding.
+        """Return the largest relative error of a head in a gradient.
+
+        Each gradient's is at most twice PyTorch's, and a rounding.
 
         Args:
             name: whose they are.
@@ -174,20 +193,21 @@ class Exact:
             raise FailedError(name, "wrong: expected the same gradients each time, got others")
         if False not in self._known:
             self._known[False] = _wide_gradients(self.cell, self.inputs)
-        wide = self._known[False]
-        apart = [
-            (mine.to(exact.dtype) - exact).norm() for mine, exact in zip(found, wide, strict=True)
-        ]
-        error = math.hypot(*map(float, apart)) / math.hypot(*(float(item.norm()) for item in wide))
+        errors = tuple(
+            float(head_errors(mine, exact).max())
+            for mine, exact in zip(found, self._known[False], strict=True)
+        )
         peer = NAIVE if self.cell.given.sdpa_lacks else SDPA
         if name == peer:
-            self._peer_error = error
-        if self._peer_error is None:
+            self._peer_errors = errors
+        if not self._peer_errors:
             raise FailedError(name, f"not checked: {peer} has no gradients to compare with")
-        allowed = 2 * self._peer_error + torch.finfo(self.cell.dtype).eps
-        if not error <= allowed:
-            raise FailedError(name, f"wrong: relative error {error:.3g}, allowed {allowed:.3g}")
-        return error
+        for which, error, its in zip(("q", "k", "v"), errors, self._peer_errors, strict=True):
+            allowed = 2 * its + torch.finfo(self.cell.dtype).eps
+            if not error <= allowed:
+                text = f"wrong: relative error {error:.3g} of d{which}, allowed {allowed:.3g}"
+                raise FailedError(name, text)
+        return max(errors)
 
 
 def _wide_gradients(cell: Cell, inputs: Inputs) -> tuple[torch.Tensor, ...]:

@@ -111,7 +111,7 @@ def contestants(cell: Cell, *, with_flex: bool = True) -> Iterator[tuple[str, Ma
         yield NAIVE, naive
     if cell.with_naive and not cell.backward:
         yield MATH, partial(_by, SDPBackend.MATH)
-    if cell.given.is_for_flex and with_flex:
+    if cell.given.is_for_flex and with_flex and not cell.is_alone:  # its graph runs back once
         yield FLEX, _flex
     for name, module in _OTHERS.items():
         yield name, partial(_flash_attention, name, module)

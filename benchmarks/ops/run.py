@@ -14,7 +14,6 @@ import math
 import sys
 import time
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +84,7 @@ def _right_ones(
     for name, make in contestants(cell, with_flex=not options.no_flex):
         try:
             with blamed(name):
-                call = make(cell, inputs)
-                if cell.backward:
-                    gradients = call.with_backward(inputs, is_alone=cell.is_alone)
-                    call = replace(call, run=gradients)
-                    error = exact.hold_gradients(name, call, gradients(), gradients)
-                else:
-                    output = call.run()
-                    error = exact.hold(name, call, output) if call.is_the_cell else None
-                    del output
+                call, error = exact.held(name, make(cell, inputs))
                 if error is not None:
                     found["relative_error"][name] = error
                 found["workspace_bytes"][name] = _workspace(call, options.device)

@@ -76,9 +76,9 @@ to count, in none."""
 
 _HOST_SHARE: Final = 0.5
 """How much of what the host takes longer in training the device has to save. In a model a host that
-is busy hides nothing of it: 14 layers of 96 heads over 2048 tokens, where the device takes 0.065 ms
-less for a layer and the host 0.15 more, took 45.6 ms a step for 43.6, and 41.9 for 41.7 by the same
-kernel (H200, whose host runs Python slowly, `training_decoder_host_h200.json`)."""
+is busy hides nothing of it: 14 layers of 12 heads over 8 times 2048 tokens, where the device takes
+0.065 ms less for a layer and the host 0.15 more, took 45.6 ms a step for 43.6, and 41.9 for 41.7 by
+the same kernel (H200, whose host runs Python slowly, `training_decoder_host_h200.json`)."""
 
 _Place = tuple[float, ...]
 """Logarithms of sizes."""
@@ -103,10 +103,12 @@ def ratio(
     *,
     by_stand_in: bool = False,
     splits_keys: bool = True,
+    margin: float = DISPLACES,
 ) -> float | None:
     """Return the time of one executor over that of another; None where nobody measured it.
 
-    The larger of the ratios of device time and of what a caller waits, so that neither loses;
+    The larger of the ratios of device time and of what a caller waits, so that neither loses, and
+    in training of the device's time and a share of the host's, which need not beat the margin;
     and the larger of the nearest cell's and the mean of those around. What a caller of a larger
     problem waits is the host's time no longer: the device's grows, at least by a root of the work,
     and shrinks with less of it.
@@ -122,6 +124,7 @@ def ratio(
             kernel for all mixes, and nothing says that it was left out of this one. Those with
             the fewest features left out count, and of them the one that says most for it.
         splits_keys: of the challenger. One that does not takes as long for fewer heads of few rows.
+        margin: below which the ratio has to be for it to be taken; 1 between two challengers.
     """
     is_known = problem_class(problem) in table.cells
     for place, alike in groupby(stand_ins(problem), key=attrgetter("place")):
@@ -130,7 +133,7 @@ def ratio(
             if place and not by_stand_in and (is_known or known.is_mix):
                 return None
             evened = _evened(known.problem)
-            found = [_log_ratio(table, even, name, incumbent, splits_keys) for even in evened]
+            found = [_log_ratio(table, it, name, incumbent, splits_keys, margin) for it in evened]
             told = [log for log in found if log is not None]
             if told:
                 shares.append(known.factor * math.exp(max(told)))
@@ -142,7 +145,12 @@ def ratio(
 
 
 def _log_ratio(
-    table: TimingTable, problem: AttentionProblem, name: str, incumbent: str, splits_keys: bool
+    table: TimingTable,
+    problem: AttentionProblem,
+    name: str,
+    incumbent: str,
+    splits_keys: bool,
+    margin: float,
 ) -> float | None:
     """Return the logarithm of the ratio in the cells around a problem; None without any."""
     logs: list[tuple[float, float]] = []
@@ -157,7 +165,7 @@ def _log_ratio(
         worse = max(mine.device_ms / (fewer * other.device_ms), waited[0] / waited[1])
         if problem.requires_grad:
             both = [grown * time.device_ms + _HOST_SHARE * time.host_ms for time in (mine, other)]
-            worse = max(worse, DISPLACES * both[0] / both[1])
+            worse = max(worse, margin * both[0] / both[1])
         logs.append((distance, math.log(worse)))
     return max(logs[0][1], _mean(logs)) if logs else None
 
@@ -189,10 +197,12 @@ def fastest(table: TimingTable, problem: AttentionProblem, shares: Mapping[str, 
     """
     best, *others = sorted(shares, key=shares.__getitem__)
     for name in others:
-        direct = ratio(table, problem, name, best) or _ratio_apart(table, problem, name, best)
+        direct = ratio(table, problem, name, best, margin=1.0)
+        direct = direct or _ratio_apart(table, problem, name, best)
         if direct is None:
             continue
-        reverse = ratio(table, problem, best, name) if shares[name] < _SURE else None
+        is_sure = shares[name] < _SURE
+        reverse = ratio(table, problem, best, name, margin=1.0) if is_sure else None
         if direct < (reverse or 1.0):
             best = name
     return best

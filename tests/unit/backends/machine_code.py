@@ -26,7 +26,8 @@ from adaattn.backends.streamed.fused_launch import Kind, Variant
 from adaattn.backends.streamed.split import choose_splits, partials, slices
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
-from adaattn.spec import AttentionProblem, Aux, HeadTerm, MaskKind, Precision
+from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
+from adaattn.testing import make_problem
 
 _TYPES: Final = {Precision.FP32: "fp32", Precision.BF16: "bf16", Precision.FP16: "fp16"}
 _ALIGNED_BYTES: Final = 16
@@ -115,6 +116,14 @@ def _changes(name: str, made: dict[str, str], turns: set[str]) -> bool:
     if re.match(r"tt\.load|scf\.", how):
         return True
     return any(_changes(other, made, turns) for other in re.findall(r"%\w+", how))
+
+
+def problem_of(values: str) -> AttentionProblem:
+    """Return the problem that differs from the usual one by the values of some source."""
+    names = {item.__name__: item for item in (Align, Aux, HeadTerm, MaskKind, Precision)}
+    layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
+    usual: dict[str, Any] = {"precision": Precision.BF16, "len_q": 4096} | layout
+    return make_problem(**usual | eval(values, {"dict": dict, **names}))
 
 
 def _hopper_backward(problem: AttentionProblem, kind: str) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.backends.machine_code import frozen_bounds
+from tests.unit.backends.machine_code import frozen_bounds, problem_of
+
+from adaattn.backends.hopper.gradient_launch import choose_gradients
 
 pytest.importorskip("triton", reason="the kernels are compiled by Triton, on Linux")
 
@@ -26,17 +28,12 @@ OLDEST = ROOT / "build" / "triton-3.6.0"
 SCRIPT = """
 import json, os, sys, traceback
 import triton
-from adaattn.spec import Align, Aux, HeadTerm, MaskKind, Precision
-from adaattn.testing import make_problem
-from tests.unit.backends.machine_code import code_of
+from tests.unit.backends.machine_code import code_of, problem_of
 
-layout = {"device_type": "cuda", "dense_columns": True, "stride_bytes": 16}
-usual = {"precision": Precision.BF16, "len_q": 4096} | layout
 for line in sys.stdin:
     executor, values, os.environ["TRITON_CACHE_DIR"] = json.loads(line)
     try:
-        problem = make_problem(**(usual | eval(values)))
-        found = {**code_of(executor, problem), "triton": triton.__version__}
+        found = {**code_of(executor, problem_of(values)), "triton": triton.__version__}
     except Exception:
         found = {"error": traceback.format_exc()}
     print("found " + json.dumps(found), flush=True)
@@ -134,6 +131,10 @@ GRADIENTS = [
     *(("row_gradients", values, most) for values, most in ROW_GRADIENTS.items()),
     *(("mask_gradients", values, most) for values, most in MASK_GRADIENTS.items()),
 ]
+# Grouped heads that take turns in a block of keys, have blocks of their own, or two kernels.
+MANY_BLOCKS = "num_heads=32, num_kv_heads=8, batch=16, len_q=512"
+LONG_BLOCKS = "num_heads=16, num_kv_heads=4"
+SHORT_BLOCKS = "num_heads=32, num_kv_heads=8, len_q=512, window=(63, -1), is_causal=True"
 # Accesses to local memory in a loop over tiles of rows: of addresses, where edges that lie anywhere
 # take registers from all tiles.
 HOPPER_GRADIENTS = {
@@ -147,14 +148,19 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, is_causal=True, precision=Precision.FP16)": 6,
     "dict(head_dim=128, len_k=1000)": 8,
     "dict(head_dim=128, window=(1000, 10), len_q=1000)": 12,
-    "dict(head_dim=64, is_causal=True, num_heads=16, num_kv_heads=4)": 16,
-    "dict(head_dim=128, is_causal=True, num_heads=16, num_kv_heads=4)": 24,
+    f"dict(head_dim=64, is_causal=True, {MANY_BLOCKS})": 16,
+    f"dict(head_dim=128, is_causal=True, {MANY_BLOCKS})": 24,
+    f"dict(head_dim=64, is_causal=True, {LONG_BLOCKS})": 6,
+    f"dict(head_dim=128, is_causal=True, {LONG_BLOCKS})": 12,
+    f"dict(head_dim=128, softcap=30.0, is_causal=True, {LONG_BLOCKS})": 48,
     "dict(head_dim=64, softcap=30.0)": 24,
     "dict(head_dim=128, softcap=30.0, is_causal=True)": 48,
     "dict(head_dim=128, has_alibi=True, is_causal=True)": 16,
     "dict(head_dim=64, deterministic=True)": 24,
     "dict(head_dim=128, deterministic=True, is_causal=True)": 24,
-    "dict(head_dim=64, deterministic=True, num_heads=16, num_kv_heads=4, is_causal=True)": 48,
+    f"dict(head_dim=64, deterministic=True, is_causal=True, {MANY_BLOCKS})": 48,
+    f"dict(head_dim=64, deterministic=True, is_causal=True, {LONG_BLOCKS})": 24,
+    f"dict(head_dim=128, deterministic=True, is_causal=True, {LONG_BLOCKS})": 32,
     "dict(head_dim=128, deterministic=True, softcap=30.0, is_causal=True)": 48,
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True)": 12,
     "dict(head_dim=128, lengths_q=(1000, 1048), is_causal=True)": 12,
@@ -162,7 +168,8 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=64, lengths_q=(1000, 1048), is_causal=True, deterministic=True)": 16,
     "dict(head_dim=128, lengths_q=(1000, 1048))": 8,
     "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=8, mask_shape=(1, 1, 4096, 4096))": 4,
-    "dict(head_dim=64, mask=MaskKind.BOOLEAN, num_heads=16, num_kv_heads=4, is_causal=True)": 16,
+    f"dict(head_dim=64, mask=MaskKind.BOOLEAN, is_causal=True, {MANY_BLOCKS})": 16,
+    f"dict(head_dim=128, mask=MaskKind.BOOLEAN, is_causal=True, {LONG_BLOCKS})": 16,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN)": 6,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, is_causal=True, precision=Precision.FP16)": 12,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=64, num_kv_heads=16, len_k=1000)": 16,
@@ -170,7 +177,7 @@ HOPPER_GRADIENTS = {
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, num_heads=8, deterministic=True)": 32,
     "dict(head_dim=128, mask=MaskKind.BOOLEAN, has_alibi=True)": 16,
 }
-# The same of more than 128 columns, of most masks and of few blocks of grouped heads, in the two
+# The same of more than 128 columns, of most masks and of short blocks of grouped heads, in the two
 # kernels of keys and values and of queries.
 SPLIT_GRADIENTS = {
     "dict(head_dim=256)": 0,
@@ -188,8 +195,8 @@ SPLIT_GRADIENTS = {
     "dict(head_dim=256, lengths_q=(1000, 1048), is_causal=True, softcap=30.0, window=(500, 0))": 0,
     "dict(head_dim=256, is_causal=True, num_heads=8, num_kv_heads=2, softcap=3.0, has_alibi=True, "
     "window=(100, 0))": 8,
-    "dict(head_dim=64, is_causal=True, num_heads=8, num_kv_heads=2)": 0,
-    "dict(head_dim=128, num_heads=8, num_kv_heads=2, deterministic=True)": 0,
+    f"dict(head_dim=64, {SHORT_BLOCKS})": 4,
+    f"dict(head_dim=128, mask=MaskKind.BOOLEAN, {SHORT_BLOCKS})": 4,
     "dict(head_dim=64, mask=MaskKind.BOOLEAN, softcap=3.0)": 0,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, is_causal=True)": 0,
     "dict(head_dim=128, mask=MaskKind.ADDITIVE, mask_is_wide=True, num_heads=8, num_kv_heads=2)": 4,
@@ -351,6 +358,15 @@ def test_a_mask_in_bits_is_one_load_for_a_tile(tmp_path: Path) -> None:
         found = compiled("hopper_keys", values.format(rows), tmp_path)
         loops[rows] = max(loop["instructions"] for loop in found["loops"])
     assert loops[4096] < 0.6 * loops[448]
+
+
+def test_grouped_heads_share_blocks_in_each_way() -> None:
+    """Else the machine code of one of them would be looked at by nobody."""
+    ways = {MANY_BLOCKS: "is_grouped", LONG_BLOCKS: "heads_apart", SHORT_BLOCKS: "is_split"}
+    for values in (*HOPPER_GRADIENTS, *SPLIT_GRADIENTS):
+        variant = choose_gradients(problem_of(values))
+        assert variant.is_split == (values in SPLIT_GRADIENTS), values
+        assert all(getattr(variant, way) for shape, way in ways.items() if shape in values), values
 
 
 @pytest.mark.parametrize("kernel", ["hopper_keys", "hopper_queries"])

@@ -535,6 +535,20 @@ def test_in_training_the_device_saves_half_of_what_the_host_takes_longer() -> No
             assert (share < DISPLACES) is (is_taken or not training)
 
 
+def test_of_two_challengers_in_training_the_host_counts_too() -> None:
+    trained = replace(make_problem(**SMALL), requires_grad=True)
+    measured = {
+        "less on the device": Measured(device_ms=0.97, host_ms=0.75),
+        "less to call": Measured(device_ms=1.0, host_ms=0.43),
+        "usual": Measured(device_ms=2.0, host_ms=0.3),
+    }
+    for problem, expected in ((trained, 1), (replace(trained, requires_grad=False), 0)):
+        table = table_of(cell_of(problem, measured))
+        names = list(measured)[:2]
+        shares = {name: ratio(table, problem, name, "usual") or 1.0 for name in names}
+        assert fastest(table, problem, shares) == names[expected]
+
+
 def test_a_problem_of_many_heads_goes_by_cells_of_a_full_card_and_not_the_other_way() -> None:
     problem = make_problem(**(SMALL | {"num_heads": 64}))
     table = table_of(cell_of(problem, times(fused=0.5, usual=1.0)))

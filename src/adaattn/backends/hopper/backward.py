@@ -15,7 +15,8 @@ sums of the key head: more blocks for a card that few would not fill.
 What a stage holds is freed once for queries, upstream gradients and terms of rows together. Of a
 packed boolean mask it has the words of both warpgroups; blocks that hide all are left out.
 
-Sums have no fixed order, or where IS_ORDERED that of `adaattn.backends.hopper.gradient_order`.
+What is summed in memory has no fixed order, or where IS_ORDERED that of
+`adaattn.backends.hopper.gradient_order`.
 """
 
 from triton.experimental import gluon

@@ -3,9 +3,9 @@
     p = exp(s - lse);  dv = p^T do;  dp = do v^T;  ds = p (dp - delta);  dk = ds^T q
 
 Where one kernel for all has no registers left, above 128 columns and beside most masks, and where
-it would have few blocks. A block of 64 keys loops over the tiles of 64 query rows that see it, of
-all query heads of its key head. With 256 columns the sums of dk and dv are 128 registers a thread
-each, so that each has a warpgroup of its own, and the product that it is made of: the first
+grouped heads have short blocks. A block of 64 keys loops over the tiles of 64 query rows that see
+it, of all query heads of its key head. With 256 columns the sums of dk and dv are 128 registers a
+thread each, so that each has a warpgroup of its own, and the product that it is made of: the first
 computes scores, weights and dv, the second dp, ds and dk. Scores are transposed, so that p^T and
 ds^T are left operands from registers; weights go from the first to the second through shared
 memory, in 16 bits.

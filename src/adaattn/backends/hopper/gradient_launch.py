@@ -1,6 +1,7 @@
 """How a backward pass is cut into tiles: a frozen choice from sizes alone."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from adaattn._constants import LOG2_E
@@ -45,6 +46,9 @@ _BLOCK_TILES: Final = 3
 _APART_TILES: Final = {False: 4, True: 5}
 """The same where it adds what it found for keys and values; in a fixed order it waits, too."""
 
+_WORTH_SUMS: Final = 0.97
+"""Share of the time of taking turns below which another way is taken."""
+
 _SPLIT_VISIT: Final = 0.4
 """What a visit of a split kernel takes of one of the kernel for all gradients, at 64 columns."""
 
@@ -52,6 +56,14 @@ _BLOCKS_APART: Final = 264
 """Blocks of other heads that start between two of a head, over the tiles that a block visits, where
 sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
 instead of with it, and waits for it at none."""
+
+
+class Sharing(Enum):
+    """How grouped heads share blocks of keys."""
+
+    TURNS = "a block visits the tiles of all heads, one head after another"
+    APART = "each head has blocks of its own, and sums have gradients of keys and values"
+    SPLIT = "a kernel visits likewise for keys and values alone, another for queries"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +92,8 @@ class GradientVariant:
         has_alibi: likewise.
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
-        is_ordered: gradients of queries are summed in a fixed order: the same each time, in any
-            batch. Split kernels sum nothing in memory.
+        is_ordered: what is summed in memory is summed in a fixed order: the same each time, and in
+            any batch where the problem asks for that. Split kernels sum nothing in memory.
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
         mask: kind of the mask.
@@ -153,12 +165,11 @@ def choose_gradients(
     right, left = edges(problem)
     block_d, block_v = _columns(problem)
     packs = _packs_mask(problem)
-    way = _fastest_way(problem, block_d)
-    is_split = (
-        max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs) or way == "split"
-    )
+    sharing = _fastest_sharing(problem, block_d)
+    is_split = max(block_d, block_v) > _MOST_COLUMNS or _splits_mask(problem, packs)
+    is_split = is_split or sharing is Sharing.SPLIT
     block_n = SPLIT_TILE if is_split else BLOCK_KEYS
-    heads_apart = not is_split and way == "apart"
+    heads_apart = not is_split and sharing is Sharing.APART
     is_grouped = problem.group_size > 1 and not heads_apart
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
@@ -210,28 +221,28 @@ def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
     return not packs or problem.softcap > 0 or left >= 0
 
 
-def _fastest_way(problem: AttentionProblem, block_d: int) -> str:
-    """Return how grouped heads share blocks of keys: in "turns", "apart" or "split".
+def _fastest_sharing(problem: AttentionProblem, block_d: int) -> Sharing:
+    """Return how grouped heads share blocks of keys.
 
-    Blocks that visit the tiles of all heads of a group in turn may be too few for a card, or too
-    long to end together. Those of one head add their gradients of keys and values to sums. Two
-    kernels have blocks of half as many keys, and for queries those of all heads; they compute more,
-    but a short block costs next to nothing. Of 56 problems on an H200 that were run in all three
-    ways this names the fastest, or one 0.93 times as fast at least, and of 98 that were run in the
-    first two one 0.94 times as fast (`gradients_ways_h200.json`, `gradients_short_h200.json`;
+    Blocks that visit the tiles of all heads of a group may be too few for a card, or too long to
+    end together. Those of one head add to sums, which take twice the memory. Two kernels have
+    blocks of half as many keys, and for queries those of all heads; they compute more, but a short
+    block costs next to nothing. Of 56 problems on an H200 that were run in all three ways this
+    names the fastest, or one 0.93 times as fast at least, and of 99 that were run in the first two
+    one 0.94 times as fast (`gradients_ways_h200.json`, `gradients_short_h200.json`;
     `gradients_apart_h200.json`).
     """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
-        return "turns"
+        return Sharing.TURNS
     key_heads, group = problem.batch * problem.num_kv_heads, problem.group_size
     by_keys = problem.len_k, problem.len_q
     sizes, part = (BLOCK_KEYS, TILE_NUMBERS // block_d), _SPLIT_VISIT * block_d / 64
+    added = _APART_TILES[problem.deterministic]
     times = {
-        "turns": _time_of(problem, by_keys, sizes, key_heads, group, _BLOCK_TILES),
-        "apart": _time_of(
-            problem, by_keys, sizes, key_heads * group, 1, _APART_TILES[problem.deterministic]
-        ),
-        "split": _time_of(problem, by_keys, (SPLIT_TILE, SPLIT_TILE), key_heads, group * part)
+        Sharing.TURNS: _WORTH_SUMS
+        * _time_of(problem, by_keys, sizes, key_heads, group, _BLOCK_TILES),
+        Sharing.APART: _time_of(problem, by_keys, sizes, key_heads * group, 1, added),
+        Sharing.SPLIT: _time_of(problem, by_keys, (SPLIT_TILE, SPLIT_TILE), key_heads, group * part)
         + _time_of(problem, by_keys[::-1], (ROW_BLOCK, SPLIT_TILE), key_heads * group, part),
     }
     return min(times, key=times.__getitem__)

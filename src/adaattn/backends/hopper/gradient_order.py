@@ -1,6 +1,7 @@
 """Which tiles of query rows a block of keys visits and in which order; and sums in a fixed one.
 
-Sums of gradients of queries come from many blocks of keys. Where IS_ORDERED warps of their own add
+Sums of gradients of queries come from many blocks of keys, and those of keys and values from heads
+that have blocks of their own. Where IS_ORDERED warps of their own add
 what a block found for a tile, when a number in memory says that the blocks before it have, and then
 tell the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
 number, which the card starts before them, as CUB's scans take for granted too: none waits for ever,
@@ -43,7 +44,7 @@ def row_tiles(
 
 @gluon.jit
 def place_in_order(key_blocks, num_heads, heads_together):
-    """Key head and block of keys of a block of threads.
+    """Head that has blocks (a key head, or where HEADS_APART any) and block of keys of a program.
 
     Some heads are worked on together, block by block: a block that starts finds the one before it,
     of its head, already ahead.
@@ -141,7 +142,11 @@ def await_number(place, turn, due):
 
 @gluon.jit
 def add_halves(c, w: gl.constexpr, first, step, parity):
-    """Adds what warpgroups have laid out, both or one of them, and says that it has been read."""
+    """Adds what warpgroups have laid out, both or one of them, and says that it has been read.
+
+    ``first`` is the share of the sums that is the first warpgroup's, and ``step`` from there to the
+    second's; ``parity`` of how often they have laid out before.
+    """
     halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
     for half in gl.static_range(w * halves, (w + 1) * halves):
         mbarrier.wait(c.dq_full.index(half), parity)

@@ -128,7 +128,7 @@ class Pass:
         Args:
             tensors: q, k, v, the gradient of the output, terms of rows, and those to be written.
             stream: of the launches.
-            summed: sums of gradients of queries, and turns in summing.
+            summed: sums of gradients, and turns in summing.
             beside: slopes, starts of queries and of keys, and the mask.
         """
 

@@ -2,7 +2,7 @@
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
 and zeros where gradients are summed. Behind it: those sums, scaled and rounded. One program for
-each tile of query rows of one head, whose columns times rows are 8192, or 64 rows where there are
+each tile, of query rows of one head, whose columns times rows are 8192, or 64 rows where there are
 no sums. Those of gradients of keys and values, where there are any, are cut into tiles likewise.
 """
 
@@ -114,7 +114,7 @@ def finish(
         gradient: [B, Hq, Sq, D], adjacent columns.
         starts: of packed sequences, where IS_PACKED.
         scale: factor of those of queries and keys.
-        length: Sq.
+        length: Sq; then of keys and values Sk, as the other sizes and strides are theirs then.
         columns: D.
         tiles_of_keys: of a key head.
         num_tiles: of queries, of all heads.

@@ -12,7 +12,7 @@ from tests.unit.backends.simulation import World, bound, device_code
 
 from adaattn.backends.hopper import forward as host
 from adaattn.backends.hopper import gradient_launch, gradient_passes, gradients, prepared
-from adaattn.backends.hopper.gradient_launch import GradientVariant
+from adaattn.backends.hopper.gradient_launch import GradientVariant, Sharing
 from adaattn.backends.hopper.launch import ROWS, Variant, box_rows
 from adaattn.spec import MaskKind
 
@@ -88,13 +88,13 @@ class Machine:
 @pytest.fixture(autouse=True)
 def _for_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have grouped heads go the way of many blocks: tests are small, and those of few say so."""
-    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "turns")
+    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.TURNS)
 
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each head of a group blocks of keys of its own."""
-    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "apart")
+    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.APART)
 
 
 @pytest.fixture

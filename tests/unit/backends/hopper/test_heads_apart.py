@@ -1,5 +1,7 @@
 """Gradients of grouped heads that have blocks of keys of their own, and when they do."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,6 @@ from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
     assert_training_matches,
-    gradients_of,
     make_problem,
     make_tensors,
     with_tensors,
@@ -24,6 +25,7 @@ GROUPS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "requires_grad": Tr
 CASES: dict[str, dict[str, Any]] = {
     "full": {"batch": 2, "len_q": 70, "len_k": 150},
     "causal": {"len_q": 140, "is_causal": True},
+    "causal, whole blocks": {"len_q": 256, "is_causal": True},
     "one key head": {"num_heads": 3, "num_kv_heads": 1, "len_q": 64, "len_k": 40},
     "to the end": {"len_q": 70, "len_k": 300, "is_causal": True, "align": Align.BOTTOM_RIGHT},
     "keys that no row sees": {"len_q": 64, "len_k": 300, "is_causal": True},
@@ -60,20 +62,62 @@ def test_gradients_are_those_of_the_definition(
     problem, tensors = made({"head_dim": head_dim, "deterministic": deterministic} | CASES[name])
     variant = choose_gradients(problem)
     assert variant.heads_apart and variant.is_ordered == deterministic
+    assert variant.is_aligned == (name == "causal, whole blocks" and not deterministic)
     assert_training_matches(run, tensors, problem)
 
 
+FIVE: dict[str, Any] = {"num_heads": 5, "num_kv_heads": 1, "deterministic": True}
+
+
+def are_the_same_each_time(values: dict[str, Any]) -> bool:
+    """Return whether all gradients are those of the first run in three more.
+
+    Heads are alike in pairs of opposite upstream gradients, all but the last: their sums are near
+    0 beside what is added, and its rounding is seen.
+    """
+    problem, tensors = made(FIVE | values)
+    query = tensors.query.detach()[:, :1].expand(tensors.query.shape).clone().requires_grad_()
+    tensors = with_tensors(tensors, query=query)
+    output = run(tensors, problem).output
+    upstream = torch.randn_like(output)
+    upstream[:, 2:4] = -upstream[:, :2]
+    leaves = (tensors.query, tensors.key, tensors.value)
+    first, *more = (
+        torch.autograd.grad(output, leaves, upstream, retain_graph=True) for _ in range(4)
+    )
+    return all(all(map(torch.equal, first, other)) for other in more)
+
+
+IN_ORDER = [{"len_q": 64, "len_k": 140}, {"len_q": 64, "len_k": 40, "head_dim": 128}]
+
+
 @pytest.mark.usefixtures("simulated", "apart", "late", "together")
+@pytest.mark.parametrize("values", IN_ORDER, ids=str)
+def test_in_a_fixed_order_they_are_the_same_each_time(values: dict[str, Any]) -> None:
+    assert are_the_same_each_time(values)
+
+
+FAULTS = {
+    "heads not awaited": ("await_number", "turn < due", "turn < 0"),
+    "the head before that": ("gradient_adder", "gl.to_tensor(0), c.heads_before",
+                             "gl.to_tensor(0), c.heads_before - 1"),
+    "told before it is there": ("pass_on", "wait_for_writes()", "pass"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("apart", "late", "together")
 @pytest.mark.parametrize(
-    "values",
-    [{"len_q": 200, "is_causal": True}, {"len_q": 140, "num_heads": 6, "head_dim": 128}],
+    ("name", "values"),
+    [*((name, IN_ORDER[0]) for name in FAULTS), ("heads not awaited", IN_ORDER[1])],
     ids=str,
 )
-def test_in_a_fixed_order_they_are_the_same_each_time(values: dict[str, Any]) -> None:
-    problem, tensors = made(values | {"deterministic": True})
-    first = gradients_of(run(tensors, problem), tensors)
-    again = gradients_of(run(tensors, problem), tensors)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+def test_a_fault_in_their_order_is_seen(
+    name: str, values: dict[str, Any], simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new = FAULTS[name]
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with suppress(TimeoutError):
+        assert not all(are_the_same_each_time(values) for _ in range(8))
 
 
 LLAMA: dict[str, Any] = GROUPS | {"num_heads": 32, "num_kv_heads": 8, "precision": Precision.BF16}
@@ -125,3 +169,22 @@ def test_on_a_card_too(name: str, head_dim: int, deterministic: bool) -> None:
         tensors = with_tensors(tensors, alibi_slopes=tensors.alibi_slopes.cuda())
     assert choose_gradients(problem).heads_apart
     assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernels are written for compute capability 9.0",
+)
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_card_they_are_the_same_in_100_repeats(head_dim: int) -> None:
+    kind = {"device_type": "cuda", "head_dim": head_dim, "deterministic": True, "is_causal": True}
+    problem, tensors = made(kind | {"num_heads": 32, "num_kv_heads": 8, "len_q": 1000})
+    output = run(tensors, problem).output
+    upstream = torch.randn_like(output)
+    leaves = (tensors.query, tensors.key, tensors.value)
+    first, *more = (
+        torch.autograd.grad(output, leaves, upstream, retain_graph=True) for _ in range(101)
+    )
+    assert all(all(map(torch.equal, first, other)) for other in more)

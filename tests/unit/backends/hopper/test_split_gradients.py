@@ -13,7 +13,7 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch
-from adaattn.backends.hopper.gradient_launch import choose_gradients, split_numbers_of
+from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients, split_numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
 from adaattn.testing import (
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_definition(name: str, precision: Precision) 
 def test_few_blocks_of_grouped_heads_go_the_same_way(
     name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "split")
+    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.SPLIT)
     problem, tensors = made(CASES[name] | {"head_dim": head_dim})
     variant = choose_gradients(problem)
     assert variant.is_split and variant.block_d == (64 if head_dim == 64 else 128)
@@ -150,7 +150,7 @@ def test_few_blocks_of_grouped_heads_go_the_same_way(
 def test_on_a_card_so_do_few_blocks_of_grouped_heads(
     name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradient_launch, "_fastest_way", lambda *given: "split")
+    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.SPLIT)
     problem, tensors = made(CASES[name] | {"head_dim": head_dim, "device_type": "cuda"})
     assert choose_gradients(problem).is_split
     assert_training_matches(run, tensors, problem)
