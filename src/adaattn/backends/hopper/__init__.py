@@ -12,7 +12,7 @@ import math
 from typing import Final
 
 from adaattn.backends.hopper.executor import direct, is_ready, run
-from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, TILE_NUMBERS, choose_gradients
+from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients, num_key_tiles
 from adaattn.backends.hopper.launch import lists_mask, tiles_of
 from adaattn.backends.own_kernels import why_no_gluon
 from adaattn.spec import (
@@ -107,8 +107,8 @@ def _overhead(
     tiles = problem.batch * problem.num_heads * of_head
     sums, terms = 4.0 * tiles * TILE_NUMBERS, 8.0 * tiles * variant.block_m
     if variant.heads_apart:
-        key_tiles = tiles_of(problem, problem.len_k, BLOCK_KEYS) * BLOCK_KEYS // variant.block_m
-        sums += 8.0 * problem.batch * problem.num_kv_heads * key_tiles * TILE_NUMBERS
+        key_heads = problem.batch * problem.num_kv_heads
+        sums += 8.0 * key_heads * num_key_tiles(problem, variant) * TILE_NUMBERS
     packed = 0.0
     if variant.packs_mask:  # a bit for each pair, with rows in lines and with keys
         packed = math.prod(problem.mask_shape) / 4.0

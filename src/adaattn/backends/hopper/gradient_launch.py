@@ -15,6 +15,8 @@ __all__ = [
     "TILE_NUMBERS",
     "GradientVariant",
     "choose_gradients",
+    "num_block_heads",
+    "num_key_tiles",
     "numbers_of",
     "split_numbers_of",
 ]
@@ -305,6 +307,16 @@ def _columns(problem: AttentionProblem) -> tuple[int, int]:
     return block_d, block_v
 
 
+def num_block_heads(problem: AttentionProblem, variant: GradientVariant) -> int:
+    """Return how many heads have blocks of keys, of all sequences."""
+    return problem.batch * (problem.num_heads if variant.heads_apart else problem.num_kv_heads)
+
+
+def num_key_tiles(problem: AttentionProblem, variant: GradientVariant) -> int:
+    """Return the tiles, as many rows as those of queries have, of the keys of one head."""
+    return tiles_of(problem, problem.len_k, variant.block_n) * variant.block_n // variant.block_m
+
+
 def numbers_of(
     problem: AttentionProblem, variant: GradientVariant, slopes_stride: int
 ) -> tuple[int | float, ...]:
@@ -320,7 +332,7 @@ def numbers_of(
         tiles_of(problem, problem.len_k, BLOCK_KEYS),
         tiles_of(problem, problem.len_q, variant.block_m),
         slopes_stride,
-        problem.batch * (problem.num_heads if variant.heads_apart else problem.num_kv_heads),
+        num_block_heads(problem, variant),
         _heads_together(problem, variant),
         0,
         problem.num_sequences,

@@ -17,6 +17,8 @@ from adaattn.backends.hopper.gradient_launch import (
     TILE_NUMBERS,
     GradientVariant,
     choose_gradients,
+    num_block_heads,
+    num_key_tiles,
     numbers_of,
     split_numbers_of,
 )
@@ -177,14 +179,15 @@ def _prepare(
         *map(view_of, written[1:]),
     )
     kernels = _compiled(variant, query.device)
-    key_heads = problem.batch * problem.num_kv_heads
-    key_tiles = key_blocks * variant.block_n // variant.block_m  # of one, with rows as of queries
-    num_sums = num_tiles + (2 * key_heads * key_tiles if variant.heads_apart else 0)
+    key_tiles = num_key_tiles(problem, variant)
+    num_sums = num_tiles
+    if variant.heads_apart:
+        num_sums += 2 * problem.batch * problem.num_kv_heads * key_tiles
     terms = placed((num_tiles, 2, variant.block_m), torch.float32)
     allocated = (*map(place_of, written), terms)
     shared: dict[str, Any] = {
         "num_tiles": num_tiles,
-        "num_blocks": key_heads * (problem.group_size if variant.heads_apart else 1) * key_blocks,
+        "num_blocks": num_block_heads(problem, variant) * key_blocks,
         "prepare": (
             *(packed, *_row_strides(output), *_row_strides(upstream), *of_rows),
             *(value.shape[3], num_sums),

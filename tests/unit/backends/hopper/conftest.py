@@ -91,6 +91,23 @@ def _for_any_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.TURNS)
 
 
+@pytest.fixture(scope="session")
+def once() -> Callable[..., None]:
+    """Return what calls a function the first time that it is given something, known by its repr.
+
+    Many faults are shown by one problem, which is held to the definition unbroken first.
+    """
+    seen: set[str] = set()
+
+    def call(thing: object, function: Callable[[], None]) -> None:
+        key = f"{getattr(function, 'func', function)}{thing!r}"
+        if key not in seen:
+            function()
+            seen.add(key)
+
+    return call
+
+
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each head of a group blocks of keys of its own."""

@@ -241,19 +241,13 @@ def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
     assert_executor_matches(run, tensors, problem)
 
 
-HELD: set[str] = set()
-"""Problems of faults that this process has held to the definition with nothing broken."""
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_device_code_is_seen(
-    name: str, simulated: Any, rewritten: Callable[..., Any]
+    name: str, simulated: Any, rewritten: Callable[..., Any], once: Callable[..., None]
 ) -> None:
     function, old, new, values = FAULTS[name]
     problem, tensors = made(values)
-    if (known := repr(values)) not in HELD:
-        hold_to_the_definition(tensors, problem)
-        HELD.add(known)
+    once(values, partial(hold_to_the_definition, tensors, problem))
     simulated.replace(function, partial(rewritten, old=old, new=new))
     with pytest.raises(AssertionError, match="beyond their bound"):
         hold_to_the_definition(tensors, problem)

@@ -324,21 +324,19 @@ def hold_to_the_definition(tensors: Tensors, problem: AttentionProblem) -> None:
     assert_matches(found, exact, eager, summands=num_summands(problem, found))
 
 
-HELD: set[str] = set()
-"""Problems of faults that this process has held to the definition with nothing broken."""
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_device_code_is_seen(
-    name: str, simulated: Any, rewritten: Callable[..., Any], request: pytest.FixtureRequest
+    name: str,
+    simulated: Any,
+    rewritten: Callable[..., Any],
+    once: Callable[..., None],
+    request: pytest.FixtureRequest,
 ) -> None:
     function, old, new, values = FAULTS[name]
     if name.startswith("apart"):
         request.getfixturevalue("apart")
     problem, tensors = made(values)
-    if (known := repr((values, name.startswith("apart")))) not in HELD:
-        hold_to_the_definition(tensors, problem)
-        HELD.add(known)
+    once((values, name.startswith("apart")), partial(hold_to_the_definition, tensors, problem))
     simulated.replace(function, partial(rewritten, old=old, new=new))
     with pytest.raises(AssertionError, match=r"beyond their bound|outside of a tensor"):
         hold_to_the_definition(tensors, problem)
