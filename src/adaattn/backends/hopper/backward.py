@@ -38,7 +38,7 @@ from adaattn.backends.hopper.gradient_order import (
     gradient_adder,
     next_tile,
     packed_keys,
-    place_in_order,
+    place_of,
     row_tiles,
     share_of,
 )
@@ -132,6 +132,7 @@ class Backward:
     HAS_MASK: gl.constexpr
     HAS_LISTS: gl.constexpr
     HEADS_APART: gl.constexpr
+    HAS_ADDERS: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -146,6 +147,7 @@ class Backward:
         v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
         BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS, HEADS_APART,
+        HAS_ADDERS,
     ):  # fmt: skip
         set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
@@ -240,7 +242,7 @@ def lay_out(c, w: gl.constexpr, found):
 @gluon.jit
 def begin_to_add(c, w: gl.constexpr, place, parity, found):
     """Begins to add such numbers to sums, when the copy before has been read."""
-    if c.IS_ORDERED:
+    if c.HAS_ADDERS:
         mbarrier.wait(c.dq_empty.index(w), parity)
         lay_out(c, w, found)
         mbarrier.arrive(c.dq_full.index(w))
@@ -265,7 +267,7 @@ def add_block(c, w: gl.constexpr, dk, dv):
             first, second = gl.split(halves)
             begin_to_add(c, w, share_of(c, w, which, 0), (c.visits & 1) ^ 1, first)
             begin_to_add(c, w, share_of(c, w, which, 1), c.visits & 1, second)
-    if not c.IS_ORDERED:
+    if not c.HAS_ADDERS:
         tma.store_wait(0)
 
 
@@ -397,7 +399,7 @@ def backward(
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr, HAS_MASK: gl.constexpr, HAS_LISTS: gl.constexpr,
-    HEADS_APART: gl.constexpr,
+    HEADS_APART: gl.constexpr, HAS_ADDERS: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -419,7 +421,7 @@ def backward(
         natural: factor of the gradient of keys.
         key_blocks: of a head; of packed sequences, those of `places.sequence_of`, as are the tiles.
         key_heads: of all sequences; where HEADS_APART all heads.
-        heads_together: of those worked on at a time, where IS_ORDERED.
+        heads_together: of those worked on at a time.
         zero: 0, which the compiler is not to know.
     """
     dtype: gl.constexpr = query.dtype
@@ -448,18 +450,15 @@ def backward(
     q_empty = two_barriers(2)
     kv_full = two_barriers(1)
     ds_full = two_barriers(2)
-    # Without an order there is no warp that adds: what stands for its barriers is never touched.
+    # Without warps that add, what stands for their barriers is never touched.
     dq_full = ds_full
     dq_empty = ds_full
-    if IS_ORDERED:
+    if HAS_ADDERS:
         dq_full = two_barriers(1)
         dq_empty = two_barriers(1)
     end = two_barriers(2)
     fence_async_shared()
-    head = gl.program_id(0) // key_blocks
-    block = gl.program_id(0) - head * key_blocks
-    if IS_ORDERED:
-        head, block = place_in_order(key_blocks, key_heads, heads_together)
+    head, block = place_of(key_blocks, key_heads, heads_together)
     kv_heads = num_heads // group_size
     batch = head // kv_heads
     key_head = head - batch * kv_heads
@@ -515,9 +514,9 @@ def backward(
         tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full,
         ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
         IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK,
-        HAS_LISTS, HEADS_APART,
+        HAS_LISTS, HEADS_APART, HAS_ADDERS,
     )  # fmt: skip
-    if IS_ORDERED:
+    if HAS_ADDERS:
         gl.warp_specialize(
             [
                 (gradient_consumer, (c, 0)),

@@ -55,9 +55,9 @@ _SPLIT_VISIT: Final = 0.4
 """What a visit of a split kernel takes of one of the kernel for all gradients, at 64 columns."""
 
 _BLOCKS_APART: Final = 264
-"""Blocks of other heads that start between two of a head, over the tiles that a block visits, where
-sums are ordered: two for each processor. Each then starts about two tiles behind the one before it,
-instead of with it, and waits for it at none."""
+"""Blocks of other heads that start between two of a head, over the tiles that a block visits: two for
+each processor. Each then starts about two tiles behind the one before it, instead of with it. Where
+sums are ordered it waits for it at none, and else both seldom add to one tile at a time."""
 
 
 class Sharing(Enum):
@@ -142,6 +142,15 @@ class GradientVariant:
     def block_n(self) -> int:
         """Keys of a block."""
         return SPLIT_TILE if self.is_split else BLOCK_KEYS
+
+    @property
+    def has_adders(self) -> bool:
+        """Whether warps of their own add to sums, while those that compute go on.
+
+        Faster beside heads apart by 0 to 5 %, else slower by up to 3 % (November 2026;
+        `docs/kernel-notes.md`).
+        """
+        return self.is_ordered or self.heads_apart
 
     @property
     def has_fast_tanh(self) -> bool:
@@ -379,7 +388,7 @@ def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int |
 
 
 def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
-    """Return how many heads with blocks are worked on together where sums are ordered.
+    """Return how many heads with blocks are worked on together.
 
     Packed sequences whose lengths nobody knows count as if they were of one length.
     """

@@ -1,7 +1,10 @@
 """Which tiles of query rows a block of keys visits and in which order; and sums in a fixed one.
 
 Sums of gradients of queries come from many blocks of keys, and those of keys and values from heads
-that have blocks of their own. Where IS_ORDERED warps of their own add
+that have blocks of their own. Some heads are worked on together, block by block: blocks of one head
+that begin together would add to the same tiles at the same time.
+
+Where IS_ORDERED warps of their own add
 what a block found for a tile, when a number in memory says that the blocks before it have, and then
 tell the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
 number, which the card starts before them, as CUB's scans take for granted too: none waits for ever,
@@ -43,11 +46,10 @@ def row_tiles(
 
 
 @gluon.jit
-def place_in_order(key_blocks, num_heads, heads_together):
+def place_of(key_blocks, num_heads, heads_together):
     """Head that has blocks (a key head, or where HEADS_APART any) and block of keys of a program.
 
-    Some heads are worked on together, block by block: a block that starts finds the one before it,
-    of its head, already ahead.
+    A block that starts finds the one before it, of its head, already ahead.
     """
     place = gl.program_id(0)
     size = heads_together * key_blocks
@@ -169,7 +171,7 @@ def pass_on(c, place, number):
 
 @gluon.jit
 def gradient_adder(c, w: gl.constexpr):
-    """Adds what both warpgroups found for queries, each visit's in its turn, and passes it on.
+    """Adds what both warpgroups found for queries, where IS_ORDERED in its turn, and passes it on.
 
     Where tiles have 128 rows each half has a warp of its own and turns of its own; else the first
     adds both, and the other has nothing to do. Then likewise what a head that has blocks of its own
@@ -179,18 +181,22 @@ def gradient_adder(c, w: gl.constexpr):
         tile, slot, head = begun(c)
         for visit in range(c.visits):
             place = slot * 2 + w
-            await_turn(c, tile, place)
+            if c.IS_ORDERED:
+                await_turn(c, tile, place)
             add_halves(c, w, slot * 2, 1, visit & 1)
-            pass_on(c, place, c.block)
+            if c.IS_ORDERED:
+                pass_on(c, place, c.block)
             tile, slot, head = next_tile(c, tile, slot, head)
         if c.HEADS_APART:
             place = c.key_sums + w
-            await_number(c.turns + place, gl.to_tensor(0), c.heads_before)
+            if c.IS_ORDERED:
+                await_number(c.turns + place, gl.to_tensor(0), c.heads_before)
             parts: gl.constexpr = c.BLOCK_D // 64
             for number in gl.static_range(2 * parts):
                 first = share_of(c, 0, number // parts, number % parts)
                 add_halves(c, w, first, parts, (c.visits + number) & 1)
-            pass_on(c, place, c.heads_before)
+            if c.IS_ORDERED:
+                pass_on(c, place, c.heads_before)
 
 
 @gluon.jit
