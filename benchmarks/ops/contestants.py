@@ -50,6 +50,9 @@ OWN = ("hopper", "triton", "streamed", "small")
 _OTHERS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 _MOST_DIM_FLEX = 256
 _MOST_MASK_BYTES = 1 << 33
+_MOST_WRITTEN_OUT = 1 << 30
+"""Pairs of a mask up to which FlexAttention's blocks are found from all of it: compiled, that takes
+minutes over 16K tokens."""
 
 Gradients = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -202,8 +205,10 @@ def _flex(cell: Cell, inputs: Inputs) -> Call:
             torch.zeros_like(counts), order, counts, order, seq_lengths=lengths
         )
     else:
-        torch.compiler.reset()  # written out, the mask of 128K tokens would take 17 GB
-        make_blocks = torch.compile(flex.create_block_mask)
+        make_blocks = flex.create_block_mask
+        if lengths[0] * lengths[1] > _MOST_WRITTEN_OUT:
+            torch.compiler.reset()
+            make_blocks = torch.compile(make_blocks)
         blocks = make_blocks(
             lambda b, h, i, j: is_seen(i, j), None, None, *lengths, device=query.device
         )

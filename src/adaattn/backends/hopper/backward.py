@@ -40,7 +40,6 @@ from adaattn.backends.hopper.gradient_order import (
     packed_keys,
     place_of,
     row_tiles,
-    share_of,
 )
 from adaattn.backends.hopper.gradient_scores import (
     beside,
@@ -240,12 +239,18 @@ def lay_out(c, w: gl.constexpr, found):
 
 
 @gluon.jit
+def hand_over(c, w: gl.constexpr, parity, found):
+    """Leaves such numbers to the warp that adds, when the copy before has been read."""
+    mbarrier.wait(c.dq_empty.index(w), parity)
+    lay_out(c, w, found)
+    mbarrier.arrive(c.dq_full.index(w))
+
+
+@gluon.jit
 def begin_to_add(c, w: gl.constexpr, place, parity, found):
     """Begins to add such numbers to sums, when the copy before has been read."""
     if c.HAS_ADDERS:
-        mbarrier.wait(c.dq_empty.index(w), parity)
-        lay_out(c, w, found)
-        mbarrier.arrive(c.dq_full.index(w))
+        hand_over(c, w, parity, found)
     else:
         tma.store_wait(0)
         lay_out(c, w, found)
@@ -255,20 +260,18 @@ def begin_to_add(c, w: gl.constexpr, place, parity, found):
 
 @gluon.jit
 def add_block(c, w: gl.constexpr, dk, dv):
-    """Adds dk and dv to the sums of the key head, 64 columns at a time."""
+    """Leaves dk and dv to the warps that add, 64 columns at a time, in the order of `share_of`."""
     for which in gl.static_range(2):
         found = dk
         if which == 1:
             found = dv
         if c.BLOCK_D == 64:
-            begin_to_add(c, w, share_of(c, w, which, 0), (c.visits + 1 + which) & 1, found)
+            hand_over(c, w, (c.visits + 1 + which) & 1, found)
         else:
             halves = found.reshape([c.KEYS, 2, c.BLOCK_D // 2]).permute([0, 2, 1])
             first, second = gl.split(halves)
-            begin_to_add(c, w, share_of(c, w, which, 0), (c.visits & 1) ^ 1, first)
-            begin_to_add(c, w, share_of(c, w, which, 1), c.visits & 1, second)
-    if not c.HAS_ADDERS:
-        tma.store_wait(0)
+            hand_over(c, w, (c.visits & 1) ^ 1, first)
+            hand_over(c, w, c.visits & 1, second)
 
 
 @gluon.jit

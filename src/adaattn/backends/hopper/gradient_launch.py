@@ -55,9 +55,11 @@ _SPLIT_VISIT: Final = 0.4
 """What a visit of a split kernel takes of one of the kernel for all gradients, at 64 columns."""
 
 _BLOCKS_APART: Final = 264
-"""Blocks of other heads that start between two of a head, over the tiles that a block visits: two for
-each processor. Each then starts about two tiles behind the one before it, instead of with it. Where
-sums are ordered it waits for it at none, and else both seldom add to one tile at a time."""
+"""Blocks of other heads that start between two of a head, over the tiles that a block visits.
+
+Two for each processor. Each then starts about two tiles behind the one before it, instead of with
+it. Where sums are ordered it waits for it at none, and else both seldom add to one tile at a time.
+"""
 
 
 class Sharing(Enum):

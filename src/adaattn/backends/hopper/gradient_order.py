@@ -193,14 +193,17 @@ def gradient_adder(c, w: gl.constexpr):
                 await_number(c.turns + place, gl.to_tensor(0), c.heads_before)
             parts: gl.constexpr = c.BLOCK_D // 64
             for number in gl.static_range(2 * parts):
-                first = share_of(c, 0, number // parts, number % parts)
+                first = share_of(c, number // parts, number % parts)
                 add_halves(c, w, first, parts, (c.visits + number) & 1)
             if c.IS_ORDERED:
                 pass_on(c, place, c.heads_before)
 
 
 @gluon.jit
-def share_of(c, w: gl.constexpr, which: gl.constexpr, columns: gl.constexpr):
-    """Which 64 x 64 sums are those of a warpgroup's keys (or values: 1), and 64 of the columns."""
+def share_of(c, which: gl.constexpr, columns: gl.constexpr):
+    """Which 64 x 64 sums are those of the first 64 keys (or values: 1), and 64 of the columns.
+
+    Those of the other warpgroup's lie behind all columns of the first's.
+    """
     parts: gl.constexpr = c.BLOCK_D // 64
-    return c.key_sums + (which * 2 + w) * parts + columns
+    return c.key_sums + which * 2 * parts + columns

@@ -214,8 +214,9 @@ APART: dict[str, Fault] = {
                                    "(0 * key_blocks", TWO_BLOCKS),
     "gradient of keys for that of values": ("add_block", "found = dv", "found = dk", TWO_BLOCKS),
     "columns of the first half": ("share_of", "* parts + columns", "* parts", WIDE_BLOCKS),
-    "keys of the first warpgroup": ("share_of", "(which * 2 + w)", "(which * 2)", TWO_BLOCKS),
-    "values summed with keys": ("share_of", "(which * 2 + w)", "w", TWO_BLOCKS),
+    "keys of the first warpgroup": ("gradient_adder", "first, parts,", "first, 0 * parts,",
+                                    TWO_BLOCKS),
+    "values summed with keys": ("share_of", "which * 2 * parts", "0 * parts", TWO_BLOCKS),
     "sums of keys that do not begin at zero": (
         "prepare_rows", "range(number, num_sums,", "range(number, gl.num_programs(0),",
         WIDE_BLOCKS),

@@ -140,22 +140,6 @@ def test_few_blocks_of_grouped_heads_go_the_same_way(
     assert_training_matches(run, tensors, problem)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernels are written for compute capability 9.0",
-)
-@pytest.mark.parametrize("head_dim", [64, 128, 80])
-@pytest.mark.parametrize("name", ["groups", "groups, causal", "groups in a window"])
-def test_on_a_card_so_do_few_blocks_of_grouped_heads(
-    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.SPLIT)
-    problem, tensors = made(CASES[name] | {"head_dim": head_dim, "device_type": "cuda"})
-    assert choose_gradients(problem).is_split
-    assert_training_matches(run, tensors, problem)
-
-
 def random_case(seed: int) -> dict[str, Any]:
     """Return any problem of more than 128 columns that the kernels train."""
     draw = random.Random(seed)

@@ -14,6 +14,8 @@ from tests.unit.backends.hopper.graphs import recorded
 
 from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
+from adaattn.backends.hopper import gradient_launch
+from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients
 from adaattn.spec import Align, HeadGroup, MaskKind, Precision
 from adaattn.testing import Layout, assert_training_matches, make_problem, make_tensors
 
@@ -102,6 +104,20 @@ def test_gradients_are_those_of_the_definition(name: str, mode: str) -> None:
     problem = make_problem(**lengths, **values)
     run = partial(hopper.run, group=HeadGroup(capability="hopper"))
     assert_training_matches(run, make_tensors(problem, **lengths, **how), problem)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 80])
+@pytest.mark.parametrize("values", [{}, {"is_causal": True}, {"window": (90, 4)}], ids=str)
+def test_two_kernels_have_the_gradients_of_grouped_heads(
+    values: dict[str, Any], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_launch, "_fastest_sharing", lambda *given: Sharing.SPLIT)
+    usual: dict[str, Any] = {"precision": Precision.BF16, "requires_grad": True, "batch": 2}
+    usual |= {"device_type": "cuda", "head_dim": head_dim, "len_q": 300, "len_k": 300}
+    problem = make_problem(**GROUPS, **usual, **values)
+    assert choose_gradients(problem).is_split
+    run = partial(hopper.run, group=HeadGroup(capability="hopper"))
+    assert_training_matches(run, make_tensors(problem), problem)
 
 
 def leaves(length: int = 512, head_dim: int = 128) -> list[torch.Tensor]:
