@@ -260,7 +260,7 @@ def begin_to_add(c, w: gl.constexpr, place, parity, found):
 
 @gluon.jit
 def add_block(c, w: gl.constexpr, dk, dv):
-    """Leaves dk and dv to the warps that add, 64 columns at a time, in the order of `share_of`."""
+    """Leaves dk and dv to warps that add, 64 columns at a time, in the order of `share_of`."""
     for which in gl.static_range(2):
         found = dk
         if which == 1:

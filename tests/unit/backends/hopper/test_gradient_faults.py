@@ -256,7 +256,7 @@ ADDING: dict[str, Fault] = {
                          IN_ORDER),
     "sums of the second warpgroup not awaited": (
         "add_halves", "c.dq_full.index(half)", "c.dq_full.index(0)", BOTH),
-    "sums not read yet": ("begin_to_add", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
+    "sums not read yet": ("hand_over", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
     "sums said to be read": ("add_halves", "(w + 1) * halves - 1 - half", "4",
                              IN_ORDER | LONG),
