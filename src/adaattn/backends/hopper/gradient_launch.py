@@ -61,6 +61,11 @@ Two for each processor. Each then starts about two tiles behind the one before i
 it. Where sums are ordered it waits for it at none, and else both seldom add to one tile at a time.
 """
 
+_GROUPS_TOGETHER: Final = 8
+"""Key heads whose blocks visit several heads are at least so many together: in causal order the
+longest of all begin first. 0.98 to 1.4 times as fast as fewer, in a fixed order one of 36 problems
+0.94 (`gradients_placed_h200.json`)."""
+
 
 class Sharing(Enum):
     """How grouped heads share blocks of keys."""
@@ -399,4 +404,4 @@ def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
         pairs = min(pairs, problem.len_q * problem.len_k / problem.num_sequences)
     heads = 1 if variant.heads_apart else problem.group_size
     visits = 1 + pairs * heads / (variant.block_m * max(problem.len_k, 1))
-    return max(round(_BLOCKS_APART / visits), 1)
+    return max(round(_BLOCKS_APART / visits), _GROUPS_TOGETHER if variant.is_grouped else 1)

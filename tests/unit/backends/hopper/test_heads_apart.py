@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper.gradient_launch import choose_gradients
+from adaattn.backends.hopper.gradient_launch import choose_gradients, numbers_of
 from adaattn.backends.interface import Tensors
 from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import (
@@ -151,6 +151,17 @@ def test_heads_share_blocks_as_was_fastest_on_a_card(
     problem = make_problem(**LLAMA | {"head_dim": 64} | (FASTER | SPLIT | SLOWER)[name])
     variant = choose_gradients(problem)
     assert variant.heads_apart == (name in FASTER) and variant.is_split == (name in SPLIT)
+
+
+@pytest.mark.parametrize(("key_heads", "together"), [(8, 8), (32, 2)])
+def test_long_blocks_of_several_heads_begin_side_by_side(key_heads: int, together: int) -> None:
+    kind: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 64, "is_causal": True}
+    problem = make_problem(
+        num_heads=32, num_kv_heads=key_heads, len_q=32768, requires_grad=True, **kind
+    )
+    variant = choose_gradients(problem)
+    assert variant.is_grouped == (key_heads == 8)
+    assert numbers_of(problem, variant, 0)[-3] == together
 
 
 @pytest.mark.gpu
