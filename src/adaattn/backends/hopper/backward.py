@@ -36,9 +36,9 @@ from adaattn.backends.hopper.gradient_masks import listed_range
 from adaattn.backends.hopper.gradient_order import (
     begun,
     gradient_adder,
+    head_and_block,
     next_tile,
     packed_keys,
-    place_of,
     row_tiles,
 )
 from adaattn.backends.hopper.gradient_scores import (
@@ -461,7 +461,7 @@ def backward(
         dq_empty = two_barriers(1)
     end = two_barriers(2)
     fence_async_shared()
-    head, block = place_of(key_blocks, key_heads, heads_together)
+    head, block = head_and_block(key_blocks, key_heads, heads_together)
     kv_heads = num_heads // group_size
     batch = head // kv_heads
     key_head = head - batch * kv_heads

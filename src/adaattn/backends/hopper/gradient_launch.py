@@ -154,7 +154,7 @@ class GradientVariant:
     def has_adders(self) -> bool:
         """Whether warps of their own add to sums, while those that compute go on.
 
-        Faster beside heads apart by 0 to 5 %, else slower by up to 3 % (November 2026;
+        Faster where heads are apart, by 2 to 6 %, elsewhere up to 3 % slower (November 2026;
         `docs/kernel-notes.md`).
         """
         return self.is_ordered or self.heads_apart
@@ -248,7 +248,8 @@ def _fastest_sharing(problem: AttentionProblem, block_d: int) -> Sharing:
     block costs next to nothing. Of 56 problems on an H200 that were run in all three ways this
     names the fastest, or one 0.93 times as fast at least, and of 99 that were run in the first two
     one 0.94 times as fast (`gradients_ways_h200.json`, `gradients_short_h200.json`;
-    `gradients_apart_h200.json`).
+    `gradients_apart_h200.json`). Of 53 since heads begin side by side, one 0.92 times as fast, in a
+    fixed order 0.85 (`gradients_placed_h200.json`).
     """
     if problem.group_size == 1 or problem.num_sequences or problem.batch_invariant:
         return Sharing.TURNS

@@ -4,12 +4,12 @@ Sums of gradients of queries come from many blocks of keys, and those of keys an
 that have blocks of their own. Some heads are worked on together, block by block: blocks of one head
 that begin together would add to the same tiles at the same time.
 
-Where IS_ORDERED warps of their own add
-what a block found for a tile, when a number in memory says that the blocks before it have, and then
-tell the next. All blocks go from the last rows to the first, and wait only for blocks of a lower
-number, which the card starts before them, as CUB's scans take for granted too: none waits for ever,
-however few run at a time. Where lists say which tiles a block visits, a table says whom it waits
-for at each (`mask_lists.turns_of`).
+Where HAS_ADDERS warps of their own add what a block found for a tile; where IS_ORDERED, when a
+number in memory says that the blocks before it have, and then tell the next. There all blocks go
+from the last rows to the first, and wait only for blocks of a lower number, which the card starts
+before them, as CUB's scans take for granted too: none waits for ever, however few run at a time.
+Where lists say which tiles a block visits, a table says whom it waits for at each
+(`mask_lists.turns_of`).
 
 TMA adds in the L2 cache, which all processors share: to wait until it has, and then to tell of it
 by a relaxed write there, keeps the order. A release or an acquire costs much more: 0.75 and 0.81 of
@@ -46,7 +46,7 @@ def row_tiles(
 
 
 @gluon.jit
-def place_of(key_blocks, num_heads, heads_together):
+def head_and_block(key_blocks, num_heads, heads_together):
     """Head that has blocks (a key head, or where HEADS_APART any) and block of keys of a program.
 
     A block that starts finds the one before it, of its head, already ahead.

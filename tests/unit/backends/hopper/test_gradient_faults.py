@@ -172,9 +172,9 @@ ADDED: dict[str, Fault] = {
     "sums of the head before": ("next_tile", "slot + c.tiles_per_head", "slot", GROUPS_IN_ORDER),
     "sums of the next head": ("backward", "(group_size - 1) * tiles_per_head + 1",
                               "group_size * tiles_per_head + 1", GROUPS_IN_ORDER),
-    "one head of those worked on together": ("place_of", "first_head + place % heads",
+    "one head of those worked on together": ("head_and_block", "first_head + place % heads",
                                              "first_head", IN_ORDER | HEADS),
-    "one block of those of a head": ("place_of", "place // heads", "0 * place", IN_ORDER),
+    "one block of those of a head": ("head_and_block", "place // heads", "0 * place", IN_ORDER),
     "first half of a sum twice": ("add_halves", "(first + half * step)", "(first)", IN_ORDER),
     "sums of the next tile": ("gradient_adder", "slot * 2, 1", "slot * 2 + 2, 1", IN_ORDER),
 }  # fmt: skip
