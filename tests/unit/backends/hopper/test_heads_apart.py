@@ -134,6 +134,12 @@ SPLIT: dict[str, dict[str, Any]] = {
 }
 SLOWER: dict[str, dict[str, Any]] = {
     "one round": {"len_q": 2048},
+    "128 columns, in a fixed order": {
+        "len_q": 4096,
+        "is_causal": True,
+        "head_dim": 128,
+        "deterministic": True,
+    },
     "many sequences": {"len_q": 512, "batch": 16, "is_causal": True, "head_dim": 128},
     "a window": {"len_q": 2048, "window": (256, 0)},
     "heads alone": {"len_q": 512, "num_kv_heads": 32},
@@ -146,7 +152,8 @@ SLOWER: dict[str, dict[str, Any]] = {
 def test_heads_share_blocks_as_was_fastest_on_a_card(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As measured (`gradients_ways_h200.json`), or where nothing is summed by head."""
+    """As measured (`gradients_ways_h200.json`, `gradients_placed_h200.json`), or where nothing is
+    summed by head."""
     monkeypatch.undo()
     problem = make_problem(**LLAMA | {"head_dim": 64} | (FASTER | SPLIT | SLOWER)[name])
     variant = choose_gradients(problem)
