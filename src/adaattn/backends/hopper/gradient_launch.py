@@ -48,8 +48,9 @@ _BLOCK_TILES: Final = 3
 _APART_TILES: Final = {False: 4, True: 6}
 """The same where it adds what it found for keys and values; in a fixed order it waits, too."""
 
-_APART_ORDERED: Final = {64: 1.0, 128: 1.15}
-"""What a visit with heads apart takes of one with heads in turns, in a fixed order, by columns."""
+_APART_ORDERED: Final = 1.15
+"""What a visit with heads apart takes of one with heads in turns, in a fixed order, at 128
+columns; at 64 as much."""
 
 _WORTH_SUMS: Final = 0.97
 """Share of the time of taking turns below which another way is taken."""
@@ -259,7 +260,7 @@ def _fastest_sharing(problem: AttentionProblem, block_d: int) -> Sharing:
     key_heads, group = problem.batch * problem.num_kv_heads, problem.group_size
     by_keys = problem.len_k, problem.len_q
     sizes, part = (BLOCK_KEYS, TILE_NUMBERS // block_d), _SPLIT_VISIT * block_d / 64
-    apart = _APART_ORDERED[block_d] if problem.deterministic else 1.0
+    apart = _APART_ORDERED if problem.deterministic and block_d > _MOST_COLUMNS // 2 else 1.0
     added = _APART_TILES[problem.deterministic]
     times = {
         Sharing.TURNS: _WORTH_SUMS

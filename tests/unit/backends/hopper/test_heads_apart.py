@@ -131,6 +131,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "few tiles": {"len_q": 512, "window": (64, 0)},
     "few tiles, in a fixed order": {"len_q": 1024, "window": (128, 0), "deterministic": True},
     "more than 128 columns": {"len_q": 512, "head_dim": 256},
+    "more, in a fixed order": {"len_q": 512, "head_dim": 256, "deterministic": True},
 }
 SLOWER: dict[str, dict[str, Any]] = {
     "one round": {"len_q": 2048},
