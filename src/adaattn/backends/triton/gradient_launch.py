@@ -156,7 +156,7 @@ class GradientArguments:
             ),
             constants=(
                 *(*self._shape(tile), *self._features, *self._problem.block_size),
-                *(mask_rows == 1, mask_keys == 1, *self._aligns, self._forward.dot),
+                *(mask_rows == 1, mask_keys == 1, *self._aligns, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", 1)),
         )
@@ -188,7 +188,7 @@ class GradientArguments:
             constants=(
                 *(*self._shape(tile), layout.mask.kind, layout.mask.strides[2] != 0),
                 *(*self._features, *problem.block_size),
-                *(*self._aligns, is_wide, self._forward.dot),
+                *(*self._aligns, is_wide, self._dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", tile.stages)),
         )
@@ -221,6 +221,11 @@ class GradientArguments:
         """What is compiled in of the rest: ALiBi, softcap, PTX's tanh, dropout."""
         has_alibi, _, *rest = self._forward.features
         return (has_alibi, *rest)
+
+    @property
+    def _dot(self) -> str:
+        """The arithmetic of products, as in the forward kernel."""
+        return "halves" if self._forward.is_halved else self._forward.dot
 
     @property
     def _aligns(self) -> tuple[int, int]:

@@ -7,11 +7,13 @@ from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
+    added_rows,
     head_factors,
     head_window,
     key_ranges,
     lengths_of,
     place_of,
+    scores_of,
     step_of,
     store_rows,
 )
@@ -285,7 +287,7 @@ def key_gradients(
                         places += q_rows[None, :]
                         is_entry = is_entry & inside[None, :]
                     entries = tl.load(places, mask=is_entry, other=0)
-                raw = tl.dot(key_block, tl.trans(query), input_precision=DOT)
+                raw = scores_of(key_block, query, DOT)
                 weights, tangent = weights_of(
                     raw,
                     lse[None, :],
@@ -309,7 +311,7 @@ def key_gradients(
                     PHASE != 0,
                     lse_rest_ptr is not None,
                 )
-                change = tl.dot(value_block, tl.trans(gradient), input_precision=DOT)
+                change = scores_of(value_block, gradient, DOT)
                 dropped = weights
                 if HAS_DROPOUT:
                     kept = is_kept(
@@ -317,15 +319,13 @@ def key_gradients(
                     )
                     dropped = tl.where(kept, weights * inverse, 0.0)
                     change = tl.where(kept, change * inverse, 0.0)
-                value_sum = tl.dot(
-                    dropped.to(gradient.dtype), gradient, value_sum, input_precision=DOT
-                )
+                value_sum = added_rows(value_sum, dropped, gradient, DOT)
                 change = weights * (change - delta[None, :])
                 if HAS_SOFTCAP:
                     change *= 1.0 - tangent * tangent
                 if head_scales_ptr is not None:
                     change *= tl.load(head_scales_ptr + head).to(tl.float32)
-                key_sum = tl.dot(change.to(query.dtype), query, key_sum, input_precision=DOT)
+                key_sum = added_rows(key_sum, change, query, DOT)
 
     out_rows = start_k + tl.minimum(keys, len_k - 1) * dilation
     key_out = key_gradient_ptr + times(batch, stride_db, 1) + times(key_head, stride_dh, 1)

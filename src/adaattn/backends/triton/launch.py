@@ -146,8 +146,7 @@ def is_halved(problem: AttentionProblem) -> bool:
     """
     rows = packed_heads(problem) * problem.len_q
     many = rows >= _HALVED_FROM or _is_blind(problem)
-    # Gradients compute weights anew, from keys as they are: other roundings here would show.
-    return problem.precision is Precision.FP32 and many and not problem.wants_gradients
+    return problem.precision is Precision.FP32 and many
 
 
 def _is_blind(problem: AttentionProblem) -> bool:

@@ -8,6 +8,7 @@ from adaattn.backends.device.scores import LOG2_E
 
 __all__ = [
     "WEIGHT_SCALE",
+    "added_rows",
     "bounds",
     "find_sequence",
     "halved_product",
@@ -21,6 +22,7 @@ __all__ = [
     "load_entries",
     "place_of",
     "power_of_two",
+    "scores_of",
     "step_of",
     "store_rows",
 ]
@@ -315,9 +317,60 @@ def halved_product(
     """
     high = load_rows(base_ptr, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
     low = load_rows(base_ptr + plane, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
-    product = tl.dot(weights_low, high)
-    product = tl.dot(weights, low, product)
-    return tl.dot(weights, high, product)
+    return product_of_halves(weights, weights_low, high, low)
+
+
+@triton.jit
+def product_of_halves(left, left_low, right, right_low):
+    """Return a product of numbers in halves without that of the low ones: fp32 sums."""
+    product = tl.dot(left_low, right)
+    product = tl.dot(left, right_low, product)
+    return tl.dot(left, right, product)
+
+
+@triton.jit
+def taken_apart(rows):
+    """Return fp32 rows in halves, each with a power of two of its own: (high + low) * 2^lift."""
+    scale, lift = power_of_two(tl.max(tl.abs(rows), 1), 1)
+    high, low = halves(rows * scale[:, None])
+    return high, low, lift
+
+
+@triton.jit
+def scores_of(rows, others, DOT: tl.constexpr):
+    """Return the products of rows and others, [rows, others].
+
+    Args:
+        rows: [R, D].
+        others: [N, D].
+        DOT: the arithmetic of `tl.dot`, or "halves": fp32 rows are taken apart as the forward
+            kernel takes them, so that the products are rounded as there.
+    """
+    if DOT == "halves":
+        high, low, lift = taken_apart(rows)
+        others_high, others_low, others_lift = taken_apart(others)
+        found = product_of_halves(high, low, tl.trans(others_high), tl.trans(others_low))
+        found = found * tl.exp2(lift)[:, None] * tl.exp2(others_lift)[None, :]
+    else:
+        found = tl.dot(rows, tl.trans(others), input_precision=DOT)
+    return found
+
+
+@triton.jit
+def added_rows(total, weights, rows, DOT: tl.constexpr):
+    """Return sums of rows [N, D] with so many weights [R, N] each added to a total [R, D].
+
+    Powers of two of the rows go into the weights before those are taken apart, so that a row's
+    size counts by its weight alone.
+    """
+    if DOT == "halves":
+        high, low, lift = taken_apart(rows)
+        weight, weight_low, weight_lift = taken_apart(weights * tl.exp2(lift)[None, :])
+        found = product_of_halves(weight, weight_low, high, low)
+        total += found * tl.exp2(weight_lift)[:, None]
+    else:
+        total = tl.dot(weights.to(rows.dtype), rows, total, input_precision=DOT)
+    return total
 
 
 @triton.jit

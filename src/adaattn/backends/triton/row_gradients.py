@@ -7,11 +7,13 @@ from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
+    added_rows,
     head_factors,
     head_window,
     key_ranges,
     lengths_of,
     place_of,
+    scores_of,
     step_of,
     store_rows,
 )
@@ -289,7 +291,7 @@ def row_gradients(
                     places += row_places[:, None]
                     is_entry = is_entry & is_row[:, None]
                 entries = tl.load(places, mask=is_entry, other=0)
-            raw = tl.dot(query, tl.trans(key_block), input_precision=DOT)
+            raw = scores_of(query, key_block, DOT)
             weights, tangent = weights_of(
                 raw,
                 lse[:, None],
@@ -313,7 +315,7 @@ def row_gradients(
                 PHASE != 0,
                 lse_rest_ptr is not None,
             )
-            change = tl.dot(gradient, tl.trans(value_block), input_precision=DOT)
+            change = scores_of(gradient, value_block, DOT)
             if HAS_DROPOUT:
                 kept = is_kept(
                     seed, row_of_all[:, None], (keys * dilation + residue)[None, :], dropout_p
@@ -339,9 +341,7 @@ def row_gradients(
             if scale_sums_ptr is not None:
                 scale_sum += tl.sum(change * raw, 1)
                 scale_share += tl.sum(weights * raw, 1)
-            query_sum = tl.dot(
-                change.to(key_block.dtype), key_block, query_sum, input_precision=DOT
-            )
+            query_sum = added_rows(query_sum, change, key_block, DOT)
 
     if head_scales_ptr is not None:
         query_sum *= tl.load(head_scales_ptr + head).to(tl.float32)
