@@ -26,6 +26,7 @@ from adaattn.backends.streamed.fused_launch import Kind, Variant
 from adaattn.backends.streamed.split import choose_splits, partials, slices
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
+from adaattn.backends.triton.launch import is_halved
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, MaskKind, Precision
 from adaattn.testing import make_problem
 
@@ -182,8 +183,10 @@ def _gradients(problem: AttentionProblem, name: str, outputs: int) -> dict[str, 
     """Return the machine code of one of the backward kernels."""
     kind = f"*{_TYPES[problem.precision]}"
     mask, seen = _mask_layout(problem)
+    read = ["*fp16" if is_halved(problem) else kind] * 4
+    low = [*read, *["*fp32"] * 4] if is_halved(problem) else [None] * 8
     given = (
-        *(kind, kind, kind, kind, "*fp32", "*fp32", mask),
+        *(*read, "*fp32", "*fp32", mask),
         *_beside(problem),
         *(*_of_heads(problem), "*fp32" if problem.precision is Precision.FP32 else None),
     )
@@ -211,7 +214,7 @@ def _gradients(problem: AttentionProblem, name: str, outputs: int) -> dict[str, 
     ]
     delta = "*fp32" if any(sums) or problem.mask_requires_grad else None
     of_rows = (*sums, None, delta) if name == "rows" else ()
-    return _built((*given, *[kind] * outputs, *of_rows), launch)
+    return _built((*given, *low, *[kind] * outputs, *of_rows), launch)
 
 
 def _mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:

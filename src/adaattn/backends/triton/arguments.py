@@ -234,9 +234,24 @@ class Arguments:
         )
 
     def halve(
-        self, strides: tuple[int, ...], batch: int, heads: int, rows: int, columns: int
+        self,
+        strides: tuple[int, ...],
+        batch: int,
+        heads: int,
+        rows: int,
+        columns: int,
+        align: int | None = None,
     ) -> Launch:
-        """Return the launch of what takes a matrix apart."""
+        """Return the launch of what takes a matrix apart.
+
+        Args:
+            strides: over batch, heads and rows, multiples of ``align`` elements.
+            batch: B.
+            heads: of the matrix.
+            rows: of a head.
+            columns: of a row.
+            align: as keys and values have it if None.
+        """
         return Launch(
             module="triton.halving",
             name="halve",
@@ -244,7 +259,7 @@ class Arguments:
             numbers=(*strides[:3], heads, rows),
             constants=(
                 *(columns, halved_columns(columns), padded(columns)),
-                *(HALVED_ROWS, self.given_align),
+                *(HALVED_ROWS, align or self.given_align),
             ),
             options=(("num_warps", 4),),
         )

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.triton.arguments import Arguments, MaskLayout
-from adaattn.backends.triton.launch import Tile, padded
+from adaattn.backends.triton.launch import HALVED_STEP, Tile, is_halved, padded
 from adaattn.spec import Align, AttentionProblem, MaskKind, Precision
 
 __all__ = ["GradientArguments", "Layout"]
@@ -42,6 +42,16 @@ _WIDE_ROW_TILES: Final = {
     256: Tile(rows=16, keys=16, warps=8, stages=1),
 }
 """The same in fp32, whose products are three of tf32 each."""
+
+_HALVED_KEY_TILES: Final = {
+    64: Tile(rows=64, keys=128, warps=8, stages=1),
+    128: Tile(rows=64, keys=128, warps=8, stages=1),
+}
+_HALVED_ROW_TILES: Final = {
+    64: Tile(rows=128, keys=64, warps=8, stages=1),
+    128: Tile(rows=128, keys=64, warps=8, stages=1),
+}
+"""The same of fp32 in halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +113,33 @@ class GradientArguments:
     @property
     def align(self) -> int:
         """What strides of the output's gradient must be multiples of, in elements."""
-        return self._aligns[0]
+        return self._forward.aligns[0]
+
+    def halves(self, layout: Layout) -> tuple[Launch, ...]:
+        """Return the launches of what takes q, k, v and the output's gradient apart, if any do."""
+        if not self._forward.is_halved:
+            return ()
+        batch, heads, kv_heads, len_q, len_k = layout.sizes
+        columns, value_columns = self._problem.head_dim, self._problem.value_dim
+        align, own = self._forward.given_align, self.align
+        return tuple(
+            self._forward.halve(strides, batch, *sizes)
+            for strides, *sizes in (
+                (layout.query, heads, len_q, columns, align),
+                (layout.key, kv_heads, len_k, columns, align),
+                (layout.value, kv_heads, len_k, value_columns, align),
+                (layout.upstream, heads, len_q, value_columns, own),
+            )
+        )
+
+    def _read(self, layout: Layout) -> Layout:
+        """Return how what the kernels read lies: halves where there are some."""
+        if not self._forward.is_halved:
+            return layout
+        _, heads, kv_heads, len_q, len_k = layout.sizes
+        query, upstream = self._forward.halved_strides(heads, len_q)
+        key, value = self._forward.halved_strides(kv_heads, len_k)
+        return replace(layout, query=query, key=key, value=value, upstream=upstream)
 
     def sums(self, layout: Layout) -> Launch:
         """Return the launch of what sums the products of outputs and their gradients."""
@@ -156,7 +192,7 @@ class GradientArguments:
             ),
             constants=(
                 *(*self._shape(tile), *self._features, *self._problem.block_size),
-                *(mask_rows == 1, mask_keys == 1, *self._aligns, self._dot),
+                *(mask_rows == 1, mask_keys == 1, *self._aligns, self._forward.dot),
             ),
             options=(("num_warps", tile.warps), ("num_stages", 1)),
         )
@@ -171,7 +207,7 @@ class GradientArguments:
         counts: tuple[int, ...],
     ) -> Launch:
         """Return the launch of one of the two kernels that loop over tiles."""
-        problem = self._problem
+        problem, layout = self._problem, self._read(layout)
         before, after, dropout_p = self._forward.factors
         steps = (layout.query[2], layout.key[2], layout.value[2], layout.upstream[2])
         is_wide = max(steps) * problem.dilation * max(tile.rows, tile.keys) >= _INT32
@@ -230,6 +266,8 @@ class GradientArguments:
     @property
     def _aligns(self) -> tuple[int, int]:
         """What strides are known to be multiples of: of queries and outputs, of keys."""
+        if self._forward.is_halved:
+            return HALVED_STEP, HALVED_STEP
         return self._forward.aligns[0], self._forward.given_align
 
 
@@ -245,7 +283,9 @@ def gradient_tiles(problem: AttentionProblem) -> tuple[Tile, Tile]:
         (128, 64)
     """
     size = min(max(padded(max(problem.head_dim, problem.value_dim)), 64), 256)
-    if problem.precision is Precision.FP32:
+    if is_halved(problem):
+        found = _HALVED_KEY_TILES[size], _HALVED_ROW_TILES[size]
+    elif problem.precision is Precision.FP32:
         found = _WIDE_KEY_TILES[size], _WIDE_ROW_TILES[size]
     else:
         found = _KEY_TILES[size], _ROW_TILES[size]

@@ -24,6 +24,7 @@ from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import kept_by_problem, sinks_gradient
 from adaattn.backends.triton.arguments import MaskLayout, at_multiples
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
+from adaattn.backends.triton.launch import halved_columns, lift_sizes
 from adaattn.spec import AttentionProblem
 
 __all__ = ["backward_of"]
@@ -37,6 +38,7 @@ class _Launches:
 
     Args:
         known: what they follow from.
+        halves: of q, k, v and the output's gradient; none where they are read as they are.
         sums: of the products of outputs and gradients.
         keys: of the gradients of keys and values.
         rows: of those of queries, and of what a head has one of.
@@ -44,6 +46,7 @@ class _Launches:
     """
 
     known: tuple[Any, ...]
+    halves: tuple[Launch, ...]
     sums: Launch
     keys: Launch
     rows: Launch
@@ -85,8 +88,13 @@ class _Backward:
         if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
             delta.masked_fill_(kept.lse == -torch.inf, 0.0)
         given = as_bytes(mask)
+        matrices: tuple[torch.Tensor, ...]
+        matrices = (tensors.query, tensors.key, tensors.value, upstream)
+        low: tuple[_Optional, ...] = (None,) * 8
+        if launches.halves:
+            matrices, low = _halved(launches.halves, matrices)
         terms = tensors.head_terms or HeadTerms()
-        read = (tensors.query, tensors.key, tensors.value, upstream, kept.lse, delta, given)
+        read = (*matrices, kept.lse, delta, given)
         beside = (tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kept.seed)
         numbers = (terms.scale, terms.window, terms.softcap, kept.lse_rest)
         blocks = tensors.blocks
@@ -99,10 +107,10 @@ class _Backward:
         if "query" in found:
             of_heads = (sums.get(name) for name in _SUMS)
             exact = (lse_upstream, delta) if wanted & _ADDED_UP else (None, None)
-            launches.rows(*read, *beside, *lists, *numbers, found["query"], *of_heads, *exact)
+            launches.rows(*read, *beside, *lists, *numbers, *low, found["query"], *of_heads, *exact)
         if "key" in found:
             listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
-            launches.keys(*read, *beside, *listing, *numbers, found["key"], found["value"])
+            launches.keys(*read, *beside, *listing, *numbers, *low, found["key"], found["value"])
         if launches.mask is not None:
             assert tensors.mask is not None and mask is not None
             made = unfilled(mask, mask.shape)
@@ -153,6 +161,7 @@ class _Backward:
                 of_mask = arguments.mask(layout, tuple(mask.shape))
             self._launches = _Launches(
                 known=known,
+                halves=arguments.halves(layout),
                 sums=arguments.sums(layout),
                 keys=arguments.keys(layout),
                 rows=arguments.rows(layout),
@@ -204,6 +213,29 @@ def _of_heads(
         assert tensors.sinks is not None
         found["sinks"] = sinks_gradient(tensors.sinks, kept.lse, delta)
     return found
+
+
+def _halved(
+    launches: tuple[Launch, ...], read: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return high halves of matrices; and their low ones, and then the powers of two of their rows.
+
+    Args:
+        launches: of what takes each apart.
+        read: fp32 [B, H, S, D] each.
+    """
+    high, low, powers = [], [], []
+    for take_apart, matrix in zip(launches, read, strict=True):
+        batch, heads, rows, columns = matrix.shape
+        shape = (2, batch, heads, rows, halved_columns(columns))
+        both = matrix.new_empty(shape, dtype=torch.float16)
+        num_lifts, num_bounds = lift_sizes(batch * heads, rows)
+        lifts = matrix.new_empty(num_lifts + num_bounds)
+        take_apart(matrix, both, lifts, lifts[num_lifts:])
+        high.append(both[0])
+        low.append(both[1])
+        powers.append(lifts)
+    return tuple(high), (*low, *powers)
 
 
 def _aligned(upstream: torch.Tensor, align: int) -> torch.Tensor:

@@ -3,15 +3,18 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
+from adaattn.backends.device.rows import load_lse, load_number, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
+    LEAST_LIFT,
     added_rows,
+    added_up,
     head_factors,
     head_window,
     key_ranges,
     lengths_of,
+    load_parts,
     place_of,
     scores_of,
     step_of,
@@ -51,6 +54,14 @@ def key_gradients(
     head_windows_ptr,
     head_softcaps_ptr,
     lse_rest_ptr,
+    query_low_ptr,
+    key_low_ptr,
+    value_low_ptr,
+    gradient_low_ptr,
+    query_lifts_ptr,
+    key_lifts_ptr,
+    value_lifts_ptr,
+    gradient_lifts_ptr,
     key_gradient_ptr,
     value_gradient_ptr,
     scale,
@@ -170,30 +181,36 @@ def key_gradients(
         rows_within = within.to(tl.int64)
         keys_within = within_keys.to(tl.int64)
     first_k_row = start_k + first_key * dilation
-    key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
-    key_base += times(first_k_row, stride_kn, KEY_ALIGN)
-    value_base = (
-        value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
-    )
-    value_base += times(first_k_row, stride_vn, KEY_ALIGN)
+    key_start = times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
+    key_start += times(first_k_row, stride_kn, KEY_ALIGN)
+    value_start = times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
+    value_start += times(first_k_row, stride_vn, KEY_ALIGN)
+    key_of_all = (batch.to(tl.int64) * (num_heads // GROUP) + key_head) * total_k + first_k_row
+    key_of_all += within_keys * dilation
     left_keys = len_k - first_key
-    key_block = load_rows(key_base, keys_within, key_step, left_keys, D, BLOCK_D, True)
-    value_block = load_rows(value_base, keys_within, value_step, left_keys, DV, BLOCK_DV, True)
+    key_block, key_low, key_lift = load_parts(
+        key_ptr, key_low_ptr, key_lifts_ptr, key_start, key_of_all,
+        keys_within, key_step, left_keys, D, BLOCK_D, True,
+    )  # fmt: skip
+    value_block, value_low, value_lift = load_parts(
+        value_ptr, value_low_ptr, value_lifts_ptr, value_start, key_of_all,
+        keys_within, value_step, left_keys, DV, BLOCK_DV, True,
+    )  # fmt: skip
     key_places = (start_k + keys * dilation).to(tl.int64) * stride_mn
     if HAS_DROPOUT:
         seed = tl.load(seed_ptr)
         inverse = 1.0 / share_kept(dropout_p)
     key_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    key_power = tl.full([BLOCK_N], LEAST_LIFT, tl.float32)
+    value_power = tl.full([BLOCK_N], LEAST_LIFT, tl.float32)
     start_of_rows = start_q + tile * 0  # a tensor, also where it is 0 for all
     for member in range(GROUP):
         head = key_head * GROUP + member
-        query_base = query_ptr + times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)
-        query_base += times(start_of_rows, stride_qm, ALIGN)
-        gradient_base = (
-            gradient_ptr + times(batch, stride_ob, ALIGN) + times(head, stride_oh, ALIGN)
-        )
-        gradient_base += times(start_of_rows, stride_om, ALIGN)
+        query_start = times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)
+        query_start += times(start_of_rows, stride_qm, ALIGN)
+        gradient_start = times(batch, stride_ob, ALIGN) + times(head, stride_oh, ALIGN)
+        gradient_start += times(start_of_rows, stride_om, ALIGN)
         head_rows = (batch.to(tl.int64) * num_heads + head) * total_q + start_q
         own_scale, own_cap = head_factors(head_scales_ptr, head_softcaps_ptr, head, scale, softcap)
         own_left = left
@@ -254,25 +271,17 @@ def key_gradients(
                     start = low + place_of(block, before, whole, PHASE != 0) * BLOCK_M
                 rows = start + within
                 inside = rows < len_q
-                query = load_rows(
-                    query_base + start.to(tl.int64) * query_step,
-                    rows_within,
-                    query_step,
-                    len_q - start,
-                    D,
-                    BLOCK_D,
-                    PHASE != 0,
-                )
-                gradient = load_rows(
-                    gradient_base + start.to(tl.int64) * gradient_step,
-                    rows_within,
-                    gradient_step,
-                    len_q - start,
-                    DV,
-                    BLOCK_DV,
-                    PHASE != 0,
-                )
                 row_of_all = head_rows + rows * dilation
+                query, query_low, query_lift = load_parts(
+                    query_ptr, query_low_ptr, query_lifts_ptr,
+                    query_start + start.to(tl.int64) * query_step, row_of_all,
+                    rows_within, query_step, len_q - start, D, BLOCK_D, PHASE != 0,
+                )  # fmt: skip
+                gradient, gradient_low, gradient_lift = load_parts(
+                    gradient_ptr, gradient_low_ptr, gradient_lifts_ptr,
+                    gradient_start + start.to(tl.int64) * gradient_step, row_of_all,
+                    rows_within, gradient_step, len_q - start, DV, BLOCK_DV, PHASE != 0,
+                )  # fmt: skip
                 lse = load_lse(lse_ptr, row_of_all, inside)
                 rest = lse
                 if lse_rest_ptr is not None:
@@ -287,7 +296,7 @@ def key_gradients(
                         places += q_rows[None, :]
                         is_entry = is_entry & inside[None, :]
                     entries = tl.load(places, mask=is_entry, other=0)
-                raw = scores_of(key_block, query, DOT)
+                raw = scores_of(key_block, key_low, key_lift, query, query_low, query_lift, DOT)
                 weights, tangent = weights_of(
                     raw,
                     lse[None, :],
@@ -311,7 +320,9 @@ def key_gradients(
                     PHASE != 0,
                     lse_rest_ptr is not None,
                 )
-                change = scores_of(value_block, gradient, DOT)
+                change = scores_of(
+                    value_block, value_low, value_lift, gradient, gradient_low, gradient_lift, DOT
+                )
                 dropped = weights
                 if HAS_DROPOUT:
                     kept = is_kept(
@@ -319,14 +330,20 @@ def key_gradients(
                     )
                     dropped = tl.where(kept, weights * inverse, 0.0)
                     change = tl.where(kept, change * inverse, 0.0)
-                value_sum = added_rows(value_sum, dropped, gradient, DOT)
+                value_sum, value_power = added_rows(
+                    value_sum, value_power, dropped, gradient, gradient_low, gradient_lift, DOT
+                )
                 change = weights * (change - delta[None, :])
                 if HAS_SOFTCAP:
                     change *= 1.0 - tangent * tangent
                 if head_scales_ptr is not None:
                     change *= tl.load(head_scales_ptr + head).to(tl.float32)
-                key_sum = added_rows(key_sum, change, query, DOT)
+                key_sum, key_power = added_rows(
+                    key_sum, key_power, change, query, query_low, query_lift, DOT
+                )
 
+    key_sum = added_up(key_sum, key_power, DOT)
+    value_sum = added_up(value_sum, value_power, DOT)
     out_rows = start_k + tl.minimum(keys, len_k - 1) * dilation
     key_out = key_gradient_ptr + times(batch, stride_db, 1) + times(key_head, stride_dh, 1)
     value_out = value_gradient_ptr + times(batch, stride_eb, 1) + times(key_head, stride_eh, 1)

@@ -45,6 +45,9 @@ HALVED_ROWS: Final = 64
 HALVED_STEP: Final = 8
 """Halves of a row begin at multiples of so many: copies take 16 bytes."""
 
+_HALVED_GRADIENTS: Final = 128
+"""Columns up to which gradients are made of halves: more of them do not fit beside their sums."""
+
 _HALVED_FROM: Final = 128
 """Query rows from which on taking keys and values apart beforehand pays."""
 
@@ -142,10 +145,15 @@ def is_halved(problem: AttentionProblem) -> bool:
     """Return whether fp32 keys and values are taken apart before, into two fp16 numbers each.
 
     Three products of such halves keep 22 bits, as three tf32 products do, at fp16's rate. With few
-    rows the keys are read once or twice anyway, and tf32 takes them as they are.
+    rows the keys are read once or twice anyway, and tf32 takes them as they are. Where gradients
+    are wanted both passes have the same halves, or neither: weights made anew from other roundings
+    of the scores would not add up to 1.
     """
     rows = packed_heads(problem) * problem.len_q
     many = rows >= _HALVED_FROM or _is_blind(problem)
+    wide = max(problem.head_dim, problem.value_dim) > _HALVED_GRADIENTS
+    if problem.wants_gradients and (wide or problem.mask_requires_grad):
+        return False
     return problem.precision is Precision.FP32 and many
 
 

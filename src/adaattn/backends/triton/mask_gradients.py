@@ -9,7 +9,7 @@ import triton.language as tl
 
 from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
-from adaattn.backends.triton.primitives import bounds, head_factors, head_window, scores_of
+from adaattn.backends.triton.primitives import bounds, head_factors, head_window
 
 __all__ = ["mask_gradients"]
 
@@ -231,7 +231,7 @@ def mask_gradients(
         if lse_rest_ptr is not None:
             rest = load_number(lse_rest_ptr, row_of_all, is_row, 0.0)
         delta = load_number(delta_ptr, row_of_all, is_row, 0.0)
-        raw = scores_of(query, key_block, DOT)
+        raw = tl.dot(query, tl.trans(key_block), input_precision=DOT)
         weights, _ = weights_of(
             raw,
             lse[:, None],
@@ -255,7 +255,7 @@ def mask_gradients(
             True,
             lse_rest_ptr is not None,
         )
-        change = scores_of(gradient, value_block, DOT)
+        change = tl.dot(gradient, tl.trans(value_block), input_precision=DOT)
         if HAS_DROPOUT:
             kept = is_kept(seed, row_of_all[:, None], places[None, :], dropout_p)
             change = tl.where(kept, change * inverse, 0.0)

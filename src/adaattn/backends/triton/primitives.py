@@ -7,8 +7,10 @@ from adaattn.backends.device.rows import load_rows
 from adaattn.backends.device.scores import LOG2_E
 
 __all__ = [
+    "LEAST_LIFT",
     "WEIGHT_SCALE",
     "added_rows",
+    "added_up",
     "bounds",
     "find_sequence",
     "halved_product",
@@ -20,6 +22,7 @@ __all__ = [
     "lengths_of",
     "level_of",
     "load_entries",
+    "load_parts",
     "place_of",
     "power_of_two",
     "scores_of",
@@ -29,6 +32,8 @@ __all__ = [
 
 WEIGHT_SCALE = tl.constexpr(16384.0)
 """Weights are at most 1: so scaled, their low halves keep their bits."""
+LEAST_LIFT = tl.constexpr(-126.0)
+"""Of `power_of_two`, as of zeros."""
 _LEAST = tl.constexpr(-1e4)
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -329,27 +334,45 @@ def product_of_halves(left, left_low, right, right_low):
 
 
 @triton.jit
-def taken_apart(rows):
-    """Return fp32 rows in halves, each with a power of two of its own: (high + low) * 2^lift."""
-    scale, lift = power_of_two(tl.max(tl.abs(rows), 1), 1)
-    high, low = halves(rows * scale[:, None])
+def load_parts(
+    base_ptr,
+    low_ptr,
+    lifts_ptr,
+    start,
+    row_of_all,
+    rows,
+    row_stride,
+    num_rows,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return rows of a matrix, or their high and low halves and the power of two of each.
+
+    Args, beyond those of `load_rows`:
+        base_ptr: the matrix, or its high halves.
+        low_ptr: its low halves; None where it is not taken apart.
+        lifts_ptr: fp32, the power of two of each of its rows; None likewise.
+        start: element at which the rows begin.
+        row_of_all: of each row, among those of all heads.
+    """
+    high = load_rows(base_ptr + start, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
+    low = high
+    lift = rows
+    if low_ptr is not None:
+        low = load_rows(low_ptr + start, rows, row_stride, num_rows, COLUMNS, BLOCK, MASKED)
+        lift = tl.load(lifts_ptr + row_of_all, mask=rows < num_rows, other=0.0)
     return high, low, lift
 
 
 @triton.jit
-def scores_of(rows, others, DOT: tl.constexpr):
-    """Return the products of rows and others, [rows, others].
+def scores_of(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.constexpr):
+    """Return the products of rows [R, D] and others [N, D], of their halves where DOT says so.
 
-    Args:
-        rows: [R, D].
-        others: [N, D].
-        DOT: the arithmetic of `tl.dot`, or "halves": fp32 rows are taken apart as the forward
-            kernel takes them, so that the products are rounded as there.
+    They are rounded as in the forward kernel, which has the same halves.
     """
     if DOT == "halves":
-        high, low, lift = taken_apart(rows)
-        others_high, others_low, others_lift = taken_apart(others)
-        found = product_of_halves(high, low, tl.trans(others_high), tl.trans(others_low))
+        found = product_of_halves(rows, rows_low, tl.trans(others), tl.trans(others_low))
         found = found * tl.exp2(lift)[:, None] * tl.exp2(others_lift)[None, :]
     else:
         found = tl.dot(rows, tl.trans(others), input_precision=DOT)
@@ -357,19 +380,39 @@ def scores_of(rows, others, DOT: tl.constexpr):
 
 
 @triton.jit
-def added_rows(total, weights, rows, DOT: tl.constexpr):
-    """Return sums of rows [N, D] with so many weights [R, N] each added to a total [R, D].
+def added_rows(total, running, weights, rows, rows_low, lift, DOT: tl.constexpr):
+    """Return a total [R, D] with sums of rows [N, D] added, by weights [R, N]; and its powers.
 
-    Powers of two of the rows go into the weights before those are taken apart, so that a row's
-    size counts by its weight alone.
+    Args:
+        total: the sum so far, over 2^running where DOT says "halves".
+        running: of each row of the total; the largest so far.
+        weights: fp32.
+        rows: as they are, or their high halves.
+        rows_low: their low halves.
+        lift: their powers of two, which go into the weights before those are taken apart: a row's
+            size counts by its weight alone.
+        DOT: the arithmetic.
     """
     if DOT == "halves":
-        high, low, lift = taken_apart(rows)
-        weight, weight_low, weight_lift = taken_apart(weights * tl.exp2(lift)[None, :])
-        found = product_of_halves(weight, weight_low, high, low)
-        total += found * tl.exp2(weight_lift)[:, None]
+        weights *= tl.exp2(lift)[None, :]
+        _, largest = power_of_two(tl.max(tl.abs(weights), 1), 1)
+        largest = tl.maximum(running, largest)
+        weights, weights_low = halves(weights * tl.exp2(-largest)[:, None])
+        total *= tl.exp2(running - largest)[:, None]
+        running = largest
+        total = tl.dot(weights_low, rows, total)
+        total = tl.dot(weights, rows_low, total)
+        total = tl.dot(weights, rows, total)
     else:
         total = tl.dot(weights.to(rows.dtype), rows, total, input_precision=DOT)
+    return total, running
+
+
+@triton.jit
+def added_up(total, running, DOT: tl.constexpr):
+    """Return a total of `added_rows` as it is."""
+    if DOT == "halves":
+        total *= tl.exp2(running)[:, None]
     return total
 
 

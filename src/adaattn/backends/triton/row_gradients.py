@@ -3,15 +3,18 @@
 import triton
 import triton.language as tl
 
-from adaattn.backends.device.rows import load_lse, load_number, load_rows, times
+from adaattn.backends.device.rows import load_lse, load_number, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
+    LEAST_LIFT,
     added_rows,
+    added_up,
     head_factors,
     head_window,
     key_ranges,
     lengths_of,
+    load_parts,
     place_of,
     scores_of,
     step_of,
@@ -51,6 +54,14 @@ def row_gradients(
     head_windows_ptr,
     head_softcaps_ptr,
     lse_rest_ptr,
+    query_low_ptr,
+    key_low_ptr,
+    value_low_ptr,
+    gradient_low_ptr,
+    query_lifts_ptr,
+    key_lifts_ptr,
+    value_lifts_ptr,
+    gradient_lifts_ptr,
     query_gradient_ptr,
     slope_sums_ptr,
     scale_sums_ptr,
@@ -171,21 +182,26 @@ def row_gradients(
         rows_within = within_rows.to(tl.int64)
         keys_within = within.to(tl.int64)
     first_q_row = start_q + first_slot * dilation
-    query_base = query_ptr + times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)
-    query_base += times(first_q_row, stride_qm, ALIGN)
-    gradient_base = gradient_ptr + times(batch, stride_ob, ALIGN) + times(head, stride_oh, ALIGN)
-    gradient_base += times(first_q_row, stride_om, ALIGN)
+    query_start = times(batch, stride_qb, ALIGN) + times(head, stride_qh, ALIGN)
+    query_start += times(first_q_row, stride_qm, ALIGN)
+    gradient_start = times(batch, stride_ob, ALIGN) + times(head, stride_oh, ALIGN)
+    gradient_start += times(first_q_row, stride_om, ALIGN)
     left_rows = len_q - first_slot
-    query = load_rows(query_base, rows_within, query_step, left_rows, D, BLOCK_D, True)
-    gradient = load_rows(gradient_base, rows_within, gradient_step, left_rows, DV, BLOCK_DV, True)
-    start_of_keys = start_k + tile * 0  # a tensor, also where it is 0 for all
-    key_base = key_ptr + times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
-    key_base += times(start_of_keys, stride_kn, KEY_ALIGN)
-    value_base = (
-        value_ptr + times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
-    )
-    value_base += times(start_of_keys, stride_vn, KEY_ALIGN)
     row_of_all = (batch.to(tl.int64) * num_heads + head) * total_q + start_q + rows * dilation
+    query, query_low, query_lift = load_parts(
+        query_ptr, query_low_ptr, query_lifts_ptr, query_start, row_of_all,
+        rows_within, query_step, left_rows, D, BLOCK_D, True,
+    )  # fmt: skip
+    gradient, gradient_low, gradient_lift = load_parts(
+        gradient_ptr, gradient_low_ptr, gradient_lifts_ptr, gradient_start, row_of_all,
+        rows_within, gradient_step, left_rows, DV, BLOCK_DV, True,
+    )  # fmt: skip
+    start_of_keys = start_k + tile * 0  # a tensor, also where it is 0 for all
+    key_start = times(batch, stride_kb, KEY_ALIGN) + times(key_head, stride_kh, KEY_ALIGN)
+    key_start += times(start_of_keys, stride_kn, KEY_ALIGN)
+    value_start = times(batch, stride_vb, KEY_ALIGN) + times(key_head, stride_vh, KEY_ALIGN)
+    value_start += times(start_of_keys, stride_vn, KEY_ALIGN)
+    head_keys = (batch.to(tl.int64) * (num_heads // GROUP) + key_head) * total_k + start_k
     lse = load_lse(lse_ptr, row_of_all, is_row)
     rest = lse
     if lse_rest_ptr is not None:
@@ -238,6 +254,7 @@ def row_gradients(
             LIST_KEYS // BLOCK_N,
         )
     query_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    query_power = tl.full([BLOCK_M], LEAST_LIFT, tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     scale_sum = tl.zeros([BLOCK_M], tl.float32)
     cap_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -264,24 +281,17 @@ def row_gradients(
             else:
                 start = low + place_of(block, before, whole, PHASE != 0) * BLOCK_N
             keys = start + within
-            key_block = load_rows(
-                key_base + start.to(tl.int64) * key_step,
-                keys_within,
-                key_step,
-                len_k - start,
-                D,
-                BLOCK_D,
-                PHASE != 0,
-            )
-            value_block = load_rows(
-                value_base + start.to(tl.int64) * value_step,
-                keys_within,
-                value_step,
-                len_k - start,
-                DV,
-                BLOCK_DV,
-                PHASE != 0,
-            )
+            key_of_all = head_keys + keys * dilation
+            key_block, key_low, key_lift = load_parts(
+                key_ptr, key_low_ptr, key_lifts_ptr,
+                key_start + start.to(tl.int64) * key_step, key_of_all,
+                keys_within, key_step, len_k - start, D, BLOCK_D, PHASE != 0,
+            )  # fmt: skip
+            value_block, value_low, value_lift = load_parts(
+                value_ptr, value_low_ptr, value_lifts_ptr,
+                value_start + start.to(tl.int64) * value_step, key_of_all,
+                keys_within, value_step, len_k - start, DV, BLOCK_DV, PHASE != 0,
+            )  # fmt: skip
             entries = keys
             if MASK != 0:
                 key_places = (start_k + keys * dilation).to(tl.int64) * stride_mn
@@ -291,7 +301,7 @@ def row_gradients(
                     places += row_places[:, None]
                     is_entry = is_entry & is_row[:, None]
                 entries = tl.load(places, mask=is_entry, other=0)
-            raw = scores_of(query, key_block, DOT)
+            raw = scores_of(query, query_low, query_lift, key_block, key_low, key_lift, DOT)
             weights, tangent = weights_of(
                 raw,
                 lse[:, None],
@@ -315,7 +325,9 @@ def row_gradients(
                 PHASE != 0,
                 lse_rest_ptr is not None,
             )
-            change = scores_of(gradient, value_block, DOT)
+            change = scores_of(
+                gradient, gradient_low, gradient_lift, value_block, value_low, value_lift, DOT
+            )
             if HAS_DROPOUT:
                 kept = is_kept(
                     seed, row_of_all[:, None], (keys * dilation + residue)[None, :], dropout_p
@@ -341,8 +353,11 @@ def row_gradients(
             if scale_sums_ptr is not None:
                 scale_sum += tl.sum(change * raw, 1)
                 scale_share += tl.sum(weights * raw, 1)
-            query_sum = added_rows(query_sum, change, key_block, DOT)
+            query_sum, query_power = added_rows(
+                query_sum, query_power, change, key_block, key_low, key_lift, DOT
+            )
 
+    query_sum = added_up(query_sum, query_power, DOT)
     if head_scales_ptr is not None:
         query_sum *= tl.load(head_scales_ptr + head).to(tl.float32)
     out_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
