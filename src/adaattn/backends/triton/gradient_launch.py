@@ -53,6 +53,9 @@ _HALVED_ROW_TILES: Final = {
 }
 """The same of fp32 in halves."""
 
+_HALVED_TOGETHER: Final = 64
+"""Columns up to which one kernel has the gradients of keys and of values."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -114,6 +117,12 @@ class GradientArguments:
     def align(self) -> int:
         """What strides of the output's gradient must be multiples of, in elements."""
         return self._forward.aligns[0]
+
+    @property
+    def keys_apart(self) -> bool:
+        """Whether gradients of keys and of values are two launches: of halves one more product."""
+        size = max(self._problem.head_dim, self._problem.value_dim)
+        return self._forward.is_halved and size > _HALVED_TOGETHER
 
     def halves(self, layout: Layout) -> tuple[Launch, ...]:
         """Return the launches of what takes q, k, v and the output's gradient apart, if any do."""

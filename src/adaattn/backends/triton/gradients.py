@@ -110,7 +110,12 @@ class _Backward:
             launches.rows(*read, *beside, *lists, *numbers, *low, found["query"], *of_heads, *exact)
         if "key" in found:
             listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
-            launches.keys(*read, *beside, *listing, *numbers, *low, found["key"], found["value"])
+            given_keys = (*read, *beside, *listing, *numbers, *low)
+            if self._arguments.keys_apart:
+                launches.keys(*given_keys, None, found["value"])
+                launches.keys(*given_keys, found["key"], None)
+            else:
+                launches.keys(*given_keys, found["key"], found["value"])
         if launches.mask is not None:
             assert tensors.mask is not None and mask is not None
             made = unfilled(mask, mask.shape)

@@ -7,9 +7,7 @@ from adaattn.backends.device.rows import load_lse, load_number, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
-    LEAST_LIFT,
     added_rows,
-    added_up,
     head_factors,
     head_window,
     key_ranges,
@@ -135,8 +133,11 @@ def key_gradients(
         delta_ptr: fp32 [B, Hq, Sq], of `row_sums`.
         counts_ptr: int32, blocks of rows that see a block of LIST_KEYS keys, LIST_ROWS rows each.
         indices_ptr: int32, their numbers, ascending, most_blocks for each count.
-        key_gradient_ptr: [B, Hkv, Sk, D], by the strides ``stride_d*``.
-        value_gradient_ptr: [B, Hkv, Sk, Dv], by the strides ``stride_e*``.
+        *_low_ptr: where DOT is "halves" the low halves of q, k, v and the output's gradient, fp16;
+            the high ones stand in their place.
+        *_lifts_ptr: fp32, powers of two of their rows, as `halve` writes them.
+        key_gradient_ptr: [B, Hkv, Sk, D], by the strides ``stride_d*``; or None.
+        value_gradient_ptr: [B, Hkv, Sk, Dv], by the strides ``stride_e*``; or None.
         scale: factor of q k^T before the cap, in units of log 2 where there is none.
         natural: factor of q k^T that all heads share.
         num_tiles: tiles of keys of a head, all classes of a dilation together.
@@ -202,8 +203,6 @@ def key_gradients(
         inverse = 1.0 / share_kept(dropout_p)
     key_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     value_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    key_power = tl.full([BLOCK_N], LEAST_LIFT, tl.float32)
-    value_power = tl.full([BLOCK_N], LEAST_LIFT, tl.float32)
     start_of_rows = start_q + tile * 0  # a tensor, also where it is 0 for all
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -320,32 +319,35 @@ def key_gradients(
                     PHASE != 0,
                     lse_rest_ptr is not None,
                 )
-                change = scores_of(
-                    value_block, value_low, value_lift, gradient, gradient_low, gradient_lift, DOT
-                )
+                if key_gradient_ptr is not None:
+                    change = scores_of(
+                        value_block, value_low, value_lift,
+                        gradient, gradient_low, gradient_lift, DOT,
+                    )  # fmt: skip
                 dropped = weights
                 if HAS_DROPOUT:
                     kept = is_kept(
                         seed, row_of_all[None, :], (keys * dilation + residue)[:, None], dropout_p
                     )
                     dropped = tl.where(kept, weights * inverse, 0.0)
-                    change = tl.where(kept, change * inverse, 0.0)
-                value_sum, value_power = added_rows(
-                    value_sum, value_power, dropped, gradient, gradient_low, gradient_lift, DOT
-                )
-                change = weights * (change - delta[None, :])
-                if HAS_SOFTCAP:
-                    change *= 1.0 - tangent * tangent
-                if head_scales_ptr is not None:
-                    change *= tl.load(head_scales_ptr + head).to(tl.float32)
-                key_sum, key_power = added_rows(
-                    key_sum, key_power, change, query, query_low, query_lift, DOT
-                )
+                if value_gradient_ptr is not None:
+                    value_sum = added_rows(
+                        value_sum, dropped, gradient, gradient_low, gradient_lift, DOT
+                    )
+                if key_gradient_ptr is not None:
+                    if HAS_DROPOUT:
+                        change = tl.where(kept, change * inverse, 0.0)
+                    change = weights * (change - delta[None, :])
+                    if HAS_SOFTCAP:
+                        change *= 1.0 - tangent * tangent
+                    if head_scales_ptr is not None:
+                        change *= tl.load(head_scales_ptr + head).to(tl.float32)
+                    key_sum = added_rows(key_sum, change, query, query_low, query_lift, DOT)
 
-    key_sum = added_up(key_sum, key_power, DOT)
-    value_sum = added_up(value_sum, value_power, DOT)
     out_rows = start_k + tl.minimum(keys, len_k - 1) * dilation
-    key_out = key_gradient_ptr + times(batch, stride_db, 1) + times(key_head, stride_dh, 1)
-    value_out = value_gradient_ptr + times(batch, stride_eb, 1) + times(key_head, stride_eh, 1)
-    store_rows(key_out + times(out_rows, stride_dm, 1), key_sum * natural, is_key, D)
-    store_rows(value_out + times(out_rows, stride_em, 1), value_sum, is_key, DV)
+    if key_gradient_ptr is not None:
+        key_out = key_gradient_ptr + times(batch, stride_db, 1) + times(key_head, stride_dh, 1)
+        store_rows(key_out + times(out_rows, stride_dm, 1), key_sum * natural, is_key, D)
+    if value_gradient_ptr is not None:
+        value_out = value_gradient_ptr + times(batch, stride_eb, 1) + times(key_head, stride_eh, 1)
+        store_rows(value_out + times(out_rows, stride_em, 1), value_sum, is_key, DV)

@@ -7,10 +7,8 @@ from adaattn.backends.device.rows import load_rows
 from adaattn.backends.device.scores import LOG2_E
 
 __all__ = [
-    "LEAST_LIFT",
     "WEIGHT_SCALE",
     "added_rows",
-    "added_up",
     "bounds",
     "find_sequence",
     "halved_product",
@@ -32,8 +30,6 @@ __all__ = [
 
 WEIGHT_SCALE = tl.constexpr(16384.0)
 """Weights are at most 1: so scaled, their low halves keep their bits."""
-LEAST_LIFT = tl.constexpr(-126.0)
-"""Of `power_of_two`, as of zeros."""
 _LEAST = tl.constexpr(-1e4)
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -380,12 +376,14 @@ def scores_of(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.con
 
 
 @triton.jit
-def added_rows(total, running, weights, rows, rows_low, lift, DOT: tl.constexpr):
-    """Return a total [R, D] with sums of rows [N, D] added, by weights [R, N]; and its powers.
+def added_rows(total, weights, rows, rows_low, lift, DOT: tl.constexpr):
+    """Return a total [R, D] with sums of rows [N, D] added, by weights [R, N].
+
+    Tensor cores cut off what does not fit beside a sum: of halves each product begins at 0, and is
+    added by an instruction that rounds.
 
     Args:
-        total: the sum so far, over 2^running where DOT says "halves".
-        running: of each row of the total; the largest so far.
+        total: the sum so far.
         weights: fp32.
         rows: as they are, or their high halves.
         rows_low: their low halves.
@@ -395,24 +393,12 @@ def added_rows(total, running, weights, rows, rows_low, lift, DOT: tl.constexpr)
     """
     if DOT == "halves":
         weights *= tl.exp2(lift)[None, :]
-        _, largest = power_of_two(tl.max(tl.abs(weights), 1), 1)
-        largest = tl.maximum(running, largest)
-        weights, weights_low = halves(weights * tl.exp2(-largest)[:, None])
-        total *= tl.exp2(running - largest)[:, None]
-        running = largest
-        total = tl.dot(weights_low, rows, total)
-        total = tl.dot(weights, rows_low, total)
-        total = tl.dot(weights, rows, total)
+        scale, weights_lift = power_of_two(tl.max(tl.abs(weights), 1), 1)
+        weights, weights_low = halves(weights * scale[:, None])
+        found = product_of_halves(weights, weights_low, rows, rows_low)
+        total += found * tl.exp2(weights_lift)[:, None]
     else:
         total = tl.dot(weights.to(rows.dtype), rows, total, input_precision=DOT)
-    return total, running
-
-
-@triton.jit
-def added_up(total, running, DOT: tl.constexpr):
-    """Return a total of `added_rows` as it is."""
-    if DOT == "halves":
-        total *= tl.exp2(running)[:, None]
     return total
 
 

@@ -7,9 +7,7 @@ from adaattn.backends.device.rows import load_lse, load_number, times
 from adaattn.backends.device.scores import LOG2_E, is_kept, share_kept, weights_of
 from adaattn.backends.triton.listed import listed_ranges, listed_start
 from adaattn.backends.triton.primitives import (
-    LEAST_LIFT,
     added_rows,
-    added_up,
     head_factors,
     head_window,
     key_ranges,
@@ -254,7 +252,6 @@ def row_gradients(
             LIST_KEYS // BLOCK_N,
         )
     query_sum = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    query_power = tl.full([BLOCK_M], LEAST_LIFT, tl.float32)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
     scale_sum = tl.zeros([BLOCK_M], tl.float32)
     cap_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -353,11 +350,8 @@ def row_gradients(
             if scale_sums_ptr is not None:
                 scale_sum += tl.sum(change * raw, 1)
                 scale_share += tl.sum(weights * raw, 1)
-            query_sum, query_power = added_rows(
-                query_sum, query_power, change, key_block, key_low, key_lift, DOT
-            )
+            query_sum = added_rows(query_sum, change, key_block, key_low, key_lift, DOT)
 
-    query_sum = added_up(query_sum, query_power, DOT)
     if head_scales_ptr is not None:
         query_sum *= tl.load(head_scales_ptr + head).to(tl.float32)
     out_rows = start_q + tl.minimum(rows, len_q - 1) * dilation
