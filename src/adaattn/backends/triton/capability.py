@@ -31,16 +31,17 @@ _NOT: Final = Feature.WEIGHTS | Feature.EMPTY
 def _overhead(
     problem: AttentionProblem, group: HeadGroup, hardware: HardwareFacts, density: float
 ) -> Overhead:
-    """Return what is written and read again: halves of fp32 keys and values, parts of splits."""
+    """Return what is written and read again: halves of fp32 matrices, parts of splits."""
     del group, density
     arguments = Arguments(problem)
-    size, launches = 0.0, 0
+    size, before, launches = 0.0, 0.0, 0
     if arguments.is_halved:
-        heads = problem.batch * problem.num_kv_heads
-        columns = halved_columns(problem.head_dim) + halved_columns(problem.value_dim)
-        beside = 2 * sum(lift_sizes(heads, problem.len_k))
-        size += 4.0 * (heads * problem.len_k * columns + beside)
+        size = _halves(problem, problem.num_kv_heads, problem.len_k)
         launches += 2
+        if problem.wants_gradients:  # those of the forward pass are gone when they are made again
+            before = size
+            size += _halves(problem, problem.num_heads, problem.len_q)
+            launches += 4
     sizes = problem.batch, problem.num_heads, problem.len_q
     programs, _ = arguments.programs(*sizes, problem.num_sequences)
     splits, _ = arguments.splits(programs, problem.len_q, problem.len_k, hardware.num_processors)
@@ -48,7 +49,15 @@ def _overhead(
         sums = 3 if problem.wants(Aux.ENTROPY) else 2
         size += 4.0 * splits * math.prod(sizes) * (problem.value_dim + sums)
         launches += 1
-    return Overhead(bytes_moved=2.0 * size, workspace_bytes=size, launches=launches)
+    moved = 2.0 * (before + size)
+    return Overhead(bytes_moved=moved, workspace_bytes=size, launches=launches)
+
+
+def _halves(problem: AttentionProblem, heads: int, rows: int) -> float:
+    """Return the bytes of two matrices in halves, of D and Dv columns, with their powers of two."""
+    heads *= problem.batch
+    columns = halved_columns(problem.head_dim) + halved_columns(problem.value_dim)
+    return 4.0 * (heads * rows * columns + 2 * sum(lift_sizes(heads, rows)))
 
 
 def _blocks(problem: AttentionProblem) -> str:

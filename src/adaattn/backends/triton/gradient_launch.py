@@ -44,17 +44,19 @@ _WIDE_ROW_TILES: Final = {
 """The same in fp32, whose products are three of tf32 each."""
 
 _HALVED_KEY_TILES: Final = {
-    64: Tile(rows=64, keys=128, warps=8, stages=1),
+    64: Tile(rows=64, keys=64, warps=4, stages=1),
     128: Tile(rows=64, keys=128, warps=8, stages=1),
 }
 _HALVED_ROW_TILES: Final = {
     64: Tile(rows=128, keys=64, warps=8, stages=1),
     128: Tile(rows=128, keys=64, warps=8, stages=1),
 }
-"""The same of fp32 in halves."""
+"""The same of fp32 in halves, over 2048 tokens of an H200, both passes in causal order: 2.3 and 2.1
+times as fast as PyTorch's kernel, of 12 (`gradients_fp32_h200.json`)."""
 
 _HALVED_TOGETHER: Final = 64
-"""Columns up to which one kernel has the gradients of keys and of values."""
+"""Columns up to which one kernel has the gradients of keys and of values. With 128 both sums and a
+product take more registers than there are; apart a fifth product is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
