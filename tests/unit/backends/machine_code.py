@@ -179,8 +179,17 @@ def _built(pointers: tuple[str | None, ...], launch: Launch) -> dict[str, Any]:
     return _examined(lambda: triton.compile(source, target=target, options=options))
 
 
-def _gradients(problem: AttentionProblem, name: str, outputs: int) -> dict[str, Any]:
-    """Return the machine code of one of the backward kernels."""
+def _gradients(
+    problem: AttentionProblem, name: str, written: tuple[bool, ...], apart: tuple[bool, ...] = ()
+) -> dict[str, Any]:
+    """Return the machine code of one of the backward kernels.
+
+    Args:
+        problem: what is differentiated.
+        name: of the kernel.
+        written: whether it writes each of its outputs.
+        apart: the same where keys and values have launches of their own.
+    """
     kind = f"*{_TYPES[problem.precision]}"
     mask, seen = _mask_layout(problem)
     read = ["*fp16" if is_halved(problem) else kind] * 4
@@ -214,7 +223,9 @@ def _gradients(problem: AttentionProblem, name: str, outputs: int) -> dict[str, 
     ]
     delta = "*fp32" if any(sums) or problem.mask_requires_grad else None
     of_rows = (*sums, None, delta) if name == "rows" else ()
-    return _built((*given, *low, *[kind] * outputs, *of_rows), launch)
+    outputs = apart if apart and arguments.keys_apart else written
+    made = (kind if wanted else None for wanted in outputs)
+    return _built((*given, *low, *made, *of_rows), launch)
 
 
 def _mask_layout(problem: AttentionProblem) -> tuple[str | None, MaskLayout]:
@@ -442,9 +453,10 @@ _KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
     "hopper_prepare": partial(_hopper_backward, kind="prepare"),
     "hopper_finish": partial(_hopper_backward, kind="finish"),
     "triton": _portable,
-    "key_gradients": partial(_gradients, name="keys", outputs=2),
-    "row_gradients": partial(_gradients, name="rows", outputs=1),
-    "mask_gradients": partial(_gradients, name="mask", outputs=1),
+    "key_gradients": partial(_gradients, name="keys", written=(True, True), apart=(True, False)),
+    "value_gradients": partial(_gradients, name="keys", written=(False, True)),
+    "row_gradients": partial(_gradients, name="rows", written=(True,)),
+    "mask_gradients": partial(_gradients, name="mask", written=(True,)),
     "softmax": _softmax,
     "score_changes": _score_changes,
     "fused_sums": partial(_fused, kind=Kind.SUMS),

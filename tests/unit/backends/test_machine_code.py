@@ -109,8 +109,9 @@ KEY_GRADIENTS = {
     "dict(head_dim=64, head_terms=HeadTerm(7), block_size=(128, 128))": FASTEST_SPILLS,
     "dict(head_dim=128, is_causal=True)": MOST_SPILLS,
     "dict(head_dim=256)": FASTEST_SPILLS,
-    "dict(head_dim=64, precision=Precision.FP32, len_q=2048)": 0,
+    "dict(head_dim=64, precision=Precision.FP32, len_q=2048)": MOST_SPILLS,
     "dict(head_dim=128, precision=Precision.FP32, len_q=2048)": MOST_SPILLS,
+    "dict(head_dim=64, precision=Precision.FP32, len_q=100)": 0,
 }
 ROW_GRADIENTS = {
     "dict(head_dim=64)": 0,
@@ -128,6 +129,7 @@ MASK_GRADIENTS = {
 }
 GRADIENTS = [
     *(("key_gradients", values, most) for values, most in KEY_GRADIENTS.items()),
+    ("value_gradients", "dict(head_dim=128, precision=Precision.FP32, len_q=2048)", MOST_SPILLS),
     *(("row_gradients", values, most) for values, most in ROW_GRADIENTS.items()),
     *(("mask_gradients", values, most) for values, most in MASK_GRADIENTS.items()),
 ]
@@ -426,7 +428,7 @@ def test_gradients_of_the_portable_kernels_are_products_in_registers(
     kernel: str, values: str, most_spills: int, tmp_path: Path
 ) -> None:
     found = compiled(kernel, values, tmp_path)
-    assert found["products"] > 0 or (found["small_products"] > 0 and "FP32" in values)
+    assert found["products"] > 0 or (found["small_products"] > 0 and "len_q=100" in values)
     assert found["warnings"] == []
     assert found["spills"] <= most_spills
     assert found["shared_bytes"] <= SHARED_BYTES

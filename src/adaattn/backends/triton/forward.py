@@ -51,6 +51,7 @@ from adaattn.backends.triton.primitives import (
     load_entries,
     place_of,
     power_of_two,
+    product_of_halves,
     store_rows,
 )
 
@@ -416,9 +417,8 @@ def forward(
                     block_ptr + key_plane, within_wide, key_step, high - start, KEY_COLUMNS,
                     BLOCK_D, PHASE != 0,
                 )  # fmt: skip
-                scores = tl.dot(query_low, tl.trans(key_block))
-                scores = tl.dot(query, tl.trans(key_low), scores)
-                scores = tl.dot(query, tl.trans(key_block), scores) * row_scale
+                scores = product_of_halves(query, query_low, tl.trans(key_block), tl.trans(key_low))
+                scores *= row_scale
                 if not keys_are_level:
                     key_lifts = tl.load(
                         lifts_base + keys.to(tl.int64) * dilation, mask=keys < high, other=0.0

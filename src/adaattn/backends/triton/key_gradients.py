@@ -14,7 +14,7 @@ from adaattn.backends.triton.primitives import (
     lengths_of,
     load_parts,
     place_of,
-    scores_of,
+    row_products,
     step_of,
     store_rows,
 )
@@ -295,7 +295,7 @@ def key_gradients(
                         places += q_rows[None, :]
                         is_entry = is_entry & inside[None, :]
                     entries = tl.load(places, mask=is_entry, other=0)
-                raw = scores_of(key_block, key_low, key_lift, query, query_low, query_lift, DOT)
+                raw = row_products(key_block, key_low, key_lift, query, query_low, query_lift, DOT)
                 weights, tangent = weights_of(
                     raw,
                     lse[None, :],
@@ -320,7 +320,7 @@ def key_gradients(
                     lse_rest_ptr is not None,
                 )
                 if key_gradient_ptr is not None:
-                    change = scores_of(
+                    change = row_products(
                         value_block, value_low, value_lift,
                         gradient, gradient_low, gradient_lift, DOT,
                     )  # fmt: skip

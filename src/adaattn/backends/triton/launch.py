@@ -48,6 +48,11 @@ HALVED_STEP: Final = 8
 _HALVED_GRADIENTS: Final = 128
 """Columns up to which gradients are made of halves: more of them do not fit beside their sums."""
 
+_HALVED_WORK: Final = 2e8
+"""Scores of all heads times columns from which on gradients are. An estimate: taking apart is four
+launches more, about 50 us of a caller's time, in which a third of what both passes of so many take
+would be saved. Where a row is not to depend on its batch all are."""
+
 _HALVED_FROM: Final = 128
 """Query rows from which on taking keys and values apart beforehand pays."""
 
@@ -151,9 +156,11 @@ def is_halved(problem: AttentionProblem) -> bool:
     """
     rows = packed_heads(problem) * problem.len_q
     many = rows >= _HALVED_FROM or _is_blind(problem)
-    wide = max(problem.head_dim, problem.value_dim) > _HALVED_GRADIENTS
-    if problem.wants_gradients and (wide or problem.mask_requires_grad):
-        return False
+    columns = max(problem.head_dim, problem.value_dim)
+    if problem.wants_gradients:
+        work = float(problem.batch * problem.num_heads) * problem.visible_pairs * columns
+        little = work < _HALVED_WORK and not problem.batch_invariant
+        many = many and not (little or columns > _HALVED_GRADIENTS or problem.mask_requires_grad)
     return problem.precision is Precision.FP32 and many
 
 

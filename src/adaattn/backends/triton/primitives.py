@@ -23,7 +23,8 @@ __all__ = [
     "load_parts",
     "place_of",
     "power_of_two",
-    "scores_of",
+    "product_of_halves",
+    "row_products",
     "step_of",
     "store_rows",
 ]
@@ -362,14 +363,15 @@ def load_parts(
 
 
 @triton.jit
-def scores_of(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.constexpr):
+def row_products(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.constexpr):
     """Return the products of rows [R, D] and others [N, D], of their halves where DOT says so.
 
     They are rounded as in the forward kernel, which has the same halves.
     """
     if DOT == "halves":
         found = product_of_halves(rows, rows_low, tl.trans(others), tl.trans(others_low))
-        found = found * tl.exp2(lift)[:, None] * tl.exp2(others_lift)[None, :]
+        found *= tl.exp2(lift)[:, None]
+        found *= tl.exp2(others_lift)[None, :]
     else:
         found = tl.dot(rows, tl.trans(others), input_precision=DOT)
     return found

@@ -14,7 +14,7 @@ from adaattn.backends.triton.primitives import (
     lengths_of,
     load_parts,
     place_of,
-    scores_of,
+    row_products,
     step_of,
     store_rows,
 )
@@ -298,7 +298,7 @@ def row_gradients(
                     places += row_places[:, None]
                     is_entry = is_entry & is_row[:, None]
                 entries = tl.load(places, mask=is_entry, other=0)
-            raw = scores_of(query, query_low, query_lift, key_block, key_low, key_lift, DOT)
+            raw = row_products(query, query_low, query_lift, key_block, key_low, key_lift, DOT)
             weights, tangent = weights_of(
                 raw,
                 lse[:, None],
@@ -322,7 +322,7 @@ def row_gradients(
                 PHASE != 0,
                 lse_rest_ptr is not None,
             )
-            change = scores_of(
+            change = row_products(
                 gradient, gradient_low, gradient_lift, value_block, value_low, value_lift, DOT
             )
             if HAS_DROPOUT:

@@ -1,6 +1,6 @@
 """What tests of faults in the portable kernels are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +8,27 @@ import pytest
 import torch
 
 from adaattn.backends.interface import Tensors
-from adaattn.hardware import probe
+from adaattn.backends.triton import launch
+from adaattn.hardware import clear_cache, probe
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, Precision, Scheme
 from adaattn.testing import make_problem, make_tensors, with_tensors
 
 STATISTICS = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
+
+
+@pytest.fixture
+def little_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have fp32 matrices taken apart in training however little there is to compute."""
+    monkeypatch.setattr(launch, "_HALVED_WORK", 0.0)
+    clear_cache()
+    yield
+    clear_cache()
+
+
+@pytest.fixture
+def halved(little_work: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have them taken apart however few rows they have, too."""
+    monkeypatch.setattr(launch, "_HALVED_FROM", 1)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ Fault = tuple[str, str, str, dict[str, Any]]
 
 SCORES: dict[str, Fault] = {
     "scale dropped": ("forward", "DOT) * scale", "DOT)", RAGGED),
-    "scale dropped, halves": ("forward", "scores) * row_scale", "scores)",
+    "scale dropped, halves": ("forward", "scores *= row_scale", "pass",
                               HALVED | {"num_heads": 2}),
     "softcap skipped": (
         "forward", "soft_capped(scores, softcap, FAST_TANH, head_softcaps_ptr is not None)",
@@ -188,13 +188,12 @@ SPLITS: dict[str, Fault] = {
     "entropy's sums not moved": ("combine", "products + sums * moved", "products", DECODE),
 }  # fmt: skip
 HALVES: dict[str, Fault] = {
-    "low half of q dropped": ("forward", "scores = tl.dot(query_low, tl.trans(key_block))",
-                              "scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)", HALVED),
-    "low half of k dropped": ("forward", "tl.dot(query, tl.trans(key_low), scores)", "scores",
-                              HALVED),
-    "low half of v dropped": ("halved_product", "tl.dot(weights, low, product)", "product", HALVED),
-    "low half of the weights dropped": (
-        "halved_product", "tl.dot(weights_low, high)", "tl.dot(weights_low * 0.0, high)", HALVED),
+    "low half of q dropped": ("forward", "query, query_low, tl.trans(key_block)",
+                              "query, query_low * 0.0, tl.trans(key_block)", HALVED),
+    "low half of k dropped": ("forward", "tl.trans(key_low)", "tl.trans(key_low * 0.0)", HALVED),
+    "low half of v dropped": ("halved_product", "high, low)", "high, low * 0.0)", HALVED),
+    "low half of the weights dropped": ("halved_product", "(weights, weights_low,",
+                                        "(weights, weights_low * 0.0,", HALVED),
     "low halves dropped": ("halves", "numbers - high.to(tl.float32)", "numbers * 0.0", HALVED),
     "low halves unwritten": ("halve", "pointers + plane, low, mask=inside",
                              "pointers + plane, low, mask=inside & False", HALVED),

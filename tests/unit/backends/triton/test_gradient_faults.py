@@ -17,7 +17,7 @@ pytestmark = [
     ),
 ]
 
-FILES = {"rows", "key_gradients", "row_gradients", "mask_gradients"}
+FILES = {"rows", "primitives", "key_gradients", "row_gradients", "mask_gradients"}
 
 Fault = tuple[str, str, str, dict[str, Any]]
 
@@ -33,6 +33,10 @@ PACKED: dict[str, Any] = TRAINED | {"lengths_q": (9, 0, 30), "lengths_k": (7, 3,
 PACKED_MASK: dict[str, Any] = MASK | {"lengths_q": (9, 0, 30), "is_causal": True}
 
 DILATED: dict[str, Any] = TRAINED | {"len_q": 70, "len_k": 131, "dilation": 3, "window": (9, 6)}
+
+HALVES: dict[str, Any] = TRAINED | {"precision": Precision.FP32, "len_q": 130, "len_k": 140,
+                                    "num_heads": 1}  # fmt: skip
+UNEVEN = HALVES | {"small_rows": 1e-3}
 
 FAULTS: dict[str, Fault] = {
     "scale of keys dropped": ("key_gradients", "key_sum * natural", "key_sum", TRAINED),
@@ -98,6 +102,22 @@ FAULTS: dict[str, Fault] = {
     "row of values unwritten": ("key_gradients", "value_sum, is_key",
         "value_sum, is_key & (keys != 3)",
                                 TRAINED),
+    "low halves of keys dropped": ("product_of_halves", "tl.dot(left_low, right)",
+                                   "tl.dot(left_low * 0.0, right)", HALVES),
+    "low halves of rows dropped": ("product_of_halves", "tl.dot(left, right_low, product)",
+                                   "product", HALVES),
+    "high halves taken for low ones": ("load_parts", "low_ptr + start", "base_ptr + start", HALVES),
+    "power of the first row": ("load_parts", "lifts_ptr + row_of_all", "lifts_ptr + row_of_all * 0",
+                               UNEVEN),
+    "powers left out of scores": ("row_products", "found *= tl.exp2(lift)[:, None]", "pass",
+                                  HALVES),
+    "powers of others left out of scores": (
+        "row_products", "found *= tl.exp2(others_lift)[None, :]", "pass", HALVES),
+    "powers of rows left out of weights": ("added_rows", "weights *= tl.exp2(lift)[None, :]",
+                                           "weights *= 1.0", HALVES),
+    "powers of weights left out": ("added_rows", "found * tl.exp2(weights_lift)[:, None]", "found",
+                                   HALVES),
+    "sums not added to": ("added_rows", "total += found", "total = found", HALVES),
     "mask from one head": ("mask_gradients", "mask_heads == 1, num_heads, 1",
         "mask_heads == 1, 1, 1",
                            MASK | {"mask_shape": (1, 1, 5, 5), "len_q": 5}),
@@ -124,6 +144,7 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("little_work")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_the_device_code_is_seen(
     name: str, hold_fault_seen: Callable[[Fault], None]

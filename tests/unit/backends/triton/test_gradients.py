@@ -22,6 +22,7 @@ from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.operators import trained
 from adaattn.backends.triton import direct, executor
 from adaattn.backends.triton.gradient_launch import GradientArguments
+from adaattn.backends.triton.launch import is_halved
 from adaattn.errors import ExecutorError, UnsupportedError
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import (
@@ -135,6 +136,15 @@ IN_FULL = (
 )
 """Those in fp32 too: its products are others, and its tiles."""
 
+IN_HALVES = (
+    *("ragged", "causal", "causal, fewer keys", "to the end", "window both ways"),
+    *("dilation to the end", "boolean mask", "added mask without a gradient", "softcap", "sinks"),
+    *("ALiBi", "ALiBi over few keys", "groups", "values of other widths", "odd columns"),
+    *("128 columns", "packed, other keys", "packed, dilation", "transposed", "strided", "blocks"),
+    *("large scores", "negative scale", "numbers of each head in groups", "all else"),
+)
+"""Those in fp32 whose matrices are taken apart into halves."""
+
 MANY = "numbers of each head with all else"
 
 MADE = ("lengths_q", "lengths_k", "num_hidden_rows", "layout", "step")
@@ -162,6 +172,47 @@ run = partial(load("triton"), group=GROUP)
 def test_gradients_are_those_of_the_definition(name: str, precision: Precision) -> None:
     problem, tensors = made(name, precision)
     assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_gradients_of_halves_are_those_of_the_definition(name: str) -> None:
+    problem, tensors = made(name, Precision.FP32)
+    assert is_halved(problem)
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize("power", [-60, 20])
+def test_rows_of_any_size_have_gradients_of_halves(columns: int, power: int) -> None:
+    """Each row has a power of two of its own; fp16 alone holds few."""
+    shape = {"len_q": 70, "len_k": 90, "num_heads": 1, "head_dim": columns, "is_causal": True}
+    problem = make_problem(precision=Precision.FP32, requires_grad=True, **shape)
+    tensors = make_tensors(problem)
+    sizes = torch.ones(problem.len_k, 1)
+    sizes[::3] = 2.0**power
+    tensors = with_tensors(tensors, value=tensors.value * sizes)
+    assert_training_matches(run, tensors, problem)
+
+
+@pytest.mark.parametrize(
+    ("given", "halves"),
+    [
+        ({}, True),
+        ({"len_q": 64}, False),
+        ({"num_heads": 1, "len_q": 1024, "is_causal": True}, False),
+        ({"num_heads": 1, "len_q": 1024, "is_causal": True, "batch_invariant": True}, True),
+        ({"head_dim": 256}, False),
+        (ADDED, False),
+    ],
+)
+def test_gradients_are_of_halves_where_that_pays(given: dict[str, Any], halves: bool) -> None:
+    """Both passes have them, or neither: they compute the same scores."""
+    usual = {"precision": Precision.FP32, "head_dim": 64, "num_heads": 16, "len_q": 1024}
+    problem = make_problem(requires_grad=True, **usual | given)
+    assert is_halved(problem) is halves
+    assert GradientArguments(problem).keys_apart is False
 
 
 @pytest.mark.parametrize("name", ["ALiBi", "added, causal in groups", "all else", MANY])
