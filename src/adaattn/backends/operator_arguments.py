@@ -81,6 +81,7 @@ def taken_apart(
             problem.wants_gradients,
             problem.batch_invariant,
             problem.deterministic,
+            problem.mask_requires_grad,
         ],
         [
             *(*problem.window, problem.dilation, *longest, problem.aux.value, *problem.block_size),
@@ -95,7 +96,7 @@ def _problem_of(
     """Return the problem that `taken_apart` took apart, for the tensors at hand."""
     query, key, value, mask = tensors.query, tensors.key, tensors.value, tensors.mask
     scale, softcap, dropout_p = numbers
-    is_causal, to_end, is_trained, is_invariant, is_deterministic = flags
+    is_causal, to_end, is_trained, is_invariant, is_deterministic, trains_mask = flags
     left, right, dilation, max_len_q, max_len_k, aux, *block_size, _ = sizes
     starts = tensors.cu_seqlens_q
     kind = MaskKind.NONE
@@ -118,6 +119,7 @@ def _problem_of(
         dilation=dilation,
         mask=kind,
         mask_shape=() if mask is None else tuple(mask.shape),
+        mask_requires_grad=trains_mask,
         softcap=softcap,
         has_sinks=tensors.sinks is not None,
         has_alibi=tensors.alibi_slopes is not None,

@@ -15,10 +15,11 @@ import torch
 
 from adaattn import AuxRequest
 from adaattn import scaled_dot_product_attention as attend
-from adaattn.backends import capability_named
+from adaattn.backends import capability_named, load
 from adaattn.backends.streamed.fused_launch import Fused, Kind
-from adaattn.spec import Feature
-from adaattn.testing import assert_matches
+from adaattn.backends.triton.launch import has_room, is_halved
+from adaattn.spec import Feature, HeadGroup, MaskKind, Precision
+from adaattn.testing import assert_matches, assert_training_matches, make_problem, make_tensors
 
 DEVICE = "cuda"
 BACKENDS = ("triton", "hopper", "streamed")
@@ -314,6 +315,32 @@ def test_fp32_on_a_gpu_agrees_with_a_cpu(
     held_to_the_definition(on_cpu, tensors, **keywords)
     held_to_the_definition(on_gpu, tensors, **keywords)
     assert float((on_gpu - on_cpu).abs().max()) <= AGREED
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"is_causal": True, "len_q": 700},
+        {"num_kv_heads": 4, "window": (500, 90)},
+        {"lengths_q": (700, 0, 557), "is_causal": True},
+        {"len_q": 512, "block_size": (16, 16)},
+        {"mask": MaskKind.BOOLEAN, "softcap": 5.0, "has_sinks": True, "sinks_require_grad": True},
+        {"len_q": 1200, "dilation": 3},
+    ],
+    ids=["causal", "groups in a window", "packed", "blocks", "mask", "dilation"],
+)
+def test_gradients_in_fp32_are_of_halves(given: dict[str, Any], columns: int) -> None:
+    if columns > 64 and not has_room():
+        pytest.skip("its shared memory ends at 64 columns")
+    values: dict[str, Any] = {"num_heads": 16, "len_q": 600, "head_dim": columns} | given
+    lengths = {key: values.pop(key) for key in ("lengths_q",) if key in values}
+    problem = make_problem(
+        precision=Precision.FP32, requires_grad=True, device_type=DEVICE, **lengths, **values
+    )
+    assert is_halved(problem)
+    run = partial(load("triton"), group=HeadGroup(capability="triton"))
+    assert_training_matches(run, make_tensors(problem, **lengths), problem)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["without, then with", "with, then without"])

@@ -5,6 +5,7 @@ from typing import Final
 
 from adaattn.backends.own_kernels import why_no_triton
 from adaattn.backends.triton.arguments import Arguments
+from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.launch import (
     COPIED_BYTES,
     LEAST_BLOCK,
@@ -41,7 +42,7 @@ def _overhead(
         if problem.wants_gradients:  # those of the forward pass are gone when they are made again
             before = size
             size += _halves(problem, problem.num_heads, problem.len_q)
-            launches += 4
+            launches += 4 + GradientArguments(problem).keys_apart
     sizes = problem.batch, problem.num_heads, problem.len_q
     programs, _ = arguments.programs(*sizes, problem.num_sequences)
     splits, _ = arguments.splits(programs, problem.len_q, problem.len_k, hardware.num_processors)

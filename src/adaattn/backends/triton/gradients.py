@@ -112,12 +112,14 @@ class _Backward:
             listing = lists if blocks is None else _listing(blocks, tensors.key.shape[2])
             given_keys = (*read, *beside, *listing, *numbers, *low)
             if self._arguments.keys_apart:
-                launches.keys(*given_keys, None, found["value"])
-                launches.keys(*given_keys, found["key"], None)
+                if "value" in wanted:
+                    launches.keys(*given_keys, None, found["value"])
+                if "key" in wanted:
+                    launches.keys(*given_keys, found["key"], None)
             else:
                 launches.keys(*given_keys, found["key"], found["value"])
         if launches.mask is not None:
-            assert tensors.mask is not None and mask is not None
+            assert tensors.mask is not None and mask is not None and not launches.halves
             made = unfilled(mask, mask.shape)
             launches.mask(*read, *beside, *lists, *numbers, made)
             found["mask"] = made.view(tensors.mask.shape)
@@ -233,9 +235,9 @@ def _halved(
     for take_apart, matrix in zip(launches, read, strict=True):
         batch, heads, rows, columns = matrix.shape
         shape = (2, batch, heads, rows, halved_columns(columns))
-        both = matrix.new_empty(shape, dtype=torch.float16)
+        both = unfilled(matrix, shape, dtype=torch.float16)
         num_lifts, num_bounds = lift_sizes(batch * heads, rows)
-        lifts = matrix.new_empty(num_lifts + num_bounds)
+        lifts = unfilled(matrix, (num_lifts + num_bounds,))
         take_apart(matrix, both, lifts, lifts[num_lifts:])
         high.append(both[0])
         low.append(both[1])

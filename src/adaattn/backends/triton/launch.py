@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
+
+from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, HeadTerm, MaskKind, Precision
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "Tile",
     "choose_tile",
     "halved_columns",
+    "has_room",
     "invariant_split",
     "is_halved",
     "lift_sizes",
@@ -46,12 +50,15 @@ HALVED_STEP: Final = 8
 """Halves of a row begin at multiples of so many: copies take 16 bytes."""
 
 _HALVED_GRADIENTS: Final = 128
-"""Columns up to which gradients are made of halves: more of them do not fit beside their sums."""
+"""Columns up to which gradients are made of halves, where a program has Hopper's shared memory:
+more of them do not fit beside their sums. Elsewhere half as many."""
+
+_HOPPER: Final = (9, 0)
 
 _HALVED_WORK: Final = 2e8
 """Scores of all heads times columns from which on gradients are. An estimate: taking apart is four
 launches more, about 50 us of a caller's time, in which a third of what both passes of so many take
-would be saved. Where a row is not to depend on its batch all are."""
+would be saved."""
 
 _HALVED_FROM: Final = 128
 """Query rows from which on taking keys and values apart beforehand pays."""
@@ -151,17 +158,23 @@ def is_halved(problem: AttentionProblem) -> bool:
 
     Three products of such halves keep 22 bits, as three tf32 products do, at fp16's rate. With few
     rows the keys are read once or twice anyway, and tf32 takes them as they are. Where gradients
-    are wanted both passes have the same halves, or neither: weights made anew from other roundings
-    of the scores would not add up to 1.
+    are wanted both passes have halves, or neither: weights made anew from scores of other products
+    would not add up to 1.
     """
     rows = packed_heads(problem) * problem.len_q
     many = rows >= _HALVED_FROM or _is_blind(problem)
     columns = max(problem.head_dim, problem.value_dim)
     if problem.wants_gradients:
         work = float(problem.batch * problem.num_heads) * problem.visible_pairs * columns
-        little = work < _HALVED_WORK and not problem.batch_invariant
-        many = many and not (little or columns > _HALVED_GRADIENTS or problem.mask_requires_grad)
+        wide = columns > (_HALVED_GRADIENTS if has_room() else _HALVED_GRADIENTS // 2)
+        many = many and not (work < _HALVED_WORK or wide or problem.mask_requires_grad)
     return problem.precision is Precision.FP32 and many
+
+
+def has_room() -> bool:
+    """Return whether a program of this machine's GPU, if it has one, has 227 KiB to share."""
+    found = probe().compute_capability
+    return found == (0, 0) or (torch.version.hip is None and found >= _HOPPER)
 
 
 def _is_blind(problem: AttentionProblem) -> bool:

@@ -366,7 +366,7 @@ def load_parts(
 def row_products(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.constexpr):
     """Return the products of rows [R, D] and others [N, D], of their halves where DOT says so.
 
-    They are rounded as in the forward kernel, which has the same halves.
+    They are as right as those of the forward kernel, which has such halves, too.
     """
     if DOT == "halves":
         found = product_of_halves(rows, rows_low, tl.trans(others), tl.trans(others_low))

@@ -32,6 +32,7 @@ from adaattn.testing import (
     assert_training_matches,
     attention,
     cast_tensors,
+    fake_facts,
     gradients_of,
     make_problem,
     make_tensors,
@@ -197,22 +198,63 @@ def test_rows_of_any_size_have_gradients_of_halves(columns: int, power: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "halves"),
+    ("given", "halves", "apart"),
     [
-        ({}, True),
-        ({"len_q": 64}, False),
-        ({"num_heads": 1, "len_q": 1024, "is_causal": True}, False),
-        ({"num_heads": 1, "len_q": 1024, "is_causal": True, "batch_invariant": True}, True),
-        ({"head_dim": 256}, False),
-        (ADDED, False),
+        ({}, True, False),
+        ({"head_dim": 128}, True, True),
+        ({"len_q": 64}, False, False),
+        ({"num_heads": 1, "len_q": 1024, "is_causal": True}, False, False),
+        ({"head_dim": 256}, False, False),
+        (ADDED, False, False),
     ],
 )
-def test_gradients_are_of_halves_where_that_pays(given: dict[str, Any], halves: bool) -> None:
+def test_gradients_are_of_halves_where_that_pays(
+    given: dict[str, Any], halves: bool, apart: bool
+) -> None:
     """Both passes have them, or neither: they compute the same scores."""
     usual = {"precision": Precision.FP32, "head_dim": 64, "num_heads": 16, "len_q": 1024}
     problem = make_problem(requires_grad=True, **usual | given)
     assert is_halved(problem) is halves
-    assert GradientArguments(problem).keys_apart is False
+    assert GradientArguments(problem).keys_apart is apart
+
+
+@pytest.mark.parametrize(("machine", "columns"), [("a100", 64), ("h200", 128), ("cpu", 128)])
+def test_gradients_are_of_halves_that_a_card_has_room_for(
+    machine: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = fake_facts(machine)
+    monkeypatch.setattr("adaattn.backends.triton.launch.probe", lambda: facts)
+    usual = {"precision": Precision.FP32, "num_heads": 16, "len_q": 1024, "requires_grad": True}
+    found = [is_halved(make_problem(head_dim=size, **usual)) for size in (64, 65, 128, 129)]
+    assert found == [size <= columns for size in (64, 65, 128, 129)]
+
+
+@pytest.mark.usefixtures("halved")
+def test_rows_of_zeros_have_gradients_of_halves() -> None:
+    """Any power of two would do for them; none is a number."""
+    problem, tensors = made("ragged", Precision.FP32)
+    kept = (torch.arange(problem.len_k) % 3 > 0).float()[:, None]
+    few = tensors.query * (torch.arange(problem.len_q) % 2)[:, None]
+    zeros = with_tensors(tensors, query=few, key=tensors.key * kept, value=tensors.value * kept)
+    assert_training_matches(run, zeros, problem)
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("name", ["added mask", "128 columns", "groups"])
+def test_the_operator_of_graphs_is_of_halves_where_calls_are(name: str) -> None:
+    """It once did not know that a mask wants a gradient, which halves have none for."""
+    test_the_operator_of_graphs_has_the_same_gradients(name, Precision.FP32)
+
+
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("missing", ["key", "value"])
+def test_halves_have_gradients_of_keys_or_values_alone(missing: str) -> None:
+    problem, tensors = made("128 columns", Precision.FP32)
+    whole = gradients_of(run(tensors, problem), tensors)
+    fewer = with_tensors(tensors, **{missing: getattr(tensors, missing).detach()})
+    found = gradients_of(run(fewer, problem), fewer)
+    assert list(found) == [name for name in whole if name != missing]
+    assert all(torch.equal(found[name], whole[name]) for name in found)
 
 
 @pytest.mark.parametrize("name", ["ALiBi", "added, causal in groups", "all else", MANY])
