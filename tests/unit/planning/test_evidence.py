@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from importlib import resources
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def times(**milliseconds: float) -> dict[str, Measured]:
 def test_with_one_cell_left_out_its_neighbours_choose_as_well(card: str) -> None:
     taken = wrong = 0
     gains = []
-    for cell, problem in islice(measured_problems(card), 0, None, 3):
+    for cell, problem in measured_problems(card):
         for name in set(OWN_KERNELS) & set(cell.times):
             if cell.default not in cell.times:
                 continue
@@ -115,7 +115,7 @@ def test_with_one_cell_left_out_its_neighbours_choose_as_well(card: str) -> None
             taken += 1
             wrong += real > 1.0 / DISPLACES
             gains.append(-math.log(real))
-    assert taken > 40
+    assert taken > 100
     assert wrong <= MOST_WRONG * taken
     assert sum(gains) / taken > math.log(1.5)
 
@@ -145,7 +145,7 @@ def test_a_card_of_the_same_chip_chooses_as_well(card: str, other: str) -> None:
 def test_a_problem_that_was_measured_is_expected_to_take_as_long(card: str) -> None:
     """Packed sequences once were expected to take four times as long, for the four of a cell."""
     known = set()
-    for cell, problem in islice(measured_problems(card), 0, None, 3):
+    for cell, problem in measured_problems(card):
         known.add(cell.problem_class)
         for name, time in cell.times.items():
             expected = interpolated(shipped(card), problem, name)

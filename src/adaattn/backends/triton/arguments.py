@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.allocation import unfilled
 from adaattn.backends.device.launch import Launch
 from adaattn.backends.interface import STATISTICS
 from adaattn.backends.masks import broadcast_strides
@@ -25,7 +26,7 @@ from adaattn.backends.triton.launch import (
 )
 from adaattn.spec import Align, AttentionProblem, Aux, HeadTerm, Precision
 
-__all__ = ["Arguments", "MaskLayout", "at_multiples"]
+__all__ = ["Arguments", "MaskLayout", "at_multiples", "in_halves"]
 
 _INT32: Final = 2**31
 _FEW_ROWS: Final = 32
@@ -240,7 +241,7 @@ class Arguments:
         heads: int,
         rows: int,
         columns: int,
-        align: int | None = None,
+        align: int,
     ) -> Launch:
         """Return the launch of what takes a matrix apart.
 
@@ -250,7 +251,7 @@ class Arguments:
             heads: of the matrix.
             rows: of a head.
             columns: of a row.
-            align: as keys and values have it if None.
+            align: see there.
         """
         return Launch(
             module="triton.halving",
@@ -259,7 +260,7 @@ class Arguments:
             numbers=(*strides[:3], heads, rows),
             constants=(
                 *(columns, halved_columns(columns), padded(columns)),
-                *(HALVED_ROWS, align or self.given_align),
+                *(HALVED_ROWS, align),
             ),
             options=(("num_warps", 4),),
         )
@@ -337,6 +338,26 @@ class Arguments:
         if self._problem.by_head(HeadTerm.SOFTCAP):
             before = scale
         return before, after, self._problem.dropout_p
+
+
+def in_halves(
+    take_apart: Launch, matrix: torch.Tensor, lifts: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    """Return a matrix as sums of two fp16 numbers.
+
+    Args:
+        take_apart: of `Arguments.halve`, for such a matrix.
+        matrix: fp32 [B, H, S, D].
+        lifts: to be written, of `lift_sizes`: the power of two of each row.
+        bounds: to be written, likewise: of those of each block of rows.
+
+    Returns:
+        fp16 [2, B, H, S, D], high halves first, D in steps of 8.
+    """
+    shape = (2, *matrix.shape[:-1], halved_columns(matrix.shape[-1]))
+    both = unfilled(matrix, shape, dtype=torch.float16)
+    take_apart(matrix, both, lifts, bounds)
+    return both
 
 
 def at_multiples(tensor: torch.Tensor) -> torch.Tensor:

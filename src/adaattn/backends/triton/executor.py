@@ -16,10 +16,10 @@ from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
 from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
-from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples
+from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples, in_halves
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import backward_of
-from adaattn.backends.triton.launch import COPIED_BYTES, halved_columns, lift_sizes
+from adaattn.backends.triton.launch import COPIED_BYTES, lift_sizes
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, Aux
 
@@ -232,7 +232,7 @@ class _Launcher:
         halve: tuple[Launch, ...] = ()
         if arguments.is_halved:
             halve = tuple(
-                arguments.halve(strides, batch, kv_heads, len_k, columns)
+                arguments.halve(strides, batch, kv_heads, len_k, columns, arguments.given_align)
                 for strides, columns in (
                     (key_strides, self._problem.head_dim),
                     (value_strides, self._problem.value_dim),
@@ -286,13 +286,9 @@ def _halved(
     """
     batch, heads, rows, _ = key.shape
     num_lifts, num_bounds = lift_sizes(batch * heads, rows)
-    lifts = key.new_empty(2 * (num_lifts + num_bounds))
-    made = []
-    for place, (matrix, take_apart) in enumerate(zip((key, value), prepared.halve, strict=True)):
-        lift = lifts[place * num_lifts :]
-        bounds = lifts[2 * num_lifts + place * num_bounds :]
-        shape = (2, *matrix.shape[:-1], halved_columns(matrix.shape[-1]))
-        both = matrix.new_empty(shape, dtype=torch.float16)
-        take_apart(matrix, both, lift, bounds)
-        made.append(both)
-    return made[0], made[1], lifts
+    lifts = unfilled(key, (2 * (num_lifts + num_bounds),))
+    of_keys, of_values = prepared.halve
+    bounds = lifts[2 * num_lifts :]
+    key = in_halves(of_keys, key, lifts, bounds)
+    value = in_halves(of_values, value, lifts[num_lifts:], bounds[num_bounds:])
+    return key, value, lifts

@@ -22,9 +22,9 @@ from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import Kept
 from adaattn.backends.own_kernels import kept_by_problem, sinks_gradient
-from adaattn.backends.triton.arguments import MaskLayout, at_multiples
+from adaattn.backends.triton.arguments import MaskLayout, at_multiples, in_halves
 from adaattn.backends.triton.gradient_launch import GradientArguments, Layout
-from adaattn.backends.triton.launch import halved_columns, lift_sizes
+from adaattn.backends.triton.launch import lift_sizes
 from adaattn.spec import AttentionProblem
 
 __all__ = ["backward_of"]
@@ -233,12 +233,10 @@ def _halved(
     """
     high, low, powers = [], [], []
     for take_apart, matrix in zip(launches, read, strict=True):
-        batch, heads, rows, columns = matrix.shape
-        shape = (2, batch, heads, rows, halved_columns(columns))
-        both = unfilled(matrix, shape, dtype=torch.float16)
+        batch, heads, rows, _ = matrix.shape
         num_lifts, num_bounds = lift_sizes(batch * heads, rows)
         lifts = unfilled(matrix, (num_lifts + num_bounds,))
-        take_apart(matrix, both, lifts, lifts[num_lifts:])
+        both = in_halves(take_apart, matrix, lifts, lifts[num_lifts:])
         high.append(both[0])
         low.append(both[1])
         powers.append(lifts)

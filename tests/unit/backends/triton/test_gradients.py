@@ -243,7 +243,7 @@ def test_rows_of_zeros_have_gradients_of_halves() -> None:
 @pytest.mark.parametrize("name", ["added mask", "128 columns", "groups"])
 def test_the_operator_of_graphs_is_of_halves_where_calls_are(name: str) -> None:
     """It once did not know that a mask wants a gradient, which halves have none for."""
-    test_the_operator_of_graphs_has_the_same_gradients(name, Precision.FP32)
+    hold_operator_as_calls(name, Precision.FP32)
 
 
 @pytest.mark.usefixtures("halved")
@@ -566,6 +566,11 @@ def test_starts_that_nobody_checked_lead_to_no_memory_of_others(starts: tuple[in
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32], ids=lambda it: it.label)
 @pytest.mark.parametrize("name", ["plain", "packed in a window", "blocks", MANY])
 def test_the_operator_of_graphs_has_the_same_gradients(name: str, precision: Precision) -> None:
+    hold_operator_as_calls(name, precision)
+
+
+def hold_operator_as_calls(name: str, precision: Precision) -> None:
+    """Hold the operator of a graph against a call, bit by bit."""
     problem, tensors = made(name, precision)
     eager, through = run(tensors, problem), executor.KERNELS.operator(tensors, problem, 0)
     assert torch.equal(eager.output, through.output)
