@@ -46,7 +46,7 @@ from benchmarks.timing import arguments, save
 WORTH = 1 / DISPLACES
 """A larger gain is one that was missed: planning takes nothing for less."""
 
-_SAVE_EVERY = 50
+_SAVE_EVERY = 10
 _NEAREST = 12
 
 
@@ -159,7 +159,7 @@ def compile_some(options: argparse.Namespace, first: int) -> None:
 
 
 def run(options: argparse.Namespace) -> Path:
-    """Return the path of the result, written every fifty problems and at the end."""
+    """Return the path of the result, written every ten problems and at the end."""
     if options.processes:
         compile_all(options)
     device = torch.device(options.device)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, cast, overlo
 
 import torch
 
+from adaattn import hardware
 from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import Bound, bind, find
@@ -286,23 +287,39 @@ def scaled_dot_product_attention(
         bound = _bound(query, key, value, companions, settings, window, choice)
         return Found(bound, (query, key, value, *companions, tag))
     device_type = query.device.type
-    dtype = torch.get_autocast_dtype(device_type)
-    if attn_mask is not None or any(getattr(it, "dtype", 0) != dtype for it in (query, key, value)):
-        query, key, value, attn_mask = (
-            as_autocast(it, device_type) for it in (query, key, value, attn_mask)
-        )
-        companions = (attn_mask, *companions[1:])
+    cast = tuple(as_autocast(it, device_type) for it in (query, key, value, attn_mask))
+    is_cast = any(a is not b for a, b in zip(cast, (query, key, value, attn_mask), strict=True))
+    query, key, value, attn_mask = cast
+    companions = (attn_mask, *companions[1:])
     torch.set_autocast_enabled(device_type, False)  # a context takes ten times as long
     try:
         bound = _bound(query, key, value, companions, settings, window, choice)
-        return bound(query, key, value, *companions, tag)
+        if is_cast:
+            return bound(query, key, value, *companions, tag)
     finally:
         torch.set_autocast_enabled(device_type, True)
+    return Found(_outside_autocast(bound, device_type), (query, key, value, *companions, tag))
 
+
+@functools.lru_cache(maxsize=4096)
+def _outside_autocast(bound: Bound, device_type: str) -> Bound:
+    """Return a bound call as it runs where autocast is enabled."""
+
+    def outside(*given: Any) -> Any:
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return bound(*given)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    return outside
+
+
+hardware.on_clear(_outside_autocast.cache_clear)
 
 bind_attention: Final[Callable[..., Any]] = scaled_dot_product_attention.__wrapped__  # type: ignore[attr-defined]
 """The same call, which leaves what its key found to be run: a `Found`; or the result, in a graph
-and under autocast."""
+and of tensors that autocast casts."""
 
 
 def _bound(

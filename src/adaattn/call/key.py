@@ -22,6 +22,7 @@ __all__ = [
     "Choices",
     "Tensor",
     "alignment",
+    "autocast_dtype",
     "key_of",
     "may_grow",
     "may_keep",
@@ -131,9 +132,16 @@ def key_of(
         type(layer),
         return_aux,
         type(return_aux),
-        torch.get_autocast_dtype(device.type) if _any_autocast() and _autocasts(device.type) else 0,
+        autocast_dtype(device.type),
         *process_modes(),
     )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return what autocast casts to on a device; None where it is not enabled."""
+    if _any_autocast() and _autocasts(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def process_modes() -> tuple[object, ...]:

@@ -23,7 +23,13 @@ from torch._C._dynamo.guards import TensorGuards
 
 from adaattn import hardware
 from adaattn.call.bound import Bound
-from adaattn.call.key import DECODE_ROWS, alignment, may_grow, process_modes
+from adaattn.call.key import (
+    DECODE_ROWS,
+    alignment,
+    autocast_dtype,
+    may_grow,
+    process_modes,
+)
 from adaattn.call.options import (
     Options,
     has_options,
@@ -164,12 +170,15 @@ def _comparison(
     kept: Options,
     names: tuple[str, ...],
     growing: _Growing | None,
+    device_type: str,
 ) -> Callable[..., bool]:
     """Return the function that says whether a call is the one that is known, by the same caller.
 
-    What it compares with is its own: fields of an object would be looked up at each call.
+    What it compares with is its own: fields of an object would be looked up at each call. Whether
+    autocast is enabled is what guards of tensors compare; its dtype they do not.
     """
     ambient, modes = _ambient(), process_modes()
+    autocast = autocast_dtype(device_type)
     is_bare = not kept
 
     def is_like(
@@ -195,6 +204,7 @@ def _comparison(
         return (
             alike
             and (growing is None or _is_within(growing, key, value, mask))
+            and (autocast is None or autocast_dtype(device_type) is autocast)
             and _ambient() is ambient
             and process_modes() == modes
         )
@@ -294,6 +304,7 @@ def note(
         dropout_p=dropout_p,
         kept=kept,
         names=names,
+        device_type=query.device.type,
     )
     is_like = compared(_guards(given, sizes, strides), growing=growing)
     found = _KNOWN[place] = _Known(bound, is_like)

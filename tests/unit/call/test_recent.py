@@ -192,6 +192,45 @@ def test_what_surrounds_a_call_is_part_of_it(name: str, found: list[object]) -> 
     assert bool(found[-1]) is (name == "autocast"), "tensors that are cast leave nothing behind"
 
 
+HALVES: dict[str, Call] = {
+    "plain": lambda: (tensors(dtype=torch.bfloat16), {}),
+    "scores of another executor": lambda: (tensors(dtype=torch.bfloat16), {"softcap": 3.0}),
+    "a mask": lambda: (tensors(dtype=torch.bfloat16), {"attn_mask": SEEN}),
+    "wider than autocast casts": lambda: (tensors(dtype=torch.float64), {}),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_tensors_that_autocast_leaves_alone_are_found_under_it(
+    name: str, found: list[object]
+) -> None:
+    given, settings = HALVES[name]()
+    expected = attend(*given, **settings)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for again in (False, False, True):
+            assert torch.equal(attend(*given, **settings), expected)
+            assert bool(found[-1]) is again
+            assert torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.float16):
+        other = attend(*given, **settings)
+        assert not found[-1]
+        assert other.dtype is (torch.float64 if "wider" in name else torch.float16)
+        attend(*given, **settings)
+        assert bool(found[-1]) is ("wider" in name), "tensors that are cast leave nothing behind"
+
+
+def test_autocast_is_enabled_again_behind_a_call_that_failed(found: list[object]) -> None:
+    given = tensors(dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            attend(*given)
+        bound = found[-1]
+        assert callable(bound)
+        with pytest.raises(TypeError):
+            bound(*given)
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_a_dilation_that_is_no_integer_is_refused_beside_an_equal_one(found: list[object]) -> None:
     for _ in range(3):
         attend(*tensors(), dilation=2)
