@@ -17,6 +17,7 @@ Not covered: dropout, the softmax weights as an output, gradients that arrive at
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -129,8 +130,10 @@ def run(problems: Iterable[Problem], options: argparse.Namespace) -> Totals:
 def in_jobs(options: argparse.Namespace, given: Sequence[str]) -> int:
     """Return what `main` does, the problems shared out to processes; their totals added up."""
     command = [sys.executable, "-m", "benchmarks.fuzz", *given, "--jobs", "1"]
+    threads = max((os.cpu_count() or 1) // options.jobs, 1)  # each would take them all
+    surroundings = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     running = [
-        subprocess.Popen([*command, "--share", str(number), str(options.jobs)])
+        subprocess.Popen([*command, "--share", str(number), str(options.jobs)], env=surroundings)
         for number in range(options.jobs)
     ]
     statuses = [job.wait() for job in running]
