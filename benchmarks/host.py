@@ -25,6 +25,7 @@ from benchmarks.timing import arguments, save
 _CALLS = 2000
 _WARM_CALLS = 40
 _QUEUED_CALLS = 300
+_AUTOCAST = "bf16 under autocast"
 _OWN_KERNELS = ("triton", "hopper")
 _IMPORTS = {
     "adaattn": "import adaattn",
@@ -39,13 +40,14 @@ def call_overhead(device: str, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, (ours, peer) in _cases(device).items():
         samples: dict[str, list[float]] = {"PyTorch": [], "adaattn": []}
-        for _ in range(_WARM_CALLS):
-            ours()
-        functions, modules = crossed(ours)
-        for _ in range(rounds):
-            for key, function in (("PyTorch", peer), ("adaattn", ours)):
-                seconds = timeit.timeit(function, number=_CALLS)
-                samples[key].append(1e6 * seconds / _CALLS)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=name == _AUTOCAST):
+            for _ in range(_WARM_CALLS):
+                ours()
+            functions, modules = crossed(ours)
+            for _ in range(rounds):
+                for key, function in (("PyTorch", peer), ("adaattn", ours)):
+                    seconds = timeit.timeit(function, number=_CALLS)
+                    samples[key].append(1e6 * seconds / _CALLS)
         medians = {key: statistics.median(values) for key, values in samples.items()}
         row: dict[str, Any] = {"cell": f"call, {name}", "microseconds": medians}
         row |= {"added_us": medians["adaattn"] - medians["PyTorch"]}
@@ -74,9 +76,11 @@ def _cases(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
     theirs = torch.nn.MultiheadAttention(32, 2, batch_first=True, device=device)
     rows = torch.randn(1, 16, 32, device=device)
     plain, masked = partial(sdpa, *three), partial(sdpa, *three, seen)
+    half = tuple(item.bfloat16() for item in three)
     return {
         "plain": (partial(attend, *three), plain),
         "causal": (partial(attend, *three, is_causal=True), partial(sdpa, *three, is_causal=True)),
+        _AUTOCAST: (partial(attend, *half), partial(sdpa, *half)),
         "mask": (partial(attend, *three, bias), partial(sdpa, *three, bias)),
         "grouped heads": (
             partial(attend, *grouped, enable_gqa=True),

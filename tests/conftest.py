@@ -31,7 +31,7 @@ SIMULATED = {
 """Folders and files of tests that run kernels in Python."""
 
 COUNTED = 4
-"""Cases of another test in which lines are counted: that takes twice the time, for the same lines."""
+"""Cases of another test in which lines are counted: that takes twice the time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
