@@ -6,8 +6,9 @@
 first weights and the same passages, whose steps take turns, so that their times are of one run.
 They differ in the function of q, k and v alone, each held to the definition before:
 `F.scaled_dot_product_attention`, the same once more, which shows how far times of equals are
-apart, by another of its kernels, which shows what rounding alone does to a loss, and AdaAttn. ``mixed`` is
-the same with packed documents, a window and a softcap, which need FlexAttention in PyTorch.
+apart, by another of its kernels, which shows what rounding alone does to a loss, and AdaAttn.
+``mixed`` is the same with packed documents, a window and a softcap, which need FlexAttention in
+PyTorch.
 ``memory`` is the peak of one forward and backward pass, ``growth`` what many steps leave behind.
 ``--plot`` draws the losses, if plotly is there.
 """
