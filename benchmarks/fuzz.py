@@ -131,7 +131,7 @@ def in_jobs(options: argparse.Namespace, given: Sequence[str]) -> int:
     """Return what `main` does, the problems shared out to processes; their totals added up."""
     command = [sys.executable, "-m", "benchmarks.fuzz", *given, "--jobs", "1"]
     threads = max((os.cpu_count() or 1) // options.jobs, 1)  # each would take them all
-    surroundings = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    surroundings = {"OMP_NUM_THREADS": str(threads), **os.environ}
     running = [
         subprocess.Popen([*command, "--share", str(number), str(options.jobs)], env=surroundings)
         for number in range(options.jobs)

@@ -34,6 +34,7 @@ COUNTED = 4
 """Cases of another test in which lines are counted: that takes twice the time."""
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark all but the first cases of each test: lines are counted in those alone."""
     seen: Counter[str] = Counter()

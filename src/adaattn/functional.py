@@ -11,18 +11,18 @@ from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, cast, overlo
 
 import torch
 
-from adaattn import hardware
 from adaattn.backends.block_list import BlockList
 from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import Bound, bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import as_autocast, build_call
+from adaattn.call.found import Found
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
 from adaattn.call.options import TENSORS
 from adaattn.call.outputs import AuxOutput, AuxRequest
-from adaattn.call.recent import Found, Miss, again, note
+from adaattn.call.recent import Miss, again, note
 from adaattn.call.traced import traced
 from adaattn.errors import ArgumentTypeError
 from adaattn.policies import PolicyLike, resolve_policy
@@ -78,7 +78,7 @@ def _repeated(function: _F) -> _F:
                 given = query, key, value, attn_mask, dropout_p, is_causal, options
                 window = options.get("window")
                 note(found.bound, *given, reaches=() if window is None else window)
-            return found.bound(*found.given)
+            return found.run()
         if not options:
             return known(query, key, value, attn_mask, None, None, None, None, None, None, tag)
         others = map(options.get, TENSORS)
@@ -298,24 +298,8 @@ def scaled_dot_product_attention(
             return bound(query, key, value, *companions, tag)
     finally:
         torch.set_autocast_enabled(device_type, True)
-    return Found(_outside_autocast(bound, device_type), (query, key, value, *companions, tag))
+    return Found(bound, (query, key, value, *companions, tag), device_type)
 
-
-@functools.lru_cache(maxsize=4096)
-def _outside_autocast(bound: Bound, device_type: str) -> Bound:
-    """Return a bound call as it runs where autocast is enabled."""
-
-    def outside(*given: Any) -> Any:
-        torch.set_autocast_enabled(device_type, False)
-        try:
-            return bound(*given)
-        finally:
-            torch.set_autocast_enabled(device_type, True)
-
-    return outside
-
-
-hardware.on_clear(_outside_autocast.cache_clear)
 
 bind_attention: Final[Callable[..., Any]] = scaled_dot_product_attention.__wrapped__  # type: ignore[attr-defined]
 """The same call, which leaves what its key found to be run: a `Found`; or the result, in a graph

@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from adaattn import hardware
 from adaattn.call.bound import Bound
+from adaattn.call.found import outside_autocast
 from adaattn.call.key import (
     DECODE_ROWS,
     alignment,
@@ -40,7 +41,7 @@ from adaattn.call.options import (
 )
 from adaattn.policies import AMBIENT
 
-__all__ = ["Found", "Miss", "again", "note"]
+__all__ = ["Miss", "again", "note"]
 
 _KEPT: Final = 4096
 _MOST_MISSED: Final = 8
@@ -64,13 +65,6 @@ class Miss(Enum):
     """It is not the last one of its place: `note` is to be told which it is."""
     SKIP = auto()
     """None like it is kept here, or nobody looks at its place for a while."""
-
-
-class Found(NamedTuple):
-    """A bound call that its key found, and what it is given."""
-
-    bound: Bound
-    given: tuple[Any, ...]
 
 
 class _Growing(NamedTuple):
@@ -307,6 +301,9 @@ def note(
         device_type=query.device.type,
     )
     is_like = compared(_guards(given, sizes, strides), growing=growing)
+    device_type = query.device.type
+    if autocast_dtype(device_type) is not None:
+        bound = outside_autocast(bound, device_type)
     found = _KNOWN[place] = _Known(bound, is_like)
     if growing is not None:  # the same length may come again, and is compared in less time
         exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from adaattn.call.bound import Bound
+from adaattn.call.found import Found
 from adaattn.call.history import History
 from adaattn.call.outputs import AuxRequest
-from adaattn.call.recent import Found, Miss, Place, again, note
+from adaattn.call.recent import Miss, Place, again, note
 from adaattn.errors import ArgumentTypeError, ShapeError, UnsupportedError, expected_got
 from adaattn.functional import bind_attention, is_traced, scaled_dot_product_attention
 from adaattn.integrations._transformers_structure import MaskStructure, StructuredMask
@@ -156,7 +157,7 @@ def attention_forward(
                 window = keywords.get("sliding_window")
                 reaches = () if window is None else (window,)
                 note(result.bound, *given, 0.0, True, keywords, place, _UNCOMPARED, reaches)
-            result = result.bound(*result.given)
+            result = result.run()
     if "return_aux" not in options:
         return result.transpose(1, 2).contiguous(), None
     output, aux = result
