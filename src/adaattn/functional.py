@@ -16,7 +16,7 @@ from adaattn.call.arguments import Arguments, Companions
 from adaattn.call.bind import Bound, bind, find
 from adaattn.call.choose import decided
 from adaattn.call.describe import as_autocast, build_call
-from adaattn.call.found import Found
+from adaattn.call.found import Found, outside_autocast
 from adaattn.call.history import History
 from adaattn.call.key import NO_WINDOW, Choices, key_of
 from adaattn.call.keywords import refuse_unknown
@@ -291,14 +291,10 @@ def scaled_dot_product_attention(
     is_cast = any(a is not b for a, b in zip(cast, (query, key, value, attn_mask), strict=True))
     query, key, value, attn_mask = cast
     companions = (attn_mask, *companions[1:])
-    torch.set_autocast_enabled(device_type, False)  # a context takes ten times as long
-    try:
-        bound = _bound(query, key, value, companions, settings, window, choice)
-        if is_cast:
-            return bound(query, key, value, *companions, tag)
-    finally:
-        torch.set_autocast_enabled(device_type, True)
-    return Found(bound, (query, key, value, *companions, tag), device_type)
+    inputs = query, key, value
+    bound = outside_autocast(device_type, _bound, *inputs, companions, settings, window, choice)
+    found = Found(bound, (*inputs, *companions, tag), device_type)
+    return found.run() if is_cast else found
 
 
 bind_attention: Final[Callable[..., Any]] = scaled_dot_product_attention.__wrapped__  # type: ignore[attr-defined]

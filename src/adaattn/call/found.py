@@ -1,13 +1,15 @@
 """A bound call that was found, and how it runs where autocast is enabled."""
 
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from adaattn.call.bound import Bound
 
 __all__ = ["Found", "outside_autocast"]
+
+_T = TypeVar("_T")
 
 
 class Found(NamedTuple):
@@ -25,24 +27,21 @@ class Found(NamedTuple):
 
     def run(self) -> Any:
         """Return the call's result."""
-        bound = outside_autocast(self.bound, self.autocast) if self.autocast else self.bound
-        return bound(*self.given)
+        if self.autocast:
+            return outside_autocast(self.autocast, self.bound, *self.given)
+        return self.bound(*self.given)
 
 
-def outside_autocast(bound: Bound, device_type: str) -> Bound:
-    """Return a bound call as it runs where autocast is enabled; a context takes ten times as long.
+def outside_autocast(device_type: str, function: Callable[..., _T], *given: Any) -> _T:
+    """Return a function's result where autocast is enabled; a context takes ten times as long.
 
     Args:
-        bound: the call.
-        device_type: of its tensors.
+        device_type: for which it is.
+        function: runs without.
+        *given: what it takes.
     """
-
-    @wraps(bound)
-    def outside(*given: Any) -> Any:
-        torch.set_autocast_enabled(device_type, False)
-        try:
-            return bound(*given)
-        finally:
-            torch.set_autocast_enabled(device_type, True)
-
-    return outside
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        return function(*given)
+    finally:
+        torch.set_autocast_enabled(device_type, True)

@@ -24,13 +24,7 @@ from torch._C._dynamo.guards import TensorGuards
 from adaattn import hardware
 from adaattn.call.bound import Bound
 from adaattn.call.found import outside_autocast
-from adaattn.call.key import (
-    DECODE_ROWS,
-    alignment,
-    autocast_dtype,
-    may_grow,
-    process_modes,
-)
+from adaattn.call.key import DECODE_ROWS, alignment, autocast_dtype, may_grow, process_modes
 from adaattn.call.options import (
     Options,
     has_options,
@@ -291,6 +285,7 @@ def note(
         return
     if known is None:  # else modes differ that no key knows, or which tensors are one
         made.missed = 0
+    device_type = query.device.type
     compared = partial(
         _comparison,
         has_mask=mask is not None,
@@ -298,12 +293,11 @@ def note(
         dropout_p=dropout_p,
         kept=kept,
         names=names,
-        device_type=query.device.type,
+        device_type=device_type,
     )
     is_like = compared(_guards(given, sizes, strides), growing=growing)
-    device_type = query.device.type
     if autocast_dtype(device_type) is not None:
-        bound = outside_autocast(bound, device_type)
+        bound = partial(outside_autocast, device_type, bound)
     found = _KNOWN[place] = _Known(bound, is_like)
     if growing is not None:  # the same length may come again, and is compared in less time
         exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]

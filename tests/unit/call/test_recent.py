@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         known = recent.again(*given)
         found.append(None if isinstance(known, recent.Miss) else known)
         *positional, options = given
-        bound = getattr(found[-1], "__wrapped__", found[-1])  # outside of autocast
+        bound = known.args[1] if isinstance(known, partial) else found[-1]  # outside of autocast
         assert bound is None or bound is by_key(*positional, **options).bound
         return known
 
