@@ -409,8 +409,9 @@ def backward(
     Args, beyond those of the forward kernel:
         row_terms: fp32, per tile of rows BLOCK_M log-sum-exps in units of log 2, inf of rows that
             see nothing, then BLOCK_M sums of products of output and gradient.
-        sums: fp32 [2 * tiles * 16, 256], zeros: sums of gradients of queries in the order of
-            `lay_out`; behind them where HEADS_APART those of keys and values, block by block.
+        sums: fp32 [2 * tiles * 16, 256], zeros but where `stores_first`: of gradients of queries in
+            the order of `lay_out`; behind them where HEADS_APART those of keys and values, block
+            by block.
         words: where HAS_MASK, its packed tiles with keys in lines: int32 [B or 1, Hq or 1, tiles of
             keys, tiles of rows x 128].
         of_batch: 1 where sequences have masks of their own, else 0.

@@ -21,8 +21,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from adaattn.backends.device.barriers import wait_for_writes
-from adaattn.backends.device.gluon import barrier, tma_add
+from adaattn.backends.device.gluon import barrier, tma_add, tma_store
 from adaattn.backends.hopper.places import bounds, sequence_of
+
+
+@gluon.constexpr_function
+def stores_first(is_ordered, num_columns):
+    """Whether who is the first to add to sums stores instead, so that nobody has to clear them.
+
+    Not at 128 columns: there the loop of products then spills 27 registers, else 6 (Triton 3.7).
+    """
+    return is_ordered and num_columns == 64
 
 
 @gluon.jit
@@ -121,7 +130,10 @@ def next_tile(c, tile, slot, head):
 
 @gluon.jit
 def await_turn(c, tile, place):
-    """Waits until the blocks of keys before this one have added to a tile's sums."""
+    """Waits until the blocks of keys before this one have added to a tile's sums.
+
+    Returns whom it waited for, counted from 1; 0 where this block is the first to add.
+    """
     if c.HAS_LISTS:
         turn = gl.load(c.turns + place, volatile=True)  # on its way beside whom it is held against
         due = gl.load(c.before + tile)
@@ -129,6 +141,7 @@ def await_turn(c, tile, place):
         turn = gl.to_tensor(0)
         due = gl.where(tile < c.added_before, c.block, 0)
     await_number(c.turns + place, turn, due)
+    return due
 
 
 @gluon.jit
@@ -143,16 +156,24 @@ def await_number(place, turn, due):
 
 
 @gluon.jit
-def add_halves(c, w: gl.constexpr, first, step, parity):
+def add_halves(c, w: gl.constexpr, first, step, parity, before):
     """Adds what warpgroups have laid out, both or one of them, and says that it has been read.
 
     ``first`` is the share of the sums that is the first warpgroup's, and ``step`` from there to the
-    second's; ``parity`` of how often they have laid out before.
+    second's; ``parity`` of how often they have laid out before. Who is the first to add, as
+    ``before`` is 0 says, has nothing to add to where `stores_first`.
     """
     halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
     for half in gl.static_range(w * halves, (w + 1) * halves):
         mbarrier.wait(c.dq_full.index(half), parity)
-        tma_add(c.sums, [(first + half * step) * 16, 0], c.dq.index(half))
+        place = (first + half * step) * 16
+        if stores_first(c.IS_ORDERED, c.BLOCK_D):
+            if before == 0:
+                tma_store(c.sums, [place, 0], c.dq.index(half))
+            else:
+                tma_add(c.sums, [place, 0], c.dq.index(half))
+        else:
+            tma_add(c.sums, [place, 0], c.dq.index(half))
     for half in gl.static_range(w * halves, (w + 1) * halves):
         tma.store_wait((w + 1) * halves - 1 - half)
         mbarrier.arrive(c.dq_empty.index(half))
@@ -181,9 +202,10 @@ def gradient_adder(c, w: gl.constexpr):
         tile, slot, head = begun(c)
         for visit in range(c.visits):
             place = slot * 2 + w
+            before = gl.to_tensor(0)
             if c.IS_ORDERED:
-                await_turn(c, tile, place)
-            add_halves(c, w, slot * 2, 1, visit & 1)
+                before = await_turn(c, tile, place)
+            add_halves(c, w, slot * 2, 1, visit & 1, before)
             if c.IS_ORDERED:
                 pass_on(c, place, c.block)
             tile, slot, head = next_tile(c, tile, slot, head)
@@ -194,7 +216,7 @@ def gradient_adder(c, w: gl.constexpr):
             parts: gl.constexpr = c.BLOCK_D // 64
             for number in gl.static_range(2 * parts):
                 first = share_of(c, number // parts, number % parts)
-                add_halves(c, w, first, parts, (c.visits + number) & 1)
+                add_halves(c, w, first, parts, (c.visits + number) & 1, c.heads_before)
             if c.IS_ORDERED:
                 pass_on(c, place, c.heads_before)
 

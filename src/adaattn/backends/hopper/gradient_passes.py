@@ -170,7 +170,7 @@ class SinglePass(Pass):
         lists = map(address_of, (counts, indices, before))
         others = (*bounds, *planes, *lists, *reading.steps)
         main(self.num_blocks, stream, copied, slopes, address_of(turns), *self.main, *others)
-        summed_up = map(address_of, (sums, *tensors[5:]))
+        summed_up = map(address_of, (sums, *tensors[5:], turns))
         finish(self.num_sums, stream, (), *summed_up, bounds[0], *self.finish)
 
 

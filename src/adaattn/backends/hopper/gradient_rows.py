@@ -1,14 +1,16 @@
 """What the backward kernel of Hopper GPUs needs of rows, and what it leaves of them, on the device.
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
-and zeros where gradients are summed. Behind it: those sums, scaled and rounded. One program for
-each tile, of query rows of one head, whose columns times rows are 8192, or 64 rows where there are
-no sums. Those of gradients of keys and values, where there are any, are cut into tiles likewise.
+and zeros where gradients are summed and who is the first to add does not know it. Behind it: those
+sums, scaled and rounded. One program for each tile, of query rows of one head, whose
+columns times rows are 8192, or 64 rows where there are no sums. Those of gradients of keys and
+values, where there are any, are cut into tiles likewise.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from adaattn.backends.hopper.gradient_order import stores_first
 from adaattn.backends.hopper.places import bounds, sequence_of
 from adaattn.backends.hopper.scores import LOG2_E, NOTHING
 
@@ -91,26 +93,30 @@ def prepare_rows(
         all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
         zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
         for tile in range(number, num_sums, gl.num_programs(0)):
-            place = gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * BLOCK_D)
-            gl.store(sums + place + all_of_it, zeros)
             if IS_ORDERED:
                 gl.store(turns + 2 * tile, 0)
                 gl.store(turns + 2 * tile + 1, 0)
+            if not stores_first(IS_ORDERED, BLOCK_D):
+                place = gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * BLOCK_D)
+                gl.store(sums + place + all_of_it, zeros)
 
 
 @gluon.jit
 def finish(
-    sums, gradient, key_gradient, value_gradient, starts, num_sequences, scale,
+    sums, gradient, key_gradient, value_gradient, turns, starts, num_sequences, scale,
     stride_b, stride_h, stride_m, num_heads, length, tiles_per_head, columns,
     stride_kb, stride_kh, stride_km, stride_vb, stride_vh, stride_vm, num_kv_heads, len_k,
     tiles_of_keys, columns_of_values, num_tiles,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, IS_PACKED: gl.constexpr,
-    HEADS_APART: gl.constexpr,
+    HEADS_APART: gl.constexpr, IS_ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a tile's queries; where HEADS_APART of keys and values as well.
 
+    Where `stores_first` nobody has written sums of queries whose turn never came: those are 0.
+
     Args, beyond their names:
         sums: fp32, as `backward.lay_out` leaves them.
+        turns: where `stores_first`, as the blocks of keys leave them.
         gradient: [B, Hq, Sq, D], adjacent columns.
         starts: of packed sequences, where IS_PACKED.
         scale: factor of those of queries and keys.
@@ -124,6 +130,9 @@ def finish(
     number = gl.program_id(0)
     all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
     found = gl.load(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it)
+    if stores_first(IS_ORDERED, BLOCK_D):
+        is_written = (gl.load(turns + 2 * number) > 0) | (number >= num_tiles)
+        found = gl.where(is_written, found, 0.0)
     if HEADS_APART:
         if number >= num_tiles:
             # A block's tiles of keys, then its tiles of values.
