@@ -3,10 +3,12 @@
     python -m benchmarks.training --device cuda --part decoder mixed memory growth
 
 ``decoder`` trains a decoder of 100M parameters on *Opticks*, byte by byte: twins with the same
-first weights and the same passages, whose steps take turns, so that their times are of one run.
-They differ in the function of q, k and v alone, each held to the definition before:
-`F.scaled_dot_product_attention`, the same once more, which shows how far times of equals are
-apart, by another of its kernels, which shows what rounding alone does to a loss, and AdaAttn.
+first weights and the same passages, whose steps take turns in an order drawn anew each time, so
+that their times are of one run and none always follows the same other. ``--batch`` is how many
+passages a step takes: few leave the GPU waiting for the host. They differ in the function of q, k
+and v alone, each held to the definition before: `F.scaled_dot_product_attention`, the same once
+more, which shows how far times of equals are apart, by another of its kernels, which shows what
+rounding alone does to a loss, and AdaAttn.
 ``mixed`` is the same with packed documents, a window and a softcap, which need FlexAttention in
 PyTorch.
 ``memory`` is the peak of one forward and backward pass, ``growth`` what many steps leave behind.
@@ -14,6 +16,7 @@ PyTorch.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -52,10 +55,11 @@ def sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of all parts."""
     if options.tiny:
         model = {"num_layers": 2, "embed_dim": 64, "num_heads": 2}
-        return {"model": model, "batch": 2, "length": 48, "lengths": (32, 64), "heads": 2}
+        batch = options.batch or 2
+        return {"model": model, "batch": batch, "length": 48, "lengths": (32, 64), "heads": 2}
     model = {"num_layers": 14, "embed_dim": 768, "num_heads": 12}
-    lengths = tuple(2**power for power in range(11, 16))
-    return {"model": model, "batch": 8, "length": 2048, "lengths": lengths, "heads": 16}
+    lengths, batch = tuple(2**power for power in range(11, 16)), options.batch or 8
+    return {"model": model, "batch": batch, "length": 2048, "lengths": lengths, "heads": 16}
 
 
 def twins(
@@ -112,12 +116,12 @@ def compare(
     peer, models = next(iter(ways)), twins(ways, options, shape[1])
     losses: dict[str, list[float]] = {way: [] for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    names, texts = list(ways), passages(options, *shape)
+    names, texts, order = list(ways), passages(options, *shape), random.Random(0)
     adaattn.warmup(partial(_loss, models[OURS][0], next(texts), options.device))
     hold(ways, defined, options, shape[1])
     for step in range(options.steps):
         tokens = next(texts)
-        for way in names[step % len(names) :] + names[: step % len(names)]:
+        for way in order.sample(names, len(names)):
             model, optimizer = models[way]
             synchronize(options.device)
             begin = time.perf_counter()
@@ -381,6 +385,7 @@ def main(given: list[str] | None = None) -> int:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--steps", type=int, default=300, help="of the decoders")
+    parser.add_argument("--batch", type=int, help="passages that a step takes, else 8")
     parser.add_argument("--many-steps", type=int, default=5000, help="of growth")
     parser.add_argument("--plot", type=Path, help="page for the losses, by plotly")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
