@@ -293,7 +293,8 @@ class World:
         def partition(place: int, function: Any, arguments: tuple[Any, ...]) -> None:
             _LOCAL.place, _LOCAL.pace = place, self.pace_of(place)
             _LOCAL.num_threads = 32 * (4, *warps)[place]
-            _LOCAL.world, _LOCAL.products, _LOCAL.stores, _LOCAL.writes = self, [], [], []
+            _LOCAL.world, _LOCAL.products, _LOCAL.stores = self, [], []
+            _LOCAL.writes, _LOCAL.unreleased = [], []
             function(*arguments)
 
         started = [
@@ -407,7 +408,8 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
         store(pointer, value, inside)
 
     def read() -> None:
-        _LOCAL.writes.append(world.later(partial(write, buffer.tensor.clone())))
+        kept = _LOCAL.writes if add or _LOCAL.place <= 2 else _LOCAL.unreleased
+        kept.append(world.later(partial(write, buffer.tensor.clone())))
 
     if World.is_late:
         _LOCAL.stores.append(Promise(read))
@@ -424,11 +426,21 @@ def store_wait(left: int) -> None:
 
 
 def write_wait() -> None:
-    """Wait for what stores have read to be in memory."""
+    """Wait for what stores have read to be in memory.
+
+    What partitions that add have stored, not added, other blocks may still not see, as on an H200.
+    """
     store_wait(0)
     for write in _LOCAL.writes:
         _LOCAL.world.launch.join(write)
     _LOCAL.writes = []
+
+
+def release() -> None:
+    """Wait until other blocks see it too."""
+    for write in _LOCAL.unreleased:
+        _LOCAL.world.launch.join(write)
+    _LOCAL.unreleased = []
 
 
 def product(left: Any, right: Shared, total: Any, *, use_acc: bool = True, is_async: bool) -> Any:
@@ -460,6 +472,8 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
     world: World = _LOCAL.world
     if "wait_group" in text:
         write_wait()
+    if "acq_rel" in text:
+        release()
     if "tanh" in text:
         return torch.tanh(arguments[0])
     if "rcp" in text:

@@ -13,14 +13,15 @@ Where lists say which tiles a block visits, a table says whom it waits for at ea
 
 TMA adds in the L2 cache, which all processors share: to wait until it has, and then to tell of it
 by a relaxed write there, keeps the order. A release or an acquire costs much more: 0.75 and 0.81 of
-the time without an order, instead of 0.95 (H200, November 2026; `docs/kernel-notes.md`).
+the time without an order, instead of 0.95. What TMA stores needs a release: without it up to 7 of
+100 backward passes lost a sum (H200, November 2026; `docs/kernel-notes.md`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from adaattn.backends.device.barriers import wait_for_writes
+from adaattn.backends.device.barriers import release_writes, wait_for_writes
 from adaattn.backends.device.gluon import barrier, tma_add, tma_store
 from adaattn.backends.hopper.places import bounds, sequence_of
 
@@ -180,9 +181,12 @@ def add_halves(c, w: gl.constexpr, first, step, parity, before):
 
 
 @gluon.jit
-def pass_on(c, place, number):
-    """Tells the next block, when all that was added is in memory."""
+def pass_on(c, place, number, before):
+    """Tells the next block, when all that was added is in memory, or stored, as in `add_halves`."""
     wait_for_writes()
+    if stores_first(c.IS_ORDERED, c.BLOCK_D):
+        if before == 0:
+            release_writes()
     barrier()
     if c.IS_PACKED:  # sequences whose starts fall may share a tile: no turn is taken back
         gl.atomic_max(c.turns + place, number + 1, sem="relaxed", scope="gpu")
@@ -207,7 +211,7 @@ def gradient_adder(c, w: gl.constexpr):
                 before = await_turn(c, tile, place)
             add_halves(c, w, slot * 2, 1, visit & 1, before)
             if c.IS_ORDERED:
-                pass_on(c, place, c.block)
+                pass_on(c, place, c.block, before)
             tile, slot, head = next_tile(c, tile, slot, head)
         if c.HEADS_APART:
             place = c.key_sums + w
@@ -218,7 +222,7 @@ def gradient_adder(c, w: gl.constexpr):
                 first = share_of(c, number // parts, number % parts)
                 add_halves(c, w, first, parts, (c.visits + number) & 1, c.heads_before)
             if c.IS_ORDERED:
-                pass_on(c, place, c.heads_before)
+                pass_on(c, place, c.heads_before, c.heads_before)
 
 
 @gluon.jit

@@ -284,6 +284,7 @@ TURNS: dict[str, Fault] = {
     "tiles of the block before unknown": ("backward", "gl.where(block > 0, ended, 0)", "0 * ended",
                                           MANY),
     "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
+    "told before all see it": ("pass_on", "release_writes()", "pass", MANY),
     "turns of another tile": ("gradient_adder", "await_turn(c, tile, place)",
                               "await_turn(c, tile, (c.end_tile - 1) * 2 + w)",
                               {"len_q": 300, "len_k": 900}),

@@ -169,6 +169,7 @@ def deterministic() -> Iterator[None]:
     [
         ((1, 2, 4096, 128), {}),
         ((2, 8, 2048, 64), {"is_causal": True}),
+        ((8, 32, 2048, 64), {"is_causal": True}),  # first sums, unreleased, are lost in 7 of 100
         ((4, 16, 1024, 128), {"is_causal": True}),
         ((1, 8, 4096, 64), {"window": (500, 100)}),
         ((1, 1, 16384, 64), {}),
