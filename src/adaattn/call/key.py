@@ -19,6 +19,7 @@ from adaattn.spec import Plan, Policy
 __all__ = [
     "DECODE_ROWS",
     "NO_WINDOW",
+    "PROCESS_MODES",
     "Choices",
     "Tensor",
     "alignment",
@@ -45,16 +46,20 @@ _NAMING: Final = frozenset((str, float, int))
 
 _PLAIN: Final = frozenset((int, float, bool, type(None)))
 
-_flash = torch._C._get_flash_sdp_enabled
-_efficient = torch._C._get_mem_efficient_sdp_enabled
-_math = torch._C._get_math_sdp_enabled
-_cudnn = torch._C._get_cudnn_sdp_enabled
-_deterministic = torch._C._get_deterministic_algorithms
-_grad = torch.is_grad_enabled
+PROCESS_MODES: Final = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch.get_num_threads,
+    torch.is_grad_enabled,
+)
+"""Functions that return the modes of the process that a choice depends on, beside autocast."""
+_flash, _efficient, _math, _cudnn, _deterministic, _threads, _grad = PROCESS_MODES
 _ambient = AMBIENT.get
 _any_autocast = torch._C._is_any_autocast_enabled
 _autocasts = torch.is_autocast_enabled
-_threads = torch.get_num_threads
 
 
 def key_of(
@@ -145,7 +150,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def process_modes() -> tuple[object, ...]:
-    """Return the modes of the process that a choice depends on, beside autocast."""
+    """Return what each of `PROCESS_MODES` does."""
     return _flash(), _efficient(), _math(), _cudnn(), _deterministic(), _threads(), _grad()
 
 

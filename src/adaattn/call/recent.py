@@ -24,7 +24,14 @@ from torch._C._dynamo.guards import TensorGuards
 from adaattn import hardware
 from adaattn.call.bound import Bound
 from adaattn.call.found import outside_autocast
-from adaattn.call.key import DECODE_ROWS, alignment, autocast_dtype, may_grow, process_modes
+from adaattn.call.key import (
+    DECODE_ROWS,
+    PROCESS_MODES,
+    alignment,
+    autocast_dtype,
+    may_grow,
+    process_modes,
+)
 from adaattn.call.options import (
     Options,
     has_options,
@@ -44,6 +51,8 @@ _LOOKED_AGAIN: Final = 256
 """Calls of that while, counted from the first miss."""
 
 _ambient = AMBIENT.get
+_dtype_of_autocast = torch.get_autocast_dtype
+_flash, _efficient, _math, _cudnn, _deterministic, _threads, _grad = PROCESS_MODES
 
 _Dims = Sequence[Sequence[int | None]]
 """Of each tensor."""
@@ -165,9 +174,8 @@ def _comparison(
     What it compares with is its own: fields of an object would be looked up at each call. Whether
     autocast is enabled is what guards of tensors compare; its dtype they do not.
     """
-    ambient, modes = _ambient(), process_modes()
-    autocast = autocast_dtype(device_type)
-    is_bare = not kept
+    ambient, autocast, is_bare = _ambient(), autocast_dtype(device_type), not kept
+    flash, efficient, math, cudnn, deterministic, threads, grad = process_modes()
 
     def is_like(
         query: torch.Tensor,
@@ -192,9 +200,15 @@ def _comparison(
         return (
             alike
             and (growing is None or _is_within(growing, key, value, mask))
-            and (autocast is None or autocast_dtype(device_type) is autocast)
+            and (autocast is None or _dtype_of_autocast(device_type) is autocast)
             and _ambient() is ambient
-            and process_modes() == modes
+            and _grad() is grad
+            and _threads() == threads
+            and _deterministic() is deterministic
+            and _flash() is flash
+            and _cudnn() is cudnn
+            and _efficient() is efficient
+            and _math() is math
         )
 
     return is_like
