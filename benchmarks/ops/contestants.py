@@ -41,7 +41,7 @@ FLEX, OURS = "flex", "adaattn"
 ALL_BLOCKS, PLAIN = "F.sdpa, all blocks", "adaattn, no entropy"
 """What a cell costs without what it asks for: the other result, and its time."""
 
-ORDERED = "adaattn[hopper], fixed order"
+ORDERED = "adaattn[hopper], same bits"
 """A backward pass whose sums are the same each time."""
 
 OWN = ("hopper", "triton", "streamed", "small")

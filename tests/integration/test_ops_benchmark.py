@@ -67,7 +67,7 @@ def test_every_kind_of_cell_is_checked_and_timed(ops: ModuleType, tmp_path: Path
         assert row["skipped"]["adaattn[hopper]"]
     for row in document["rows"]:
         if "training" in row["kind"] or "alone" in row["kind"]:
-            assert row["skipped"]["adaattn[hopper], fixed order"]
+            assert row["skipped"]["adaattn[hopper], same bits"]
             assert row["rates"]["adaattn"]["gb_per_s"] is None
     (softcap,) = (row for row in document["rows"] if row["kind"] == "softcap 30")
     assert softcap["skipped"]["F.sdpa"] == "it cannot be told softcap"

@@ -408,8 +408,7 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
         store(pointer, value, inside)
 
     def read() -> None:
-        kept = _LOCAL.writes if add or _LOCAL.place <= 2 else _LOCAL.unreleased
-        kept.append(world.later(partial(write, buffer.tensor.clone())))
+        _LOCAL.writes.append(world.later(partial(write, buffer.tensor.clone())))
 
     if World.is_late:
         _LOCAL.stores.append(Promise(read))
@@ -426,18 +425,19 @@ def store_wait(left: int) -> None:
 
 
 def write_wait() -> None:
-    """Wait for what stores have read to be in memory.
+    """Wait for what stores have read to be in memory, or from a partition that adds on its way.
 
-    What partitions that add have stored, not added, other blocks may still not see, as on an H200.
+    Other blocks may see it later than who wrote it, until that is released, as on an H200.
     """
     store_wait(0)
-    for write in _LOCAL.writes:
-        _LOCAL.world.launch.join(write)
+    _LOCAL.unreleased += _LOCAL.writes
     _LOCAL.writes = []
+    if _LOCAL.place <= 2:
+        release()
 
 
 def release() -> None:
-    """Wait until other blocks see it too."""
+    """Wait until other blocks see it."""
     for write in _LOCAL.unreleased:
         _LOCAL.world.launch.join(write)
     _LOCAL.unreleased = []

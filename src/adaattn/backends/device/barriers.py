@@ -19,13 +19,13 @@ RELEASED = gl.constexpr("fence.proxy.async; fence.acq_rel.gpu; mov.u32 $0, 0;")
 
 @gluon.jit
 def wait_for_writes():
-    """Waits until TMA's stores and sums are in memory; `tma.store_wait` until they are read."""
+    """Waits until this thread sees TMA's stores and sums; `tma.store_wait` until they are read."""
     gl.inline_asm_elementwise(WRITES_DONE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def release_writes():
-    """Makes what TMA stored seen by all before what is written next, on the whole GPU."""
+    """Has the whole GPU see what TMA has written before what this thread writes next."""
     gl.inline_asm_elementwise(RELEASED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -11,10 +11,11 @@ before them, as CUB's scans take for granted too: none waits for ever, however f
 Where lists say which tiles a block visits, a table says whom it waits for at each
 (`mask_lists.turns_of`).
 
-TMA adds in the L2 cache, which all processors share: to wait until it has, and then to tell of it
-by a relaxed write there, keeps the order. A release or an acquire costs much more: 0.75 and 0.81 of
-the time without an order, instead of 0.95. What TMA stores needs a release: without it up to 7 of
-100 backward passes lost a sum (H200, November 2026; `docs/kernel-notes.md`).
+TMA adds in the L2 cache, which all processors share. That its sums are complete is said to who
+waits for them alone: another processor that was told so by a relaxed write may still add before
+them, in up to 3 of 100 backward passes, and what was stored may be lost, in 7. A release before
+that write keeps the order. No acquire is needed: an addition is done in L2, behind the load that
+found the turn (H200, November 2026; `docs/kernel-notes.md`).
 """
 
 from triton.experimental import gluon
@@ -130,19 +131,18 @@ def next_tile(c, tile, slot, head):
 
 
 @gluon.jit
-def await_turn(c, tile, place):
-    """Waits until the blocks of keys before this one have added to a tile's sums.
+def turn_of(c, tile, place, is_visited):
+    """Whose turn it was when asked to add to a tile's sums, and whom this block waits for there.
 
-    Returns whom it waited for, counted from 1; 0 where this block is the first to add.
+    Blocks count from 1: it waits for 0 where it is the first to add. No number is waited for here,
+    so that what comes next need not wait for it.
     """
+    turn = gl.load(c.turns + place, mask=is_visited, other=0, volatile=True)
     if c.HAS_LISTS:
-        turn = gl.load(c.turns + place, volatile=True)  # on its way beside whom it is held against
-        due = gl.load(c.before + tile)
+        due = gl.load(c.before + tile, mask=is_visited, other=0)
     else:
-        turn = gl.to_tensor(0)
         due = gl.where(tile < c.added_before, c.block, 0)
-    await_number(c.turns + place, turn, due)
-    return due
+    return turn, due
 
 
 @gluon.jit
@@ -181,12 +181,10 @@ def add_halves(c, w: gl.constexpr, first, step, parity, before):
 
 
 @gluon.jit
-def pass_on(c, place, number, before):
-    """Tells the next block, when all that was added is in memory, or stored, as in `add_halves`."""
+def pass_on(c, place, number):
+    """Tells the next block, when all that was added is in memory and seen by all."""
     wait_for_writes()
-    if stores_first(c.IS_ORDERED, c.BLOCK_D):
-        if before == 0:
-            release_writes()
+    release_writes()
     barrier()
     if c.IS_PACKED:  # sequences whose starts fall may share a tile: no turn is taken back
         gl.atomic_max(c.turns + place, number + 1, sem="relaxed", scope="gpu")
@@ -199,20 +197,25 @@ def gradient_adder(c, w: gl.constexpr):
     """Adds what both warpgroups found for queries, where IS_ORDERED in its turn, and passes it on.
 
     Where tiles have 128 rows each half has a warp of its own and turns of its own; else the first
-    adds both, and the other has nothing to do. Then likewise what a head that has blocks of its own
-    found for keys and values, behind the heads before.
+    adds both, and the other has nothing to do. Whose turn it is at the next tile is on its way
+    while sums are. Then likewise what a head that has blocks of its own found for keys and values,
+    behind the heads before.
     """
     if w == 0 or c.BLOCK_D == 64:
         tile, slot, head = begun(c)
+        turn = gl.to_tensor(0)
+        due = gl.to_tensor(0)
+        if c.IS_ORDERED:
+            turn, due = turn_of(c, tile, slot * 2 + w, c.visits > 0)
         for visit in range(c.visits):
             place = slot * 2 + w
-            before = gl.to_tensor(0)
             if c.IS_ORDERED:
-                before = await_turn(c, tile, place)
-            add_halves(c, w, slot * 2, 1, visit & 1, before)
-            if c.IS_ORDERED:
-                pass_on(c, place, c.block, before)
+                await_number(c.turns + place, turn, due)
+            add_halves(c, w, slot * 2, 1, visit & 1, due)
             tile, slot, head = next_tile(c, tile, slot, head)
+            if c.IS_ORDERED:
+                turn, due = turn_of(c, tile, slot * 2 + w, visit + 1 < c.visits)
+                pass_on(c, place, c.block)
         if c.HEADS_APART:
             place = c.key_sums + w
             if c.IS_ORDERED:
@@ -222,7 +225,7 @@ def gradient_adder(c, w: gl.constexpr):
                 first = share_of(c, number // parts, number % parts)
                 add_halves(c, w, first, parts, (c.visits + number) & 1, c.heads_before)
             if c.IS_ORDERED:
-                pass_on(c, place, c.heads_before, c.heads_before)
+                pass_on(c, place, c.heads_before)
 
 
 @gluon.jit

@@ -285,8 +285,7 @@ TURNS: dict[str, Fault] = {
                                           MANY),
     "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
     "told before all see it": ("pass_on", "release_writes()", "pass", MANY),
-    "turns of another tile": ("gradient_adder", "await_turn(c, tile, place)",
-                              "await_turn(c, tile, (c.end_tile - 1) * 2 + w)",
+    "turns of another tile": ("turn_of", "c.turns + place", "c.turns + (c.end_tile - 1) * 2",
                               {"len_q": 300, "len_k": 900}),
 }  # fmt: skip
 """Seen where blocks run at the same time, and their sums depend on the order."""

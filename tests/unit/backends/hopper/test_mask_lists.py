@@ -434,7 +434,7 @@ def test_a_fault_in_whose_mask_it_is_is_seen(
 FAULTS_OF_ORDER = {
     "nobody waited for": ("await_number", "turn < due", "turn < 0"),
     "the block before that": ("await_number", "turn < due", "turn < due - 1"),
-    "another tile's": ("await_turn", "c.before + tile", "c.before + c.first_tile"),
+    "another tile's": ("turn_of", "c.before + tile", "c.before + c.first_tile"),
     "another block's": ("backward", "before += number.to(gl.int64) * list_width", "before += 0"),
 }
 
