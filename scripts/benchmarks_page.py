@@ -53,7 +53,7 @@ made before where it lacks a word; making it is not counted. An empty place was 
 *cannot* is refused, by the words in the JSON. "workspace" is memory beyond inputs and output."""
 
 VOID = "adaattn[hopper], fixed order"
-"""Times of an order of sums that was not always kept: none of them counts (docs/kernel-notes.md)."""
+"""Times of an order of sums that was not always kept (docs/kernel-notes.md): not shown."""
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
