@@ -13,6 +13,7 @@ import heapq
 import inspect
 import itertools
 import math
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
+from torch._tensor import _convert
 from torch.utils._python_dispatch import _disable_current_modes
 
 from adaattn import _constants, backends
@@ -50,11 +52,16 @@ class Tile(torch.Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
-    def __iadd__(self, other: Any) -> Any:
-        return self + other
-
-    def __ixor__(self, other: Any) -> Any:
-        return self ^ other
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Do as PyTorch's own, in less time: what is made of tiles is a tile, or some of them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = function(*args, **(kwargs or {}))
+        if type(found) is torch.Tensor:
+            return found.as_subclass(cls)
+        return _convert(found, cls) if isinstance(found, tuple | list) else found
 
     # A device divides towards zero, and a remainder has the sign of what was divided.
     def __floordiv__(self, other: Any) -> Any:
@@ -64,58 +71,143 @@ class Tile(torch.Tensor):
         return torch.fmod(self, other)
 
 
+class Number(int):
+    """A whole number of the device: a tensor of one takes ten times as long.
+
+    It acts as a tile of no dimensions, and is one where it meets what is no whole number.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_as_tile(self), name)
+
+    def __neg__(self) -> "Number":
+        return Number(-int(self))
+
+    def to(self, dtype: torch.dtype) -> Any:
+        """Return it as a number of another type."""
+        return self if dtype is torch.int64 else _as_tile(self).to(dtype)
+
+
+def _as_tile(value: Any) -> Any:
+    """Return a number as a tile; what is none as it is."""
+    return torch.tensor(int(value)).as_subclass(Tile) if type(value) is Number else value
+
+
+_TRUTH = tuple(torch.tensor(it).as_subclass(Tile) for it in (False, True))
+
+
+def _quotient(this: int, that: int) -> int:
+    """Return a quotient, towards zero."""
+    found = abs(this) // abs(that)
+    return found if (this < 0) == (that < 0) else -found
+
+
+def _operator(name: str, made: Callable[[Any], Any] | None) -> Callable[[Any, Any], Any]:
+    """Return an operator of numbers; that of tiles, unless it is said what integers make."""
+    of_tiles = getattr(operator, f"__{name}__")
+    others = {"floordiv": _quotient, "mod": lambda this, that: this - that * _quotient(this, that)}
+    of_ints = others.get(name, of_tiles)
+
+    def operate(this: Any, that: Any) -> Any:
+        if made and isinstance(this, int) and isinstance(that, int):
+            return made(of_ints(int(this), int(that)))
+        return of_tiles(_as_tile(this), _as_tile(that))
+
+    return operate
+
+
+def _set_operators() -> None:
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        setattr(Number, f"__{name}__", _operator(name, _TRUTH.__getitem__))
+    for name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor",
+                 "truediv"):  # fmt: skip
+        operate = _operator(name, None if name == "truediv" else Number)
+        setattr(Number, f"__{name}__", operate)
+        setattr(Number, f"__r{name}__", lambda this, that, operate=operate: operate(that, this))
+        # Else PyTorch would write to a tile that has other names.
+        setattr(Tile, f"__i{name}__", _operator(name, None))
+
+
+_set_operators()
+
+
 def tile(value: Any) -> Any:
     """Return a value of the device."""
+    if type(value) in (int, Number):
+        return Number(value)
     made = value if isinstance(value, torch.Tensor) else torch.tensor(value)
     return made.to(torch.int64 if made.dtype == torch.int32 else made.dtype).as_subclass(Tile)
 
 
 class Pointer:
-    """Places in a tensor's memory, in elements of it."""
+    """Places in a tensor's memory, of which all elements are given in one line."""
 
-    def __init__(self, tensor: torch.Tensor | None, places: Any = 0) -> None:
-        self.tensor, self.places = tensor, places
-        self.dtype = SimpleNamespace(element_ty=None if tensor is None else tensor.dtype)
+    def __init__(self, flat: torch.Tensor | None, places: Any = 0) -> None:
+        self.flat, self.places = flat, places
+
+    @staticmethod
+    def to(tensor: torch.Tensor | None) -> "Pointer":
+        """Return a pointer to a tensor, or to none."""
+        if tensor is None:
+            return Pointer(None)
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        return Pointer(tensor.as_strided((1 + sum((n - 1) * step for n, step in steps),), (1,)))
+
+    @property
+    def dtype(self) -> SimpleNamespace:
+        """What it points to."""
+        return SimpleNamespace(element_ty=None if self.flat is None else self.flat.dtype)
 
     def __add__(self, steps: Any) -> "Pointer":
-        return Pointer(self.tensor, self.places + steps)
+        return Pointer(self.flat, self.places + steps)
+
+    def among(self, low: int, high: int) -> torch.Tensor:
+        """Return all elements: none of the places that are meant may be outside."""
+        assert self.flat is not None, "a tensor that was not given"
+        size = self.flat.numel()
+        assert low >= 0 and high < size, f"outside of a tensor of {size}: {low} to {high}"
+        return self.flat
 
     def memory(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return all elements, the places and which of them are meant: none may be outside."""
-        assert self.tensor is not None, "a tensor that was not given"
+        """Return all elements, the places, 0 where they are not meant, and which of them are."""
         places = torch.as_tensor(self.places).as_subclass(torch.Tensor)
         meant = torch.as_tensor(mask).as_subclass(torch.Tensor)
-        places, meant = torch.broadcast_tensors(places, meant)
-        size = 1 + sum(
-            (n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True)
-        )
-        flat = self.tensor.as_strided((size,), (1,))
-        outside = meant & ((places < 0) | (places >= size))
-        assert not outside.any(), f"outside of a tensor of {size}: {places[outside][:4].tolist()}"
-        return flat, places.long(), meant
+        places = places if mask is True else torch.where(meant, places, 0)
+        low, high = torch.aminmax(places)
+        return self.among(int(low), int(high)), places.long(), meant
 
     # What expand_dims does to pointers.
     def unsqueeze(self, axis: int) -> "Pointer":
         """Return the places with one more dimension."""
-        return Pointer(self.tensor, self.places.unsqueeze(axis))
+        return Pointer(self.flat, self.places.unsqueeze(axis))
 
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0, volatile: bool = False) -> Any:
     """Return numbers; booleans as bytes. What others write meanwhile takes some time."""
     if volatile:
         _LOCAL.world.launch.look()
+    if isinstance(pointer.places, int) and mask is True:
+        place = int(pointer.places)
+        found = pointer.among(place, place)[place].clone()
+        return found.as_subclass(Tile) if found.is_floating_point() else Number(found)
     flat, places, meant = pointer.memory(mask)
-    found = flat[torch.where(meant, places, 0)]
+    found = flat.take(places)
     found = found.to(torch.int64) if found.dtype in (torch.bool, torch.int32) else found
-    return torch.where(meant, found, torch.tensor(other, dtype=found.dtype)).as_subclass(Tile)
+    if mask is not True:
+        found = torch.where(meant, found, torch.tensor(other, dtype=found.dtype))
+    return found.as_subclass(Tile)
 
 
 def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     """Write numbers."""
-    flat, places, meant = pointer.memory(mask)
-    value = torch.as_tensor(value).as_subclass(torch.Tensor)
-    places, meant, value = torch.broadcast_tensors(places, meant, value)
-    flat[places[meant]] = value[meant].to(flat.dtype)
+    if isinstance(pointer.places, int) and isinstance(value, int) and mask is True:
+        place = int(pointer.places)
+        pointer.among(place, place)[place] = int(value)
+    else:
+        flat, places, meant = pointer.memory(mask)
+        value = torch.as_tensor(value).as_subclass(torch.Tensor)
+        places, meant, value = torch.broadcast_tensors(places, meant, value)
+        flat[places[meant]] = value[meant].to(flat.dtype)
     _LOCAL.world.launch.changed()
 
 
@@ -128,7 +220,7 @@ def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
 def atomic_max(pointer: Pointer, value: Any, sem: str, scope: str) -> None:
     """Raise a number in global memory."""
     del sem, scope
-    store(pointer, torch.maximum(tile(load(pointer)), tile(value)))
+    store(pointer, max(load(pointer), tile(value)))
 
 
 class Barrier:
@@ -364,34 +456,43 @@ class Descriptor:
         # Two booleans are one number.
         tensor = tensor.view(torch.int16) if tensor.dtype is torch.bool else tensor
         self.tensor, (self.shape, self.strides) = tensor, view
+        self.pointer = Pointer.to(tensor)
         self.dtype, self.layout = tensor.dtype, None
         nbytes = math.prod(box) * tensor.element_size()
         single = (1,) * (len(self.shape) - len(box))
         self.block_type = SimpleNamespace(shape=[*single, *box], nbytes=nbytes)
 
-    def box(self, corner: tuple[Any, ...]) -> tuple[Pointer, torch.Tensor]:
-        """Return the places of a box, in 64 bits that wrap around, and which are inside."""
-        spans = [
-            int(c) + torch.arange(n) for c, n in zip(corner, self.block_type.shape, strict=True)
+    def box(self, corner: Sequence[Any]) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """Return what of a box is inside of the tensor, and where in the box that is."""
+        starts = [max(int(c), 0) for c in corner]
+        ends = [int(c) + n for c, n in zip(corner, self.block_type.shape, strict=True)]
+        counts = [
+            max(min(end, size) - start, 0)
+            for start, end, size in zip(starts, ends, self.shape, strict=True)
         ]
-        grids = torch.meshgrid(*spans, indexing="ij")
-        places = torch.zeros_like(grids[0])
-        for grid, stride in zip(grids, self.strides, strict=True):
-            places += grid * stride
-        inside = torch.ones_like(places, dtype=torch.bool)
-        for grid, size in zip(grids, self.shape, strict=True):
-            inside &= (grid >= 0) & (grid < size)
-        box = places.shape[-2:]
-        return Pointer(self.tensor, places.reshape(box)), inside.reshape(box)
+        inside = tuple(
+            slice(start - int(c), start - int(c) + n)
+            for start, c, n in zip(starts, corner, counts, strict=True)
+        )
+        # Places in 64 bits wrap around.
+        first = sum(map(operator.mul, starts, self.strides))
+        first = (first + 2**63) % 2**64 - 2**63
+        last = first + sum((n - 1) * step for n, step in zip(counts, self.strides, strict=True))
+        if 0 in counts:
+            return self.tensor.new_empty(counts), inside
+        self.pointer.among(first, last)
+        first += self.tensor.storage_offset()
+        return self.tensor.as_strided(counts, self.strides, first), inside
 
 
 def tma_load(source: Descriptor, corner: tuple[Any, ...], full: Barrier, buffer: Shared) -> None:
     """Copy a box to shared memory, and tell of it."""
 
     def copy() -> None:
-        pointer, inside = source.box(corner)
-        found = load(pointer, inside, 0).as_subclass(torch.Tensor)
-        buffer.tensor.copy_(found.reshape(buffer.tensor.shape))
+        found, inside = source.box(corner)
+        box = found.new_zeros(source.block_type.shape)
+        box[inside] = found
+        buffer.tensor.copy_(box.reshape(buffer.tensor.shape))
         full.change(num_bytes=-source.block_type.nbytes)
 
     full.world.later(copy) if World.is_late else copy()
@@ -402,10 +503,10 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
     world: World = _LOCAL.world
 
     def write(value: torch.Tensor) -> None:
-        pointer, inside = target.box(tuple(corner))
-        if add:
-            value = value + load(pointer, inside, 0).as_subclass(torch.Tensor)
-        store(pointer, value, inside)
+        found, inside = target.box(corner)
+        value = value.reshape(target.block_type.shape)[inside]
+        found.copy_(found + value if add else value)
+        world.launch.changed()
 
     def read() -> None:
         _LOCAL.writes.append(world.later(partial(write, buffer.tensor.clone())))
@@ -500,10 +601,19 @@ def names() -> dict[str, Any]:
     """Return Gluon's words as this file understands them."""
 
     def where(condition: Any, this: Any, that: Any) -> Any:
-        return torch.where(torch.as_tensor(condition), tile(this), tile(that)).as_subclass(Tile)
+        condition, this, that = torch.as_tensor(condition), tile(this), tile(that)
+        if type(this) is Number and type(that) is Number and condition.dim() == 0:
+            return this if condition else that
+        return torch.where(condition, _as_tile(this), _as_tile(that)).as_subclass(Tile)
 
-    def binary(function: Any) -> Any:
-        return lambda a, b: function(*torch.broadcast_tensors(tile(a), tile(b))).as_subclass(Tile)
+    def binary(function: Any, of_ints: Any) -> Any:
+        def operate(a: Any, b: Any) -> Any:
+            if isinstance(a, int) and isinstance(b, int):
+                return Number(of_ints(int(a), int(b)))
+            tiles = torch.broadcast_tensors(_as_tile(tile(a)), _as_tile(tile(b)))
+            return function(*tiles).as_subclass(Tile)
+
+        return operate
 
     def nothing(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -515,7 +625,7 @@ def names() -> dict[str, Any]:
     gl = SimpleNamespace(
         constexpr=lambda x: x, tensor=None, shared_memory_descriptor=None,
         to_tensor=tile, load=load, store=store, where=where,
-        minimum=binary(torch.minimum), maximum=binary(torch.maximum),
+        minimum=binary(torch.minimum, min), maximum=binary(torch.maximum, max),
         cdiv=lambda a, b: (a + b - 1) // b,
         program_id=lambda axis: tile(_LOCAL.world.block),
         num_programs=lambda axis: tile(_LOCAL.world.num_blocks),
@@ -590,8 +700,7 @@ def run_blocks(num_blocks: int, code: Callable[..., Any], given: list[Any]) -> N
     blocks = random.sample(range(num_blocks), num_blocks)
     for together in [blocks] if World.are_together else [[block] for block in sorted(blocks)]:
         launch = Launch()
-        with torch.no_grad(), _disable_current_modes():  # a device knows nothing of either
-            launch.run([partial(run, launch, block) for block in together])
+        launch.run([partial(run, launch, block) for block in together])
 
 
 def bound(
@@ -604,17 +713,21 @@ def bound(
     assert launched == [it for it in parameters if it.islower() and it not in constants]
 
     def bind(views: Sequence[Any]) -> Callable[..., None]:
-        def launch(num_blocks: int, stream: int, copied: Any, *others: Any) -> None:
+        def arguments(copied: Any, others: Sequence[Any]) -> list[Any]:
             found: dict[str, Any] = dict(constants)
             places = zip(copied, views, boxes, strict=True)
             described = (Descriptor(*place) for place in places)
             for name, value in zip(launched, (*described, *others), strict=True):
                 if value is None or isinstance(value, torch.Tensor):
-                    value = Pointer(value)
+                    value = Pointer.to(value)
                 elif name.islower() and type(value) is int:
                     value = tile(value)
                 found[name] = value
-            run_blocks(num_blocks, code, [found[name] for name in parameters])
+            return [found[name] for name in parameters]
+
+        def launch(num_blocks: int, stream: int, copied: Any, *others: Any) -> None:
+            with torch.no_grad(), _disable_current_modes():  # a device knows nothing of either
+                run_blocks(num_blocks, code, arguments(copied, others))
 
         return launch
 
