@@ -30,6 +30,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from adaattn import _constants, backends
 
+_FIRST_ADDER = 3
+"""Partition of a backward pass behind two of consumers and one that copies."""
+
 
 class _Own:
     """What belongs to the warpgroup that runs."""
@@ -377,7 +380,11 @@ class World:
     def pace_of(self, place: int) -> float:
         """Return how many seconds a partition dawdles at most: those that add are last."""
         paces = (0.0001, 0.005)
-        return 10 * paces[self.block // 2 % 2] if place > 2 else paces[(place + self.block) % 2]
+        return (
+            10 * paces[self.block // 2 % 2]
+            if place >= _FIRST_ADDER
+            else paces[(place + self.block) % 2]
+        )
 
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
         """Run the partitions at the same time, the first of four warps."""
@@ -520,20 +527,22 @@ def tma_store(target: Descriptor, corner: Sequence[Any], buffer: Shared, add: bo
 def store_wait(left: int) -> None:
     """Wait for stores to have read what they copy."""
     if World.is_late:
-        if _LOCAL.place > 2:
+        if _LOCAL.place >= _FIRST_ADDER:
             dawdle()
         _LOCAL.stores = finish(_LOCAL.stores, left)
 
 
 def write_wait() -> None:
-    """Wait for what stores have read to be in memory, or from a partition that adds on its way.
+    """Wait for what stores have read to be in memory.
 
-    Other blocks may see it later than who wrote it, until that is released, as on an H200.
+    What warps that add have written other blocks may see later, until it is released, as on an
+    H200. Other warps tell no other block of anything. Which thread releases is not looked at, nor
+    what a reader would have to acquire.
     """
     store_wait(0)
     _LOCAL.unreleased += _LOCAL.writes
     _LOCAL.writes = []
-    if _LOCAL.place <= 2:
+    if _LOCAL.place < _FIRST_ADDER:
         release()
 
 

@@ -167,6 +167,15 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def without(kernel: str) -> Iterator[None]:
+    getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    try:
+        yield
+    finally:
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
+
+
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads": threads,
     "determinism": deterministic,
@@ -176,7 +185,10 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a policy": lambda: use_policy("balanced"),
     "math alone": lambda: sdpa_kernel(SDPBackend.MATH),
     "flash alone": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    "no cudnn": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]),
+    **{
+        f"no {kernel}": partial(without, kernel)
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+    },
 }
 
 

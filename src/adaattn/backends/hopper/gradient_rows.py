@@ -1,10 +1,10 @@
 """What the backward kernel of Hopper GPUs needs of rows, and what it leaves of them, on the device.
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
-and zeros where gradients are summed and who is the first to add does not know it. Behind it: those
-sums, scaled and rounded. One program for each tile, of query rows of one head, whose
-columns times rows are 8192, or 64 rows where there are no sums. Those of gradients of keys and
-values, where there are any, are cut into tiles likewise.
+and zeros where gradients are summed, unless who is the first to add stores. Behind it: those sums,
+scaled and rounded. One program for each tile, of query rows of one head, whose columns times rows
+are 8192, or 64 rows where there are no sums. Those of gradients of keys and values, where there are
+any, are cut into tiles likewise.
 """
 
 from triton.experimental import gluon
