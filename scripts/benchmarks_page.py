@@ -52,7 +52,7 @@ _LEGEND = """`adaattn` is this library's own choice, `[name]` an executor asked 
 made before where it lacks a word; making it is not counted. An empty place was not compared;
 *cannot* is refused, by the words in the JSON. "workspace" is memory beyond inputs and output."""
 
-VOID = "adaattn[hopper], fixed order"
+_VOID = "adaattn[hopper], fixed order"
 """Times of an order of sums that was not always kept (docs/kernel-notes.md): not shown."""
 
 Row = dict[str, Any]
@@ -176,7 +176,7 @@ def _columns(rows: list[Row]) -> list[Column]:
         name
         for row in rows
         for name in row["timings"]
-        if name.startswith(f"{OURS}[") and name != VOID
+        if name.startswith(f"{OURS}[") and name != _VOID
     )
     columns: list[Column] = [
         ("cell", lambda row: row["cell"]),

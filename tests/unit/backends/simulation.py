@@ -380,11 +380,9 @@ class World:
     def pace_of(self, place: int) -> float:
         """Return how many seconds a partition dawdles at most: those that add are last."""
         paces = (0.0001, 0.005)
-        return (
-            10 * paces[self.block // 2 % 2]
-            if place >= _FIRST_ADDER
-            else paces[(place + self.block) % 2]
-        )
+        if place >= _FIRST_ADDER:
+            return 10 * paces[self.block // 2 % 2]
+        return paces[(place + self.block) % 2]
 
     def run(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int]) -> None:
         """Run the partitions at the same time, the first of four warps."""

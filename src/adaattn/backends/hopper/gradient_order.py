@@ -171,11 +171,8 @@ def add_halves(c, w: gl.constexpr, first, step, parity, before):
     for half in gl.static_range(w * halves, (w + 1) * halves):
         mbarrier.wait(c.dq_full.index(half), parity)
         place = (first + half * step) * 16
-        if stores_first(c.IS_ORDERED, c.BLOCK_D):
-            if before == 0:
-                tma_store(c.sums, [place, 0], c.dq.index(half))
-            else:
-                tma_add(c.sums, [place, 0], c.dq.index(half))
+        if stores_first(c.IS_ORDERED, c.BLOCK_D) and before == 0:
+            tma_store(c.sums, [place, 0], c.dq.index(half))
         else:
             tma_add(c.sums, [place, 0], c.dq.index(half))
     for half in gl.static_range(w * halves, (w + 1) * halves):
