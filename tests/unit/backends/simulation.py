@@ -580,7 +580,7 @@ def assembly(text: str, constraints: str, arguments: list[Any], **rest: Any) -> 
     world: World = _LOCAL.world
     if "wait_group" in text:
         write_wait()
-    if "acq_rel" in text:
+    if "fence.release" in text:
         release()
     if "tanh" in text:
         return torch.tanh(arguments[0])

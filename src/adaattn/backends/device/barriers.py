@@ -14,7 +14,7 @@ FIRST_BARRIER = gl.constexpr(5)
 FREED_BY = gl.constexpr(288)
 
 WRITES_DONE = gl.constexpr("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-RELEASED = gl.constexpr("fence.proxy.async; fence.acq_rel.gpu; mov.u32 $0, 0;")
+RELEASED = gl.constexpr("fence.proxy.async.global; fence.release.gpu; mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -25,7 +25,10 @@ def wait_for_writes():
 
 @gluon.jit
 def release_writes():
-    """Has the whole GPU see what TMA has written before what this thread writes next."""
+    """Has the whole GPU see what TMA has written before what this thread writes next.
+
+    No acquire: that would empty the L1 cache, and wait a second time.
+    """
     gl.inline_asm_elementwise(RELEASED, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -132,6 +132,7 @@ class Backward:
     HAS_LISTS: gl.constexpr
     HEADS_APART: gl.constexpr
     HAS_ADDERS: gl.constexpr
+    IS_PLAIN: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -152,6 +153,9 @@ class Backward:
         self.ROWS = gl.constexpr(BLOCK_M)
         self.ROW_AXIS = gl.constexpr(1)
         self.KEYS = gl.constexpr(BLOCK_N // 2)
+        has_more = HAS_ADDERS or IS_GROUPED or HAS_SOFTCAP or HAS_ALIBI or HAS_MASK
+        has_edges = not IS_ALIGNED and (HAS_RIGHT or HAS_LEFT or IS_RAGGED)
+        self.IS_PLAIN = gl.constexpr(not has_more and not has_edges)
         # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
         self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
         self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))
@@ -310,14 +314,8 @@ def gradient_consumer(c, w: gl.constexpr):
     dk = gl.zeros([half, c.BLOCK_D], gl.float32, c.sum_layout)
     dv = gl.zeros([half, c.BLOCK_D], gl.float32, c.sum_layout)
     dq = gl.zeros([64, 64], gl.float32, c.query_layout)
-    k = c.k.index(0).slice(w * half, half, dim=0)
     v = c.v.slice(w * half, half, dim=0)
-    # The same rows behind an index that the compiler does not know: else what describes them to
-    # the first product stays in registers throughout the loop.
-    first_k = c.k.index(c.zero).slice(w * half, half, dim=0)
-    all_k = c.k.index(0)
-    if rows == 64:
-        all_k = all_k.slice(w * 64, 64, dim=1)
+    first_k = c.k.index(0).slice(w * half, half, dim=0)
     first_key = c.first_key + w * half
     tile, slot, head = begun(c)
     slot_before = c.first_slot - 1
@@ -336,6 +334,12 @@ def gradient_consumer(c, w: gl.constexpr):
         q = c.q.index(stage)
         o = c.o.index(stage)
         ds_all = c.ds.index(stage)
+        # 0, which the compiler does not know: else it may keep what describes keys to products in
+        # registers throughout the loop, and spill others. It takes 1 % where there are registers.
+        all_k = c.k.index(0 if c.IS_PLAIN else visit & c.zero)
+        k = all_k.slice(w * half, half, dim=0)
+        if rows == 64:
+            all_k = all_k.slice(w * 64, 64, dim=1)
         if visit > 0:
             begin_to_add(c, w, slot_before * 2 + w, stage, dq)
         mbarrier.wait(c.o_full.index(stage), (visit >> 1) & 1)
@@ -378,7 +382,7 @@ def gradient_consumer(c, w: gl.constexpr):
         p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
         p = kept_ahead(c, w, p, stage ^ 1)
-        # With weights among what is waited for, exponentials stay before the wait.
+        # With weights among what is waited for, a part of the exponentials stays before the wait.
         dq, p = warpgroup_mma_wait(0, deps=[dq_async, p])
     if c.IS_PACKED:
         if c.visits > 0:
@@ -409,9 +413,9 @@ def backward(
     Args, beyond those of the forward kernel:
         row_terms: fp32, per tile of rows BLOCK_M log-sum-exps in units of log 2, inf of rows that
             see nothing, then BLOCK_M sums of products of output and gradient.
-        sums: fp32 [2 * tiles * 16, 256], zeros but where `stores_first`: of gradients of queries in
-            the order of `lay_out`; behind them where HEADS_APART those of keys and values, block
-            by block.
+        sums: fp32 [2 * tiles * 16, 256], zeros unless IS_ORDERED: of gradients of queries in the
+            order of `lay_out`; behind them where HEADS_APART those of keys and values, block by
+            block.
         words: where HAS_MASK, its packed tiles with keys in lines: int32 [B or 1, Hq or 1, tiles of
             keys, tiles of rows x 128].
         of_batch: 1 where sequences have masks of their own, else 0.

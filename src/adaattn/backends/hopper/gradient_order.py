@@ -11,13 +11,15 @@ before them, as CUB's scans take for granted too: none waits for ever, however f
 Where lists say which tiles a block visits, a table says whom it waits for at each
 (`mask_lists.turns_of`).
 
+Who is the first to add stores instead, so that nobody clears the sums.
+
 TMA adds in the L2 cache, which all processors share. That its sums are complete is said to who
 waits for them alone: another processor that was told so by a relaxed write may still add before
 them, in up to 3 of 100 backward passes, and what was stored may be lost, in 6 to 8. A release
-before that write keeps the order. PTX asks for an acquire as well, behind the load that finds the
-turn: left out, since an addition is done in L2 and cannot begin before that load has come back.
-None of 2800 passes had other bits, and it takes up to 14 % (H200, November 2026;
-`docs/kernel-notes.md`).
+before that write keeps the order, and a release alone: with an acquire beside it the whole takes 1
+to 11 % longer at 128 columns. PTX asks for an acquire where the turn is found: left out, since an
+addition is done in L2 and cannot begin before that load has come back. None of 6000 passes had
+other bits (H200, November 2026; `docs/kernel-notes.md`).
 """
 
 from triton.experimental import gluon
@@ -27,15 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from adaattn.backends.device.barriers import release_writes, wait_for_writes
 from adaattn.backends.device.gluon import barrier, tma_add, tma_store
 from adaattn.backends.hopper.places import bounds, sequence_of
-
-
-@gluon.constexpr_function
-def stores_first(is_ordered, num_columns):
-    """Whether who is the first to add to sums stores instead, so that nobody has to clear them.
-
-    Not at 128 columns: there the loop of products then spills 27 registers, else 6 (Triton 3.7).
-    """
-    return is_ordered and num_columns == 64
 
 
 @gluon.jit
@@ -159,25 +152,20 @@ def await_number(place, turn, due):
 
 
 @gluon.jit
-def add_halves(c, w: gl.constexpr, first, step, parity, before):
-    """Adds what warpgroups have laid out, both or one of them, and says that it has been read.
+def add_half(c, w: gl.constexpr, place, parity, before):
+    """Adds what a warpgroup has laid out, and says that it has been read.
 
-    ``first`` is the share of the sums that is the first warpgroup's, and ``step`` from there to the
-    second's; ``parity`` of how often they have laid out before. Who is the first to add, as
-    ``before`` is 0 says, has nothing to add to where `stores_first`. Sequences whose starts fall
-    may share a tile, whose sums are then anything.
+    ``parity`` is that of how often it has laid out before. Who is the first to add in a fixed
+    order, as ``before`` is 0 says, has nothing to add to and stores, so that nobody need clear the
+    sums. Sequences whose starts fall may share a tile, whose sums are then anything.
     """
-    halves: gl.constexpr = 1 if c.BLOCK_D == 64 else 2
-    for half in gl.static_range(w * halves, (w + 1) * halves):
-        mbarrier.wait(c.dq_full.index(half), parity)
-        place = (first + half * step) * 16
-        if stores_first(c.IS_ORDERED, c.BLOCK_D) and before == 0:
-            tma_store(c.sums, [place, 0], c.dq.index(half))
-        else:
-            tma_add(c.sums, [place, 0], c.dq.index(half))
-    for half in gl.static_range(w * halves, (w + 1) * halves):
-        tma.store_wait((w + 1) * halves - 1 - half)
-        mbarrier.arrive(c.dq_empty.index(half))
+    mbarrier.wait(c.dq_full.index(w), parity)
+    if c.IS_ORDERED and before == 0:
+        tma_store(c.sums, [place * 16, 0], c.dq.index(w))
+    else:
+        tma_add(c.sums, [place * 16, 0], c.dq.index(w))
+    tma.store_wait(0)
+    mbarrier.arrive(c.dq_empty.index(w))
 
 
 @gluon.jit
@@ -194,45 +182,40 @@ def pass_on(c, place, number):
 
 @gluon.jit
 def gradient_adder(c, w: gl.constexpr):
-    """Adds what both warpgroups found for queries, where IS_ORDERED in its turn, and passes it on.
+    """Adds what a warpgroup found for queries, where IS_ORDERED in its turn, and passes it on.
 
-    Where tiles have 128 rows each half has a warp of its own and turns of its own; else the first
-    adds both, and the other has nothing to do. Whose turn it is at the next tile is on its way
+    Each half of a tile's sums has turns of its own. Whose turn it is at the next tile is on its way
     while sums are. Then likewise what a head that has blocks of its own found for keys and values,
     behind the heads before.
     """
-    if w == 0 or c.BLOCK_D == 64:
-        tile, slot, head = begun(c)
-        turn = gl.to_tensor(0)
-        due = gl.to_tensor(0)
+    tile, slot, head = begun(c)
+    turn = gl.to_tensor(0)
+    due = gl.to_tensor(0)
+    if c.IS_ORDERED:
+        turn, due = turn_of(c, tile, slot * 2 + w, c.visits > 0)
+    for visit in range(c.visits):
+        place = slot * 2 + w
         if c.IS_ORDERED:
-            turn, due = turn_of(c, tile, slot * 2 + w, c.visits > 0)
-        for visit in range(c.visits):
-            place = slot * 2 + w
-            if c.IS_ORDERED:
-                await_number(c.turns + place, turn, due)
-            add_halves(c, w, slot * 2, 1, visit & 1, due)
-            tile, slot, head = next_tile(c, tile, slot, head)
-            if c.IS_ORDERED:
-                turn, due = turn_of(c, tile, slot * 2 + w, visit + 1 < c.visits)
-                pass_on(c, place, c.block)
-        if c.HEADS_APART:
-            place = c.key_sums + w
-            if c.IS_ORDERED:
-                await_number(c.turns + place, gl.to_tensor(0), c.heads_before)
-            parts: gl.constexpr = c.BLOCK_D // 64
-            for number in gl.static_range(2 * parts):
-                first = share_of(c, number // parts, number % parts)
-                add_halves(c, w, first, parts, (c.visits + number) & 1, c.heads_before)
-            if c.IS_ORDERED:
-                pass_on(c, place, c.heads_before)
+            await_number(c.turns + place, turn, due)
+        add_half(c, w, place, visit & 1, due)
+        tile, slot, head = next_tile(c, tile, slot, head)
+        if c.IS_ORDERED:
+            turn, due = turn_of(c, tile, slot * 2 + w, visit + 1 < c.visits)
+            pass_on(c, place, c.block)
+    if c.HEADS_APART:
+        turns_place = c.key_sums + w
+        if c.IS_ORDERED:
+            await_number(c.turns + turns_place, gl.to_tensor(0), c.heads_before)
+        parts: gl.constexpr = c.BLOCK_D // 64
+        for number in gl.static_range(2 * parts):
+            place = share_of(c, w, number // parts, number % parts)
+            add_half(c, w, place, (c.visits + number) & 1, c.heads_before)
+        if c.IS_ORDERED:
+            pass_on(c, turns_place, c.heads_before)
 
 
 @gluon.jit
-def share_of(c, which: gl.constexpr, columns: gl.constexpr):
-    """Which 64 x 64 sums are those of the first 64 keys (or values: 1), and 64 of the columns.
-
-    Those of the other warpgroup's lie behind all columns of the first's.
-    """
+def share_of(c, w: gl.constexpr, which: gl.constexpr, columns: gl.constexpr):
+    """Which 64 x 64 sums are those of a warpgroup's keys (or values: 1), and 64 of the columns."""
     parts: gl.constexpr = c.BLOCK_D // 64
-    return c.key_sums + which * 2 * parts + columns
+    return c.key_sums + (which * 2 + w) * parts + columns

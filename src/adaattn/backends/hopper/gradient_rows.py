@@ -10,7 +10,6 @@ any, are cut into tiles likewise.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper.gradient_order import stores_first
 from adaattn.backends.hopper.places import bounds, sequence_of
 from adaattn.backends.hopper.scores import LOG2_E, NOTHING
 
@@ -96,7 +95,7 @@ def prepare_rows(
             if IS_ORDERED:
                 gl.store(turns + 2 * tile, 0)
                 gl.store(turns + 2 * tile + 1, 0)
-            if not stores_first(IS_ORDERED, BLOCK_D):
+            else:
                 place = gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * BLOCK_D)
                 gl.store(sums + place + all_of_it, zeros)
 
@@ -112,11 +111,11 @@ def finish(
 ):  # fmt: skip
     """Write the gradients of a tile's queries; where HEADS_APART of keys and values as well.
 
-    Where `stores_first` nobody has written sums of queries whose turn never came: those are 0.
+    Where IS_ORDERED nobody has written sums of queries whose turn never came: those are 0.
 
     Args, beyond their names:
         sums: fp32, as `backward.lay_out` leaves them.
-        turns: where `stores_first`, as the blocks of keys leave them.
+        turns: where IS_ORDERED, as the blocks of keys leave them.
         gradient: [B, Hq, Sq, D], adjacent columns.
         starts: of packed sequences, where IS_PACKED.
         scale: factor of those of queries and keys.
@@ -130,7 +129,7 @@ def finish(
     number = gl.program_id(0)
     all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
     found = gl.load(sums + number.to(gl.int64) * (BLOCK_M * BLOCK_D) + all_of_it)
-    if stores_first(IS_ORDERED, BLOCK_D):
+    if IS_ORDERED:
         is_written = (gl.load(turns + 2 * number) > 0) | (number >= num_tiles)
         found = gl.where(is_written, found, 0.0)
     if HEADS_APART:

@@ -9,7 +9,7 @@ units of log 2. What rows may not see is hidden by weights of 0.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH
+from adaattn.backends.hopper.scores import LOG2_E, RECIPROCAL, TANH, split_columns
 
 # Rows of a tile, and keys of a block, where keys and queries have kernels of their own.
 SPLIT_TILE = gl.constexpr(64)
@@ -54,11 +54,18 @@ def beside(c, numbers):
 
 @gluon.jit
 def positions(c, first_key, first_row):
-    """Where the keys of a tile stand, and its rows among the keys."""
-    keys = first_key + gl.arange(0, c.KEYS, layout=gl.SliceLayout(c.ROW_AXIS, c.score_layout))
-    rows = first_row + c.sizes.offset
-    rows += gl.arange(0, c.ROWS, layout=gl.SliceLayout(1 - c.ROW_AXIS, c.score_layout))
-    return gl.expand_dims(keys, c.ROW_AXIS), rows
+    """Where lines of a tile stand among its columns, and what is known of columns to compare with.
+
+    The difference is how far a key is ahead of a row; where ROW_AXIS is 0, a row of a key.
+    """
+    height: gl.constexpr = c.KEYS if c.ROW_AXIS == 1 else c.ROWS
+    width: gl.constexpr = c.ROWS if c.ROW_AXIS == 1 else c.KEYS
+    lines = gl.expand_dims(gl.arange(0, height, layout=gl.SliceLayout(1, c.score_layout)), 1)
+    own, known = split_columns(width, c.score_layout)
+    ahead = first_key - first_row - c.sizes.offset
+    if c.ROW_AXIS == 0:
+        ahead = -ahead
+    return lines + ahead - own, known
 
 
 @gluon.jit
@@ -69,8 +76,8 @@ def weighed(c, s, base, slope, first_key, first_row, IS_BOUNDED: gl.constexpr):
     make them infinite.
     """
     if c.HAS_ALIBI:
-        keys, rows = positions(c, first_key, first_row)
-        s = s - slope * gl.abs((keys - beside(c, rows)).to(gl.float32))
+        ahead, known = positions(c, first_key, first_row)
+        s = s - slope * gl.abs(ahead.to(gl.float32) - known.to(gl.float32))
     s = s - base
     if IS_BOUNDED:
         s = gl.minimum(s, 0.0)
@@ -92,13 +99,24 @@ def is_edge(c, first_key, first_row):
 @gluon.jit
 def seen_part(c, p, first_key, first_row):
     """0 for keys that a row's position does not see, or beyond the last."""
-    keys, rows = positions(c, first_key, first_row)
-    if c.IS_RAGGED:
-        p = gl.where(keys < c.sizes.len_k, p, 0.0)
-    if c.HAS_RIGHT:
-        p = gl.where(keys <= beside(c, rows + c.sizes.right), p, 0.0)
-    if c.HAS_LEFT:
-        p = gl.where(keys >= beside(c, rows - c.sizes.left), p, 0.0)
+    ahead, known = positions(c, first_key, first_row)
+    keys = c.sizes.len_k - first_key
+    if c.ROW_AXIS == 1:
+        if c.IS_RAGGED:
+            lines = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, c.score_layout))
+            p = gl.where(gl.expand_dims(lines < keys, 1), p, 0.0)
+        if c.HAS_RIGHT:
+            p = gl.where(known >= ahead - c.sizes.right, p, 0.0)
+        if c.HAS_LEFT:
+            p = gl.where(known <= ahead + c.sizes.left, p, 0.0)
+    else:
+        if c.IS_RAGGED:
+            own, known = split_columns(c.KEYS, c.score_layout)
+            p = gl.where(known < keys - own, p, 0.0)
+        if c.HAS_RIGHT:
+            p = gl.where(known <= ahead + c.sizes.right, p, 0.0)
+        if c.HAS_LEFT:
+            p = gl.where(known >= ahead - c.sizes.left, p, 0.0)
     return p
 
 

@@ -172,6 +172,18 @@ def load_mask(
 
 
 @gluon.jit
+def split_columns(COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Numbers of a tile's columns, [1, COLUMNS]: a thread's own part, and one that is known.
+
+    Of what a product leaves, a thread has columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9, ...: the first
+    part is 2 t, one number, and the second 0, 1, 8, 9, ..., which instructions hold. Added up, each
+    would take a register or be added anew.
+    """
+    columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
+    return columns & 6, columns & (COLUMNS - 7)
+
+
+@gluon.jit
 def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr):
     """Scores after softcap, ALiBi and mask; in units of log 2 where one comes after the scale."""
     layout: gl.constexpr = s.type.layout
@@ -196,9 +208,9 @@ def modify(x, sizes, s, first_row, block, row_terms, mask, BLOCK_N: gl.constexpr
         s = s * row_terms[3]
     if x.HAS_ALIBI:
         rows = first_row + sizes.offset + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-        distance = (gl.expand_dims(cols, 0) - gl.expand_dims(rows, 1)).to(gl.float32)
-        s = s - row_terms[0] * gl.abs(distance)
+        own, known = split_columns(BLOCK_N, layout)
+        behind = (gl.expand_dims(rows, 1) - block * BLOCK_N - own).to(gl.float32)
+        s = s - row_terms[0] * gl.abs(behind - known.to(gl.float32))
     if x.MASK == BOOLEAN:
         if x.MASK_IS_STAGED:
             left, right = gl.split(gl.reshape(s, [64, BLOCK_N // 2, 2]))

@@ -65,6 +65,7 @@ SCORES: dict[str, Fault] = {
                         "s = cap * scaled + 0.0 * gl.inline_asm_elementwise(", SOFTCAP),
     "softcap of another base": ("modify", "- 2.0 * cap * inverse", "- cap * inverse",
                                 SOFTCAP | FP16),
+    "columns of another thread": ("split_columns", "columns & 6", "columns & 4", ALIBI),
     "sign of the slope": ("modify", "s - row_terms[0]", "s + row_terms[0]", ALIBI),
     "slope of the first head": ("terms_of", "x.slopes_stride + head)", "x.slopes_stride)", ALIBI),
     "slope of the first batch": ("terms_of", "batch * x.slopes_stride", "0 * x.slopes_stride",

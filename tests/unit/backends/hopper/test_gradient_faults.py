@@ -55,21 +55,24 @@ SCORES: dict[str, Fault] = {
     "softcap's derivative of the other warpgroup": (
         "gradient_consumer", "c.caps.index(w)", "c.caps.index(1 - w)", SOFTCAP | {"len_k": 40}),
     "sign of the slope": ("weighed", "s - slope", "s + slope", ALIBI),
-    "positions of rows": ("positions", "rows = first_row + c.sizes.offset", "rows = first_row",
+    "positions of rows": ("positions", "first_row - c.sizes.offset", "first_row",
                           TO_END | {"has_alibi": True}),
+    "columns of another thread": ("split_columns", "columns & 6", "columns & 4", ALIBI),
     "slope of the first head": ("slope_of", "gl.minimum(head, c.last_head)", "0 * head", ALIBI),
     "slope in another unit": ("slope_of", "* LOG2_E", "* 1.0", ALIBI),
     "slopes of the first batch": ("backward", "batch * slopes_stride", "0", ALIBI),
 }  # fmt: skip
+TO_RIGHT = "known >= ahead - c.sizes.right"
+TO_LEFT = "known <= ahead + c.sizes.left"
 EDGES: dict[str, Fault] = {
-    "one key more to the right": ("seen_part", "keys <= ", "keys - 1 <= ", CAUSAL),
-    "one key fewer to the right": ("seen_part", "keys <= ", "keys < ", CAUSAL),
-    "one key more to the right, ragged": ("seen_part", "keys <= ", "keys - 1 <= ", RAGGED),
-    "one key more to the end": ("seen_part", "keys <= ", "keys - 1 <= ", TO_END),
-    "one key more to the left": ("seen_part", "keys >= ", "keys + 1 >= ", WINDOW),
-    "one key fewer to the left": ("seen_part", "keys >= ", "keys > ", WINDOW),
-    "keys behind the last": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k + 64", LOW),
-    "last key lost": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k - 1", PLAIN),
+    "one key more to the right": ("seen_part", TO_RIGHT, f"1 + {TO_RIGHT}", CAUSAL),
+    "one key fewer to the right": ("seen_part", TO_RIGHT, TO_RIGHT.replace(">=", ">"), CAUSAL),
+    "one key more to the right, ragged": ("seen_part", TO_RIGHT, f"1 + {TO_RIGHT}", RAGGED),
+    "one key more to the end": ("seen_part", TO_RIGHT, f"1 + {TO_RIGHT}", TO_END),
+    "one key more to the left": ("seen_part", TO_LEFT, f"-1 + {TO_LEFT}", WINDOW),
+    "one key fewer to the left": ("seen_part", TO_LEFT, TO_LEFT.replace("<=", "<"), WINDOW),
+    "keys behind the last": ("seen_part", "lines < keys", "lines < keys + 64", LOW),
+    "last key lost": ("seen_part", "lines < keys", "lines < keys - 1", PLAIN),
     "edge to the right not noticed": ("is_edge", "> position + c.sizes.right",
                                       "> position + c.sizes.right + 64", RAGGED),
     "edge to the left not noticed": ("is_edge", "c.ROWS - 1 - c.sizes.left",
@@ -107,7 +110,7 @@ SUMS: dict[str, Fault] = {
     "part of the other warpgroup": ("gradient_consumer", "ds_all.slice(w * half",
                                     "ds_all.slice((1 - w) * half", PLAIN),
     "queries of the values": (
-        "gradient_consumer", "all_k = c.k.index(0)\n", "all_k = c.v\n", PLAIN),
+        "gradient_consumer", "c.k.index(0 if c.IS_PLAIN else visit & c.zero)", "c.v", PLAIN),
     "columns of the other half": ("gradient_consumer", "all_k.slice(w * 64", "all_k.slice(0 * 64",
                                   WIDE),
     "sums of the tile before": ("gradient_consumer", "slot_before * 2 + w, stage",
@@ -177,10 +180,11 @@ ADDED: dict[str, Fault] = {
     "one head of those worked on together": ("head_and_block", "first_head + place % heads",
                                              "first_head", IN_ORDER | HEADS),
     "one block of those of a head": ("head_and_block", "place // heads", "0 * place", IN_ORDER),
-    "first half of a sum twice": ("add_halves", "(first + half * step)", "(first)", IN_ORDER),
-    "sums of the next tile": ("gradient_adder", "slot * 2, 1", "slot * 2 + 2, 1", IN_ORDER),
-    "sums that nobody begins": ("add_halves", "before == 0", "before < 0", IN_ORDER),
-    "sums that each block begins": ("add_halves", "before == 0", "before >= 0", IN_ORDER),
+    "first half of a sum twice": ("gradient_adder", "slot * 2 + w\n", "slot * 2\n", IN_ORDER),
+    "sums of the next tile": ("add_half", "tma_add(c.sums, [place", "tma_add(c.sums, [2 + place",
+                              IN_ORDER),
+    "sums that nobody begins": ("add_half", "before == 0", "before < 0", IN_ORDER),
+    "sums that each block begins": ("add_half", "before == 0", "before >= 0", IN_ORDER),
     "sums of rows that nobody visits": ("finish", "gl.where(is_written, found, 0.0)", "found",
                                         UNSEEN),
     "sums of rows that somebody visits": ("finish", "2 * number) > 0", "2 * number) > 1",
@@ -222,9 +226,8 @@ APART: dict[str, Fault] = {
                                    "(0 * key_blocks", TWO_BLOCKS),
     "gradient of keys for that of values": ("add_block", "found = dv", "found = dk", TWO_BLOCKS),
     "columns of the first half": ("share_of", "* parts + columns", "* parts", WIDE_BLOCKS),
-    "keys of the first warpgroup": ("gradient_adder", "first, parts,", "first, 0 * parts,",
-                                    TWO_BLOCKS),
-    "values summed with keys": ("share_of", "which * 2 * parts", "0 * parts", TWO_BLOCKS),
+    "keys of the first warpgroup": ("share_of", "which * 2 + w", "which * 2", TWO_BLOCKS),
+    "values summed with keys": ("share_of", "which * 2 + w", "w", TWO_BLOCKS),
     "sums of keys that do not begin at zero": (
         "prepare_rows", "range(number, num_sums,", "range(number, gl.num_programs(0),",
         WIDE_BLOCKS),
@@ -233,8 +236,7 @@ APART: dict[str, Fault] = {
                                            "pair * of_block + (1 - place)", WIDE_BLOCKS),
     "values begun with the tiles of keys": ("finish", "place -= of_block", "pass", TWO_BLOCKS),
     "in a fixed order: sums of another block": (
-        "gradient_adder", "first, parts,", "first, 0 * parts,",
-        WIDE_BLOCKS | {"deterministic": True}),
+        "share_of", "which * 2 + w", "which * 2", WIDE_BLOCKS | {"deterministic": True}),
     "in a fixed order: sums of keys that each head begins": (
         "gradient_adder", "& 1, c.heads_before)", "& 1, 0)", TWO_BLOCKS | {"deterministic": True}),
     "in a fixed order: sums of keys that no head begins": (
@@ -266,16 +268,13 @@ ORDER: dict[str, Fault] = {
 """Seen where everything is as late as it may be."""
 BOTH: dict[str, Any] = IN_ORDER | {"head_dim": 128}
 ADDING: dict[str, Fault] = {
-    "sums not awaited": ("add_halves", "mbarrier.wait(c.dq_full.index(half), parity)", "pass",
+    "sums not awaited": ("add_half", "mbarrier.wait(c.dq_full.index(w), parity)", "pass",
                          IN_ORDER),
     "sums of the second warpgroup not awaited": (
-        "add_halves", "c.dq_full.index(half)", "c.dq_full.index(0)", BOTH),
+        "add_half", "c.dq_full.index(w)", "c.dq_full.index(0)", BOTH),
     "sums not read yet": ("hand_over", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
-    "sums said to be read": ("add_halves", "(w + 1) * halves - 1 - half", "4",
-                             IN_ORDER | LONG),
-    "second half said to be read": ("add_halves", "(w + 1) * halves - 1 - half", "1",
-                                    BOTH | LONG),
+    "sums said to be read": ("add_half", "tma.store_wait(0)", "pass", IN_ORDER | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
 TURNS: dict[str, Fault] = {

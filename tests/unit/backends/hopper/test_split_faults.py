@@ -35,10 +35,11 @@ Fault = tuple[str, str, str, dict[str, Any]]
 
 SCORES: dict[str, Fault] = {
     "rows of keys": ("beside", "1 - c.ROW_AXIS", "1", PLAIN),
-    "keys of rows": ("positions", "gl.expand_dims(keys, c.ROW_AXIS)", "gl.expand_dims(keys, 1)",
-                     WINDOW),
-    "keys behind the last": ("seen_part", "keys < c.sizes.len_k", "keys < c.sizes.len_k + 64", LOW),
-    "one key more to the right": ("seen_part", "keys <= ", "keys - 1 <= ", CAUSAL),
+    "keys of rows": ("positions", "ahead = -ahead", "pass", WINDOW),
+    "keys behind the last": ("seen_part", "known < keys", "known < 64 + keys", LOW),
+    "one key more to the right": (
+        "seen_part", "known <= ahead + c.sizes.right", "known <= 1 + ahead + c.sizes.right",
+        CAUSAL),
     "last key of some rows lost": ("seen_blocks", "sizes.right + 1, 0)", "sizes.right, 0)",
                                    TO_END | {"len_k": 141, "window": (10, -1)}),
     "first block of keys lost": ("seen_blocks", "sizes.offset - sizes.left", "sizes.offset",
