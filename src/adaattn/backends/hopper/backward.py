@@ -132,7 +132,7 @@ class Backward:
     HAS_LISTS: gl.constexpr
     HEADS_APART: gl.constexpr
     HAS_ADDERS: gl.constexpr
-    IS_PLAIN: gl.constexpr
+    KEEPS_KEYS: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
     query_layout: gl.constexpr
@@ -155,7 +155,8 @@ class Backward:
         self.KEYS = gl.constexpr(BLOCK_N // 2)
         has_more = HAS_ADDERS or IS_GROUPED or HAS_SOFTCAP or HAS_ALIBI or HAS_MASK
         has_edges = not IS_ALIGNED and (HAS_RIGHT or HAS_LEFT or IS_RAGGED)
-        self.IS_PLAIN = gl.constexpr(not has_more and not has_edges)
+        # What describes keys to products, in registers throughout the loop of tiles.
+        self.KEEPS_KEYS = gl.constexpr(not has_more and not has_edges)
         # A warpgroup's share of dq is 64 rows x 64 columns: of columns, or else of rows.
         self.score_layout = gl.constexpr(mma_layout(BLOCK_M))
         self.sum_layout = gl.constexpr(mma_layout(BLOCK_D))
@@ -334,9 +335,9 @@ def gradient_consumer(c, w: gl.constexpr):
         q = c.q.index(stage)
         o = c.o.index(stage)
         ds_all = c.ds.index(stage)
-        # 0, which the compiler does not know: else it may keep what describes keys to products in
-        # registers throughout the loop, and spill others. It takes 1 % where there are registers.
-        all_k = c.k.index(0 if c.IS_PLAIN else visit & c.zero)
+        # 0, which the compiler is not to know where it would keep what describes keys, and spill
+        # other registers. Where nothing else needs them it takes 1 % to work it out anew.
+        all_k = c.k.index(0 if c.KEEPS_KEYS else visit & c.zero)
         k = all_k.slice(w * half, half, dim=0)
         if rows == 64:
             all_k = all_k.slice(w * 64, 64, dim=1)

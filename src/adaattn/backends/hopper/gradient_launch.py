@@ -158,8 +158,8 @@ class GradientVariant:
     def has_adders(self) -> bool:
         """Whether warps of their own add to sums, while those that compute go on.
 
-        Faster where heads are apart, by 2 to 6 %, elsewhere up to 3 % slower (November 2026;
-        `docs/kernel-notes.md`).
+        Faster where heads are apart, by 2 to 6 %, elsewhere up to 3 % slower (November 2026, when
+        one warp added for both warpgroups at 128 columns; `docs/kernel-notes.md`).
         """
         return self.is_ordered or self.heads_apart
 

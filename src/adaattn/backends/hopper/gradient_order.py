@@ -11,15 +11,15 @@ before them, as CUB's scans take for granted too: none waits for ever, however f
 Where lists say which tiles a block visits, a table says whom it waits for at each
 (`mask_lists.turns_of`).
 
-Who is the first to add stores instead, so that nobody clears the sums.
+There who is the first to add stores instead, so that nobody clears the sums.
 
 TMA adds in the L2 cache, which all processors share. That its sums are complete is said to who
 waits for them alone: another processor that was told so by a relaxed write may still add before
 them, in up to 3 of 100 backward passes, and what was stored may be lost, in 6 to 8. A release
-before that write keeps the order, and a release alone: with an acquire beside it the whole takes 1
-to 11 % longer at 128 columns. PTX asks for an acquire where the turn is found: left out, since an
-addition is done in L2 and cannot begin before that load has come back. None of 6000 passes had
-other bits (H200, November 2026; `docs/kernel-notes.md`).
+before that write keeps the order. PTX asks for an acquire where the turn is found, and for a fence
+between proxies behind it: left out, since an addition is done in L2 and cannot begin before that
+load has come back. None of 6000 passes had other bits, and with a fence that acquires too they take
+1 to 11 % longer at 128 columns (H200, November 2026; `docs/kernel-notes.md`).
 """
 
 from triton.experimental import gluon

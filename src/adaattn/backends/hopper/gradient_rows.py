@@ -1,10 +1,10 @@
 """What the backward kernel of Hopper GPUs needs of rows, and what it leaves of them, on the device.
 
 Before it: log-sum-exp and sum(do * o) of each row, less the gradient of its log-sum-exp, by tiles;
-and zeros where gradients are summed, unless who is the first to add stores. Behind it: those sums,
-scaled and rounded. One program for each tile, of query rows of one head, whose columns times rows
-are 8192, or 64 rows where there are no sums. Those of gradients of keys and values, where there are
-any, are cut into tiles likewise.
+and zeros where gradients are summed, or in a fixed order turns. Behind it: those sums, scaled and
+rounded. One program for each tile, of query rows of one head, whose columns times rows are 8192, or
+64 rows where there are no sums. Those of gradients of keys and values, where there are any, are cut
+into tiles likewise.
 """
 
 from triton.experimental import gluon
@@ -56,7 +56,7 @@ def prepare_rows(
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
     HAS_SUMS: gl.constexpr, IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros for sums.
+    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros where it sums.
 
     Args, beyond their names:
         output: [B, Hq, Sq, Dv], adjacent columns.
@@ -65,6 +65,7 @@ def prepare_rows(
         lse_upstream: its gradient, where HAS_LSE_GRADIENT.
         columns: Dv.
         num_sums: tiles of sums, where HAS_SUMS.
+        turns: of both halves of each, where IS_ORDERED.
         starts: int32 [N + 1], of packed sequences, where IS_PACKED.
     """
     layout: gl.constexpr = tile_layout(BLOCK_D)
@@ -88,16 +89,15 @@ def prepare_rows(
     gl.store(terms + within, gl.where(sees_nothing, -NOTHING, base * LOG2_E))
     gl.store(terms + BLOCK_M + within, gl.where(sees_nothing, 0.0, delta))
     if HAS_SUMS:
-        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        all_of_it = gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
-        zeros = gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)
         for tile in range(number, num_sums, gl.num_programs(0)):
             if IS_ORDERED:
                 gl.store(turns + 2 * tile, 0)
                 gl.store(turns + 2 * tile + 1, 0)
             else:
+                flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
                 place = gl.to_tensor(tile).to(gl.int64) * (BLOCK_M * BLOCK_D)
-                gl.store(sums + place + all_of_it, zeros)
+                place += gl.arange(0, BLOCK_M * BLOCK_D, layout=flat)
+                gl.store(sums + place, gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat))
 
 
 @gluon.jit

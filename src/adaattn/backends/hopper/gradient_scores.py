@@ -54,9 +54,9 @@ def beside(c, numbers):
 
 @gluon.jit
 def positions(c, first_key, first_row):
-    """Where lines of a tile stand among its columns, and what is known of columns to compare with.
+    """Where lines of a tile stand among its columns, and the known part of the columns' numbers.
 
-    The difference is how far a key is ahead of a row; where ROW_AXIS is 0, a row of a key.
+    The first less the second is a key's place less a row's, or where ROW_AXIS is 0 the reverse.
     """
     height: gl.constexpr = c.KEYS if c.ROW_AXIS == 1 else c.ROWS
     width: gl.constexpr = c.ROWS if c.ROW_AXIS == 1 else c.KEYS
@@ -100,22 +100,23 @@ def is_edge(c, first_key, first_row):
 def seen_part(c, p, first_key, first_row):
     """0 for keys that a row's position does not see, or beyond the last."""
     ahead, known = positions(c, first_key, first_row)
-    keys = c.sizes.len_k - first_key
-    if c.ROW_AXIS == 1:
-        if c.IS_RAGGED:
+    keys_left = c.sizes.len_k - first_key
+    if c.IS_RAGGED:
+        if c.ROW_AXIS == 1:
             lines = gl.arange(0, c.KEYS, layout=gl.SliceLayout(1, c.score_layout))
-            p = gl.where(gl.expand_dims(lines < keys, 1), p, 0.0)
-        if c.HAS_RIGHT:
+            p = gl.where(gl.expand_dims(lines < keys_left, 1), p, 0.0)
+        else:
+            own, _ = split_columns(c.KEYS, c.score_layout)
+            p = gl.where(known < keys_left - own, p, 0.0)
+    if c.HAS_RIGHT:
+        if c.ROW_AXIS == 1:
             p = gl.where(known >= ahead - c.sizes.right, p, 0.0)
-        if c.HAS_LEFT:
-            p = gl.where(known <= ahead + c.sizes.left, p, 0.0)
-    else:
-        if c.IS_RAGGED:
-            own, known = split_columns(c.KEYS, c.score_layout)
-            p = gl.where(known < keys - own, p, 0.0)
-        if c.HAS_RIGHT:
+        else:
             p = gl.where(known <= ahead + c.sizes.right, p, 0.0)
-        if c.HAS_LEFT:
+    if c.HAS_LEFT:
+        if c.ROW_AXIS == 1:
+            p = gl.where(known <= ahead + c.sizes.left, p, 0.0)
+        else:
             p = gl.where(known >= ahead - c.sizes.left, p, 0.0)
     return p
 

@@ -177,7 +177,7 @@ def split_columns(COLUMNS: gl.constexpr, layout: gl.constexpr):
 
     Of what a product leaves, a thread has columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9, ...: the first
     part is 2 t, one number, and the second 0, 1, 8, 9, ..., which instructions hold. Added up, each
-    would take a register or be added anew.
+    would take a register or be added anew. COLUMNS is a power of two.
     """
     columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     return columns & 6, columns & (COLUMNS - 7)

@@ -71,8 +71,8 @@ EDGES: dict[str, Fault] = {
     "one key more to the end": ("seen_part", TO_RIGHT, f"1 + {TO_RIGHT}", TO_END),
     "one key more to the left": ("seen_part", TO_LEFT, f"-1 + {TO_LEFT}", WINDOW),
     "one key fewer to the left": ("seen_part", TO_LEFT, TO_LEFT.replace("<=", "<"), WINDOW),
-    "keys behind the last": ("seen_part", "lines < keys", "lines < keys + 64", LOW),
-    "last key lost": ("seen_part", "lines < keys", "lines < keys - 1", PLAIN),
+    "keys behind the last": ("seen_part", "lines < keys_left", "lines < keys_left + 64", LOW),
+    "last key lost": ("seen_part", "lines < keys_left", "lines < keys_left - 1", PLAIN),
     "edge to the right not noticed": ("is_edge", "> position + c.sizes.right",
                                       "> position + c.sizes.right + 64", RAGGED),
     "edge to the left not noticed": ("is_edge", "c.ROWS - 1 - c.sizes.left",
@@ -110,7 +110,7 @@ SUMS: dict[str, Fault] = {
     "part of the other warpgroup": ("gradient_consumer", "ds_all.slice(w * half",
                                     "ds_all.slice((1 - w) * half", PLAIN),
     "queries of the values": (
-        "gradient_consumer", "c.k.index(0 if c.IS_PLAIN else visit & c.zero)", "c.v", PLAIN),
+        "gradient_consumer", "permute([1, 0]), all_k", "permute([1, 0]), c.v", PLAIN),
     "columns of the other half": ("gradient_consumer", "all_k.slice(w * 64", "all_k.slice(0 * 64",
                                   WIDE),
     "sums of the tile before": ("gradient_consumer", "slot_before * 2 + w, stage",
@@ -146,8 +146,8 @@ BESIDE: dict[str, Fault] = {
     "output for its gradient": ("prepare_rows", "gl.sum(o * do, 1)", "gl.sum(o * o, 1)", PLAIN),
     "gradient of another head": ("prepare_rows", "of_upstream = places_of(batch, head,",
                                  "of_upstream = places_of(batch, 0 * head,", HEADS),
-    "sums that do not begin at zero": ("prepare_rows", "+ all_of_it, zeros)",
-                                       "+ all_of_it, zeros + 1.0)", PLAIN),
+    "sums that do not begin at zero": (
+        "prepare_rows", "gl.zeros([BLOCK_M * BLOCK_D], gl.float32, flat)", "1.0", PLAIN),
     "scale of queries dropped": ("finish", "found * scale", "found", PLAIN),
     "halves of columns swapped": ("finish", "[2, 5, 3, 0, 1, 4, 6]",
                                   "[2, 5, 3, 1, 0, 4, 6]", WIDE),
@@ -235,7 +235,7 @@ APART: dict[str, Fault] = {
     "tiles of the other half of a block": ("finish", "pair * of_block + place",
                                            "pair * of_block + (1 - place)", WIDE_BLOCKS),
     "values begun with the tiles of keys": ("finish", "place -= of_block", "pass", TWO_BLOCKS),
-    "in a fixed order: sums of another block": (
+    "in a fixed order: keys of the first warpgroup": (
         "share_of", "which * 2 + w", "which * 2", WIDE_BLOCKS | {"deterministic": True}),
     "in a fixed order: sums of keys that each head begins": (
         "gradient_adder", "& 1, c.heads_before)", "& 1, 0)", TWO_BLOCKS | {"deterministic": True}),
@@ -284,6 +284,7 @@ TURNS: dict[str, Fault] = {
                                           MANY),
     "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
     "told before all see it": ("pass_on", "release_writes()", "pass", MANY),
+    "turns of the first half": ("gradient_adder", "slot * 2 + w, visit", "slot * 2, visit", MANY),
     "turns of another tile": ("turn_of", "c.turns + place", "c.turns + (c.end_tile - 1) * 2",
                               {"len_q": 300, "len_k": 900}),
 }  # fmt: skip

@@ -36,7 +36,7 @@ Fault = tuple[str, str, str, dict[str, Any]]
 SCORES: dict[str, Fault] = {
     "rows of keys": ("beside", "1 - c.ROW_AXIS", "1", PLAIN),
     "keys of rows": ("positions", "ahead = -ahead", "pass", WINDOW),
-    "keys behind the last": ("seen_part", "known < keys", "known < 64 + keys", LOW),
+    "keys behind the last": ("seen_part", "known < keys_left", "known < 64 + keys_left", LOW),
     "one key more to the right": (
         "seen_part", "known <= ahead + c.sizes.right", "known <= 1 + ahead + c.sizes.right",
         CAUSAL),
