@@ -9,9 +9,7 @@ number in memory says that the blocks before it have, and then tell the next. Th
 from the last rows to the first, and wait only for blocks of a lower number, which the card starts
 before them, as CUB's scans take for granted too: none waits for ever, however few run at a time.
 Where lists say which tiles a block visits, a table says whom it waits for at each
-(`mask_lists.turns_of`).
-
-There who is the first to add stores instead, so that nobody clears the sums.
+(`mask_lists.turns_of`). Who waits for nobody stores instead of adding, so that nobody clears sums.
 
 TMA adds in the L2 cache, which all processors share. That its sums are complete is said to who
 waits for them alone: another processor that was told so by a relaxed write may still add before

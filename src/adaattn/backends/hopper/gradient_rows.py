@@ -56,7 +56,7 @@ def prepare_rows(
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, HAS_LSE_GRADIENT: gl.constexpr,
     HAS_SUMS: gl.constexpr, IS_ORDERED: gl.constexpr, IS_PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Write the terms of a tile's rows, as `backward.backward` takes them, and zeros where it sums.
+    """Write the terms of a tile's rows, as `backward.backward` takes them; zeros for sums or turns.
 
     Args, beyond their names:
         output: [B, Hq, Sq, Dv], adjacent columns.

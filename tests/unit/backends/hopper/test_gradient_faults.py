@@ -275,6 +275,8 @@ ADDING: dict[str, Fault] = {
     "sums not read yet": ("hand_over", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
     "sums said to be read": ("add_half", "tma.store_wait(0)", "pass", IN_ORDER | LONG),
+    "second half said to be read": ("add_half", "tma.store_wait(0)", "tma.store_wait(w)",
+                                    BOTH | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
 TURNS: dict[str, Fault] = {
