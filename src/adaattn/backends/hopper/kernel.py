@@ -48,9 +48,11 @@ from adaattn.backends.hopper.pipeline import (
     arrive,
     arrive_late,
     pass_mask,
+    pass_turn,
     producer,
     read_mask,
     score_product,
+    take_turn,
     wait_for_mask,
 )
 from adaattn.backends.hopper.places import (
@@ -162,9 +164,11 @@ def attend_blocks(
             block = next_block
             next_block = listed_block(c, tile, i + 1)
         mbarrier.wait(c.k_full.index(stage_k), phase_k)
+        take_turn(c, w)
         s_async = score_product(c, q, stage_k)
         mbarrier.wait(c.v_full.index(held_v), held_phase)
         sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
+        pass_turn(c, w)
         if c.terms.MASK == BITS:
             # A block ahead: a word from memory takes longer than the product.
             mask = next_mask
@@ -208,6 +212,8 @@ def attend_blocks(
 def skip_blocks(c, w: gl.constexpr, count, stage_k, phase_k, stage_v, phase_v):
     """Frees stages that other warpgroups of the tile need and this one does not."""
     for _ in range(count):
+        take_turn(c, w)
+        pass_turn(c, w)
         mbarrier.wait(c.k_full.index(stage_k), phase_k)
         arrive(c, stage_k)
         mbarrier.wait(c.v_full.index(stage_v), phase_v)
@@ -257,10 +263,12 @@ def attend_tile(
     row_terms = terms_of(x, number_of(c, tile) >> c.tile_bits, c.num_heads, start_q, start_k)
     mbarrier.wait(c.q_full.index(q_place), (visits // c.STAGES_Q) & 1)
     mbarrier.wait(c.k_full.index(stage_k), phase_k)
+    take_turn(c, w)
     s_async = score_product(c, q, stage_k)
     if has_before:
         mbarrier.wait(c.v_full.index(held_v), held_phase)
     sum_async = warpgroup_mma(weights, c.v.index(held_v), accumulator, is_async=True)
+    pass_turn(c, w)
     mask = load_mask(
         x, sizes, row_terms, first_row, first_block, c.BLOCK_N, c.score_layout,
         x.IS_RAGGED or x.HAS_LEFT,
@@ -414,6 +422,8 @@ def attend_tiles(
 def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
     """One consumer warpgroup: both passes, and that over blocks that are not listed."""
     zero = gl.to_tensor(0)
+    if w == c.NUM_WARPGROUPS - 1:
+        pass_turn(c, w)
     visits, stage_k, phase_k, stage_v, phase_v = attend_tiles(
         c, w, zero, zero, zero, zero, zero, FIXED, False
     )
@@ -441,8 +451,8 @@ def forward(
     dropped,
     NUM_WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, STAGES_Q: gl.constexpr,
-    STAGES_M: gl.constexpr, OUT_PARTS: gl.constexpr, LATE: gl.constexpr, FIXED: gl.constexpr,
-    HAS_TILES: gl.constexpr, IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
+    STAGES_M: gl.constexpr, OUT_PARTS: gl.constexpr, LATE: gl.constexpr, IN_TURNS: gl.constexpr,
+    FIXED: gl.constexpr, HAS_TILES: gl.constexpr, IS_PACKED: gl.constexpr, TO_END: gl.constexpr,
     LIST_RATIO: gl.constexpr, HAS_LSE: gl.constexpr, HAS_ROW_MAX: gl.constexpr,
     HAS_ENTROPY: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_UNALIGNED_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -510,8 +520,8 @@ def forward(
         Sizes(len_q, len_k, offset, left, right), packing, lists, num_tiles, tiles_per_head,
         tile_bits, tiles_per_block, num_heads, group_size, q, k, v, o, m, q_full, q_empty, k_full,
         v_full, m_full, done, NUM_WARPGROUPS, BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q,
-        STAGES_M, OUT_PARTS, LATE, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX,
-        HAS_ENTROPY, dropped, HAS_DROPPED,
+        STAGES_M, OUT_PARTS, LATE, IN_TURNS, HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE,
+        HAS_ROW_MAX, HAS_ENTROPY, dropped, HAS_DROPPED,
     )  # fmt: skip
     if FIXED:
         lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))

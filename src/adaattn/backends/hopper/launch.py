@@ -66,6 +66,7 @@ class Tiling:
         out_parts: in how many parts a tile's result passes through shared memory.
         late: a stage of keys is freed behind the softmax, which keeps the wait for the product
             of the values behind it too.
+        in_turns: warpgroups begin their products in turns.
         stages_m: blocks of a mask on their way: none, one, or as many as of keys.
         mask_bytes: of a number of the mask; 0 where it does not pass through shared memory.
     """
@@ -79,6 +80,7 @@ class Tiling:
     stages_q: int = 1
     out_parts: int = 1
     late: bool = True
+    in_turns: bool = False
     stages_m: int = 0
     mask_bytes: int = 0
 
@@ -350,12 +352,12 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     if (short or narrow) and not modified:
         return Tiling(
             warpgroups=2, block_n=64, block_d=block_d, block_v=block_v,
-            stages_k=4, stages_v=4, stages_q=2, late=fixed,
+            stages_k=4, stages_v=4, stages_q=2, late=fixed, in_turns=widest >= 64,
         )  # fmt: skip
     if widest == 128:
         return Tiling(
             warpgroups=2, block_n=64 if masked or narrow else 128, block_d=block_d, block_v=block_v,
-            stages_k=2, stages_v=3 if fixed else 2, late=fixed,
+            stages_k=2, stages_v=3 if fixed else 2, late=fixed, in_turns=True,
         )  # fmt: skip
     # Three have no registers left for the entropy's sums, nor for windows that differ from head to
     # head: they would spill in the loop.
@@ -371,6 +373,7 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
         block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=blind or len_k < 8192,
+        in_turns=widest == 64 and not modified,
     )  # fmt: skip
 
 
@@ -394,6 +397,7 @@ def _staged(problem: AttentionProblem, block_d: int, block_v: int, *, fixed: boo
         stages_q=1 if widest >= 128 else 2,
         out_parts=max(block_v // 64, 1),
         late=fixed,
+        in_turns=widest == 128,
         stages_m=1 if single else 2,
         mask_bytes=num_bytes,
     )

@@ -115,6 +115,7 @@ class Call:
     STAGES_M: gl.constexpr
     OUT_PARTS: gl.constexpr
     LATE: gl.constexpr
+    IN_TURNS: gl.constexpr
     HAS_TILES: gl.constexpr
     IS_PACKED: gl.constexpr
     TO_END: gl.constexpr
@@ -133,8 +134,9 @@ class Call:
         self, query, key, value, out, mask, lse, row_max, entropy, tiles, flags, terms, sizes,
         packing, lists, num_tiles, tiles_per_head, tile_bits, tiles_per_block, num_heads,
         group_size, q, k, v, o, m, q_full, q_empty, k_full, v_full, m_full, done, NUM_WARPGROUPS,
-        BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M, OUT_PARTS, LATE, HAS_TILES,
-        IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY, dropped, HAS_DROPPED,
+        BLOCK_N, BLOCK_V, STAGES_K, STAGES_V, STAGES_Q, STAGES_M, OUT_PARTS, LATE, IN_TURNS,
+        HAS_TILES, IS_PACKED, TO_END, LIST_RATIO, HAS_LSE, HAS_ROW_MAX, HAS_ENTROPY, dropped,
+        HAS_DROPPED,
     ):  # fmt: skip
         set_fields(self, locals())
         self.BLOCK_M = gl.constexpr(64 * NUM_WARPGROUPS)
@@ -161,6 +163,30 @@ def arrive_late(c, stage, row_sum):
 def take(c, stage):
     """Waits until all consumers have freed a stage."""
     meet(stage, "sync", 128 * (c.NUM_WARPGROUPS + 1))
+
+
+@gluon.jit
+def take_turn(c, w: gl.constexpr):
+    """Waits until a warpgroup may begin its next products.
+
+    Warpgroups begin theirs in turns, as many for each tile: one has its exponentials while another
+    has its products. By themselves they may fall into step.
+    """
+    if c.IN_TURNS:
+        meet(turn_number(c, w), "sync", 256)
+
+
+@gluon.jit
+def pass_turn(c, w: gl.constexpr):
+    """Lets the next warpgroup begin its products."""
+    if c.IN_TURNS:
+        meet(turn_number(c, (w + 1) % c.NUM_WARPGROUPS), "arrive", 256)
+
+
+@gluon.jit
+def turn_number(c, w: gl.constexpr):
+    """A warpgroup's barrier of turns: behind those of stages, and of places of the mask."""
+    return gl.to_tensor(c.STAGES_K + c.STAGES_V + c.STAGES_M * c.NUM_WARPGROUPS + w)
 
 
 @gluon.jit

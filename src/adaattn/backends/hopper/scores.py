@@ -249,15 +249,16 @@ def hide(x, sizes, t, first_row, block, BLOCK_N: gl.constexpr):
     """-inf for keys that a row's position does not see, or beyond the last."""
     layout: gl.constexpr = t.type.layout
     rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+    own, known = split_columns(BLOCK_N, layout)
+    start = block * BLOCK_N + own
     last = rows * 0 + sizes.len_k - 1
     if x.HAS_RIGHT:
         if x.IS_RAGGED or x.HAS_LEFT:
             last = gl.minimum(last, rows + (sizes.offset + sizes.right))
         else:
             last = rows + (sizes.offset + sizes.right)
-    t = gl.where(gl.expand_dims(cols, 0) <= gl.expand_dims(last, 1), t, NOTHING)
+    t = gl.where(known <= gl.expand_dims(last, 1) - start, t, NOTHING)
     if x.HAS_LEFT:
         first = rows + (sizes.offset - sizes.left)
-        t = gl.where(gl.expand_dims(cols, 0) >= gl.expand_dims(first, 1), t, NOTHING)
+        t = gl.where(known >= gl.expand_dims(first, 1) - start, t, NOTHING)
     return t
