@@ -329,7 +329,10 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     - D 128, causal: blocks of 64 keys 1.04 and 1.16 for 0.92 and 1.07 at 512 and 1K, but 1.17
       for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
     - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
-      8K keys.
+      8K keys and beside a softcap.
+    - Products begun in turns: D 64, causal, 0.91 of the time at 2K and 8K, 0.96 at 4K and 0.97 at
+      16K; D 128, full 0.95 at 512, 0.98 at 2K, windows 0.90. What is done to the scores at D 64
+      takes longer so (a softcap 1.05, a bias 1.06), and D 32 does (1.04); D 256 is the same.
 
     Where lengths have no say it is the tiling of long sequences, with two warpgroups.
     """
@@ -372,7 +375,8 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
         three = three and len_k > 4096
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
-        block_v=block_v, stages_k=3, stages_v=3, stages_q=2, late=blind or len_k < 8192,
+        block_v=block_v, stages_k=3, stages_v=3, stages_q=2,
+        late=blind or len_k < 8192 or problem.softcap > 0,
         in_turns=widest == 64 and not modified,
     )  # fmt: skip
 

@@ -61,7 +61,8 @@ def test_each_choice_fits_shared_memory_and_the_named_barriers(
         assert tiling.shared_bytes <= SHARED_BYTES - BARRIER_BYTES
         # Triton takes 0 to 1 + workers; the stages follow from 5 on.
         stages = tiling.stages_k + tiling.stages_v + tiling.warpgroups * tiling.stages_m
-        assert 5 + stages <= NAMED_BARRIERS
+        turns = tiling.warpgroups * tiling.in_turns
+        assert 5 + stages + turns <= NAMED_BARRIERS
         assert tiling.block_d >= head_dim
         assert tiling.block_v >= value_dim
 

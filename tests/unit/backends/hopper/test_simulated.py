@@ -33,7 +33,7 @@ def held_to_the_oracle(tensors: Tensors, problem: AttentionProblem) -> Result:
     return assert_executor_matches(run, tensors, problem)
 
 
-USUAL: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 32, "num_heads": 2}
+USUAL: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 64, "num_heads": 2}
 ALL_AUX = Aux.LSE | Aux.ROW_MAX | Aux.ENTROPY
 TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
 DENSE: dict[str, dict[str, Any]] = {
@@ -47,6 +47,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "softcap in half": {"len_q": 70, "softcap": 1.5, "precision": Precision.FP16, "aux": ALL_AUX},
     "a tile that ends with a block's first key": {"len_q": 193, "is_causal": True,
                                                   "window": (5, -1), "aux": Aux.LSE},
+    "32 columns": {"len_q": 300, "is_causal": True, "head_dim": 32},
+    "128 columns": {"len_q": 200, "softcap": 5.0, "is_causal": True, "window": (70, -1),
+                    "head_dim": 128},
+    "mask at 128 columns": {"len_q": 300, "mask": MaskKind.ADDITIVE, "head_dim": 128},
+    "three warpgroups": {"len_q": 190, "len_k": 1100, "window": (70, 50)},
 }  # fmt: skip
 
 
@@ -54,6 +59,28 @@ DENSE: dict[str, dict[str, Any]] = {
 def test_dense(name: str) -> None:
     problem = make_problem(**(USUAL | DENSE[name]))
     held_to_the_oracle(make_tensors(problem), problem)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "128 columns", "three warpgroups"])
+def test_warpgroups_begin_their_products_in_turns(name: str, simulated: Any) -> None:
+    """Also those of blocks that one of them skips."""
+    turns: list[int] = []
+
+    def noted(function: Any) -> Any:
+        def take_turn(c: Any, w: int) -> None:
+            function(c, w)
+            turns.append(w)
+
+        return take_turn
+
+    simulated.replace("take_turn", noted)
+    problem = make_problem(**(USUAL | DENSE[name]))
+    held_to_the_oracle(make_tensors(problem), problem)
+    tiling = choose(problem).tiling
+    assert turns == [n % tiling.warpgroups for n in range(len(turns))]
+    assert len(turns) >= 2 * tiling.warpgroups and (tiling.warpgroups == 3) == name.startswith(
+        "three"
+    )
 
 
 BIAS: dict[str, Any] = {"mask": MaskKind.ADDITIVE}
@@ -263,7 +290,7 @@ def test_starts_that_nobody_checked_lead_to_no_other_memory(
     """What is outside of a tensor is an error of the simulation; warpgroups that disagree, too."""
     problem = make_problem(**USUAL, lengths_q=(40, 50), is_causal=True, align=align)
     problem = replace(problem, num_sequences=len(starts) - 1, packed_square=False)
-    query, key, value = torch.randn(3, 1, 2, 90, 32).bfloat16()
+    query, key, value = torch.randn(3, 1, 2, 90, 64).bfloat16()
     bounds = torch.tensor(starts, dtype=torch.int32)
     tensors = Tensors.of(query, key, value, cu_seqlens_q=bounds, cu_seqlens_k=bounds.flip(0))
     assert run(tensors, problem).output.nan_to_num(0.0).abs().max() < 100
