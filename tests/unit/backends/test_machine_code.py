@@ -72,6 +72,7 @@ HOPPER_WITH_FEW_SPILLS = [
     "dict(head_dim=128, block_size=(128, 128))",
     LISTED,
     "dict(head_dim=64, head_terms=HeadTerm.WINDOW)",
+    "dict(head_dim=64, is_causal=True, len_q=8192)",
     "dict(head_dim=64, is_causal=True, block_size=(128, 128), aux=Aux.DROPPED_MASS)",
     "dict(head_dim=128, is_causal=True, head_terms=HeadTerm(7))",
 ]

@@ -4,7 +4,8 @@
 
 A persistent block walks a list of tiles of 64 rows a warpgroup. The producer copies keys and
 values into rings of stages; a consumer issues the product of the next scores, then that of the
-weights before them, and computes the softmax behind both. Blocks of keys are visited from the last
+weights before them, and computes the softmax behind both, in turns with the other consumers
+where that pays (as in FlashAttention-3, arXiv 2407.08608). Blocks of keys are visited from the last
 to the first. Scores are in units of log 2.
 
 Two references of the exponentials: the running maximum, always right, and a fixed one: the
@@ -210,7 +211,7 @@ def attend_blocks(
 
 @gluon.jit
 def skip_blocks(c, w: gl.constexpr, count, stage_k, phase_k, stage_v, phase_v):
-    """Frees stages that other warpgroups of the tile need and this one does not."""
+    """Frees stages that other warpgroups need and this one does not, and passes its turns."""
     for _ in range(count):
         take_turn(c, w)
         pass_turn(c, w)
@@ -422,6 +423,7 @@ def attend_tiles(
 def consumer(c, w: gl.constexpr, FIXED: gl.constexpr):
     """One consumer warpgroup: both passes, and that over blocks that are not listed."""
     zero = gl.to_tensor(0)
+    # The first turn is the first warpgroup's, where each pass over tiles leaves it again.
     if w == c.NUM_WARPGROUPS - 1:
         pass_turn(c, w)
     visits, stage_k, phase_k, stage_v, phase_v = attend_tiles(

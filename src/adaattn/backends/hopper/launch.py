@@ -230,7 +230,7 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         has_left=has_left,
         is_ragged=in_doubt or problem.len_k % tiling.block_n != 0,
         may_hide=in_doubt or hides_late or has_left or problem.mask is not MaskKind.NONE,
-        has_softcap=problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP),
+        has_softcap=_has_softcap(problem),
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
@@ -307,13 +307,18 @@ def _is_fixed(problem: AttentionProblem, *, packs: bool) -> bool:
 
 def _is_first(problem: AttentionProblem) -> bool:
     """Return whether an additive mask may be divided by the scale: not where that overflows."""
-    alone = not problem.has_alibi and problem.softcap == 0.0 and not _scales_by_head(problem)
-    return problem.mask is MaskKind.ADDITIVE and alone and 2.0**-20 <= problem.scale <= 2.0**20
+    alone = problem.mask is MaskKind.ADDITIVE and not _is_modified(problem)
+    return alone and 2.0**-20 <= problem.scale <= 2.0**20
 
 
-def _scales_by_head(problem: AttentionProblem) -> bool:
-    """Return whether heads have scales or softcaps of their own."""
-    return problem.by_head(HeadTerm.SCALE) or problem.by_head(HeadTerm.SOFTCAP)
+def _is_modified(problem: AttentionProblem) -> bool:
+    """Return whether scores are more than products times one scale, masks aside."""
+    return problem.has_alibi or _has_softcap(problem) or problem.by_head(HeadTerm.SCALE)
+
+
+def _has_softcap(problem: AttentionProblem) -> bool:
+    """Return whether scores are capped, also where each head has a softcap of its own."""
+    return problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP)
 
 
 def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
@@ -330,16 +335,16 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
       for 1.19 at 2K; not causal 1.02 for 1.12 at 1K.
     - A stage of keys freed late pays at D 128 and 256 with a fixed reference, and at D 64 below
       8K keys and beside a softcap.
-    - Products begun in turns: D 64, causal, 0.91 of the time at 2K and 8K, 0.96 at 4K and 0.97 at
-      16K; D 128, full 0.95 at 512, 0.98 at 2K, windows 0.90. What is done to the scores at D 64
-      takes longer so (a softcap 1.05, a bias 1.06), and D 32 does (1.04); D 256 is the same.
+    - Products begun in turns take, of the time without: D 64, causal, 0.89 at 2K, 0.84 at 4K, 0.95
+      at 8K, 0.97 at 16K; D 128, full 0.95 at 512, 0.98 at 2K, windows 0.89. What is done to the
+      scores at D 64 takes longer so (a softcap 1.05, a bias 1.06), and D 32 does (1.04).
 
     Where lengths have no say it is the tiling of long sequences, with two warpgroups.
     """
     block_d, block_v = _columns(problem.head_dim), _columns(problem.value_dim)
     widest = max(block_d, block_v)
     masked = problem.mask is not MaskKind.NONE
-    modified = masked or problem.has_alibi or problem.softcap > 0 or _scales_by_head(problem)
+    modified = masked or _is_modified(problem)
     sees_all = edges(problem) == (-1, -1) and not problem.by_head(HeadTerm.WINDOW)
     len_q, len_k = problem.longest
     blind = problem.batch_invariant
@@ -376,7 +381,7 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
         block_v=block_v, stages_k=3, stages_v=3, stages_q=2,
-        late=blind or len_k < 8192 or problem.softcap > 0,
+        late=blind or len_k < 8192 or _has_softcap(problem),
         in_turns=widest == 64 and not modified,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What all warps of the Hopper kernel share: its arguments and stages; and the producer.
 
 A stage of keys or values is filled by TMA, which tells of it through an mbarrier, and freed through
-one of the hardware's named barriers: stages of keys, then of values.
+one of the hardware's named barriers: those of keys, of values, of places of a mask, and then those
+at which consumers wait for their turn.
 """
 
 from triton.experimental import gluon
@@ -169,8 +170,8 @@ def take(c, stage):
 def take_turn(c, w: gl.constexpr):
     """Waits until a warpgroup may begin its next products.
 
-    Warpgroups begin theirs in turns, as many for each tile: one has its exponentials while another
-    has its products. By themselves they may fall into step.
+    One has its exponentials while another has its products; by themselves they may fall into step.
+    Each takes a turn for every block that is copied, skipped ones too, or all would stop.
     """
     if c.IN_TURNS:
         meet(turn_number(c, w), "sync", 256)
