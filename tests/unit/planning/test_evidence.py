@@ -156,11 +156,28 @@ def test_a_problem_that_was_measured_is_expected_to_take_as_long(card: str) -> N
     assert len(known) > 15
 
 
+def shipped_of_cpu(instructions: str) -> TimingTable:
+    path = resources.files("adaattn") / "hardware" / "tables" / f"cpu-2-cores-{instructions}.json"
+    return TimingTable.from_dict(json.loads(path.read_text(encoding="utf-8")), "cpu")
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx512", "avx512-amx"])
+def test_single_tokens_of_grouped_heads_read_each_key_once(instructions: str) -> None:
+    """PyTorch's kernel reads it once for each query head."""
+    decoding = make_problem(
+        num_heads=32, num_kv_heads=8, len_q=1, len_k=16384, head_dim=128, precision=Precision.FP32
+    )
+    share = ratio(shipped_of_cpu(instructions), decoding, "grouped", "sdpa.flash")
+    assert share is not None and share < DISPLACES
+
+
+@pytest.mark.parametrize("instructions", ["avx2", "avx512"])
 @pytest.mark.parametrize("mask", [MaskKind.BOOLEAN, MaskKind.ADDITIVE])
-def test_masks_over_the_keys_of_a_cache_are_in_the_tables(mask: MaskKind) -> None:
+def test_masks_over_the_keys_of_a_cache_are_in_the_tables(
+    mask: MaskKind, instructions: str
+) -> None:
     """No table had them: decoding of padded prompts stayed with a kernel 10 times as slow."""
-    cpu = resources.files("adaattn") / "hardware" / "tables" / "cpu-2-cores-avx512.json"
-    on_cpu = TimingTable.from_dict(json.loads(cpu.read_text(encoding="utf-8")), "cpu")
+    on_cpu = shipped_of_cpu(instructions)
     decoding = make_problem(
         batch=4, num_heads=32, num_kv_heads=8, len_q=1, len_k=1500, head_dim=128, mask=mask,
         mask_shape=(4, 1, 1, 1500), precision=Precision.BF16,
