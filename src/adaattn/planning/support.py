@@ -57,7 +57,7 @@ _RULES: Final[tuple[_Rule, ...]] = (
         "a sliding window",
     ),
     (Feature.DILATION, lambda p: p.dilation > 1, "a dilated pattern"),
-    (Feature.SOFTCAP, lambda p: p.softcap > 0 or p.by_head(HeadTerm.SOFTCAP), "softcap"),
+    (Feature.SOFTCAP, lambda p: p.has_softcap, "softcap"),
     (Feature.SINKS, lambda p: p.has_sinks, "attention sinks"),
     (
         Feature.SINKS_GRADIENT,

@@ -140,6 +140,11 @@ class AttentionProblem:
         """Whether blocks of keys are listed for blocks of rows."""
         return self.block_size[1] > 0
 
+    @property
+    def has_softcap(self) -> bool:
+        """Whether scores are capped, alike for all heads or by a number of each."""
+        return self.softcap > 0 or self.by_head(HeadTerm.SOFTCAP)
+
     def by_head(self, term: HeadTerm) -> bool:
         """Return whether each head has its own number; by numbers, as in `wants`."""
         return bool(self.head_terms.value & term.value)

@@ -46,8 +46,11 @@ alone moves so many across the line (`DISPLACES`)."""
 def shipped(card: str) -> TimingTable:
     """Return the table of a card alone."""
     files = {"h200": "cuda-h200.json", "h100": "cuda-h100-sxm.json"}
-    path = resources.files("adaattn") / "hardware" / "tables" / files[card]
-    return read_table(Path(str(path)), facts_of(card))
+    return read_table(table_file(files[card]), facts_of(card))
+
+
+def table_file(name: str) -> Path:
+    return Path(str(resources.files("adaattn") / "hardware" / "tables" / name))
 
 
 @cache
@@ -157,7 +160,7 @@ def test_a_problem_that_was_measured_is_expected_to_take_as_long(card: str) -> N
 
 
 def shipped_of_cpu(instructions: str) -> TimingTable:
-    path = resources.files("adaattn") / "hardware" / "tables" / f"cpu-2-cores-{instructions}.json"
+    path = table_file(f"cpu-2-cores-{instructions}.json")
     return TimingTable.from_dict(json.loads(path.read_text(encoding="utf-8")), "cpu")
 
 

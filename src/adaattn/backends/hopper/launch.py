@@ -230,7 +230,7 @@ def choose(problem: AttentionProblem, *, staged: bool | None = None) -> Variant:
         has_left=has_left,
         is_ragged=in_doubt or problem.len_k % tiling.block_n != 0,
         may_hide=in_doubt or hides_late or has_left or problem.mask is not MaskKind.NONE,
-        has_softcap=_has_softcap(problem),
+        has_softcap=problem.has_softcap,
         has_sinks=problem.has_sinks,
         has_alibi=problem.has_alibi,
         mask=problem.mask,
@@ -313,12 +313,7 @@ def _is_first(problem: AttentionProblem) -> bool:
 
 def _is_modified(problem: AttentionProblem) -> bool:
     """Return whether scores are more than products times one scale, masks aside."""
-    return problem.has_alibi or _has_softcap(problem) or problem.by_head(HeadTerm.SCALE)
-
-
-def _has_softcap(problem: AttentionProblem) -> bool:
-    """Return whether scores are capped, also where each head has a softcap of its own."""
-    return problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP)
+    return problem.has_alibi or problem.has_softcap or problem.by_head(HeadTerm.SCALE)
 
 
 def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
@@ -381,7 +376,7 @@ def _tiling(problem: AttentionProblem, *, fixed: bool, staged: bool) -> Tiling:
     return Tiling(
         warpgroups=3 if three else 2, block_n=64 if narrow else 128, block_d=block_d,
         block_v=block_v, stages_k=3, stages_v=3, stages_q=2,
-        late=blind or len_k < 8192 or _has_softcap(problem),
+        late=blind or len_k < 8192 or problem.has_softcap,
         in_turns=widest == 64 and not modified,
     )  # fmt: skip
 

@@ -295,7 +295,7 @@ class Arguments:
         # Scores in bf16 would round more than it does.
         fast = problem.precision is Precision.BF16 and problem.device_type == "cuda"
         fast = fast and torch.version.hip is None
-        cap = problem.softcap > 0 or problem.by_head(HeadTerm.SOFTCAP)
+        cap = problem.has_softcap
         drops = problem.dropout_p > 0
         return problem.has_alibi, problem.has_sinks, cap, cap and fast, drops
 
