@@ -291,6 +291,7 @@ def check_hopper(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["frozen"] == []
     assert found["warnings"] == []
+    assert found["overwritten"] == []
     assert found["loops"]
     assert [loop for loop in found["loops"] if loop["spills"]] == []
     # What all warpgroups may hold at entry: 65536 registers over 128 threads of each.
@@ -339,6 +340,7 @@ def check_hopper_gradients(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["warnings"] == []
     assert found["registers"] == 168
+    assert found["overwritten"] == []
     assert found["shared_bytes"] <= SHARED_BYTES
     loops = sorted(found["loops"], key=lambda loop: loop["instructions"])[:2]
     assert len(loops) == 2
@@ -393,6 +395,7 @@ def check_fused(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["warnings"] == []
     assert found["registers"] == 168
+    assert found["overwritten"] == []
     assert found["spills"] <= most_spills
     assert found["shared_bytes"] <= SHARED_BYTES
 

@@ -465,7 +465,11 @@ def backward(
     if HAS_ADDERS:
         dq_full = two_barriers(1)
         dq_empty = two_barriers(1)
-    end = two_barriers(2)
+    # Every mbarrier has somebody who waits there. Else Triton gives its memory to what it hands to
+    # other warps, and what makes the mbarrier may be written behind that.
+    end = ds_full
+    if not HEADS_APART:
+        end = two_barriers(2)
     fence_async_shared()
     head, block = head_and_block(key_blocks, key_heads, heads_together)
     kv_heads = num_heads // group_size
