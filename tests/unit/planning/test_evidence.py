@@ -271,13 +271,13 @@ def test_a_packed_cell_says_how_many_sequences_it_had() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 def test_packed_cells_that_ship_have_equal_lengths(card: str) -> None:
-    """As the grid asks for, or of as many tokens as a step of training has."""
+    """As the grid asks for, or of as many tokens as steps of training have."""
     cells = [
         cell for name, cells in shipped(card).cells.items() if "packed" in name for cell in cells
     ]
     assert len(cells) > 100
     others = [cell for cell in cells if facts(cell) not in problems()]
-    assert {cell.num_sequences * cell.len_q for cell in others} <= {16384}
+    assert {cell.num_sequences * cell.len_q for cell in others} <= {16384, 32768, 65536}
     assert all(cell.visible == cell.len_q / 2 for cell in others)
 
 

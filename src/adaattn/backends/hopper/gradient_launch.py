@@ -52,6 +52,14 @@ _APART_ORDERED: Final = 1.15
 """What a visit with heads apart takes of one with heads in turns, in a fixed order, at 128
 columns; at 64 as much."""
 
+_ORDERED_KEYS: Final = {64: 512, 128: 1024}
+"""Up to so many keys a fixed order of sums is the faster one, by columns of a tile: who is the
+first to add stores, and nobody clears. 1.02 to 1.10 times as fast at 128 columns over 512 and 1024
+tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
+
+_ORDERED_BLOCKS: Final = 2048
+"""Blocks of keys of all query heads there; with few, those that begin together wait."""
+
 _WORTH_SUMS: Final = 0.97
 """Share of the time of taking turns below which another way is taken."""
 
@@ -106,7 +114,8 @@ class GradientVariant:
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
         is_ordered: what is summed in memory is summed in a fixed order: the same each time, and in
-            any batch where the problem asks for that. Split kernels sum nothing in memory.
+            any batch where the problem asks for that; or because it is faster. Split kernels sum
+            nothing in memory.
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
         mask: kind of the mask.
@@ -195,7 +204,8 @@ def choose_gradients(
     is_grouped = problem.group_size > 1 and not heads_apart
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
-    is_ordered = not is_split and (problem.deterministic or problem.batch_invariant)
+    is_ordered = problem.deterministic or problem.batch_invariant
+    is_ordered = not is_split and (is_ordered or _gains_by_order(problem, block_d, sharing))
     # Of packed sequences that may not depend on one another, whether all are square is another's.
     is_square = problem.packed_square and not problem.batch_invariant
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
@@ -229,6 +239,16 @@ def choose_gradients(
         has_lists=packs and lists_mask(problem, _LEAST_PACKED),
         is_split=is_split,
     )
+
+
+def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -> bool:
+    """Return whether a fixed order of sums is the faster one."""
+    length = problem.len_k
+    if problem.num_sequences or problem.mask is not MaskKind.NONE or sharing is not Sharing.TURNS:
+        return False
+    blocks = problem.batch * problem.num_heads * -(-length // BLOCK_KEYS)
+    is_short = length == problem.len_q and length <= _ORDERED_KEYS.get(block_d, 0)
+    return is_short and blocks >= _ORDERED_BLOCKS
 
 
 def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:

@@ -207,3 +207,30 @@ def test_on_a_card_they_are_the_same_in_100_repeats(head_dim: int) -> None:
         torch.autograd.grad(output, leaves, upstream, retain_graph=True) for _ in range(101)
     )
     assert all(all(map(torch.equal, first, other)) for other in more)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_ordered"),
+    [
+        ({"head_dim": 128, "batch": 32, "len_q": 512}, True),
+        ({"head_dim": 128, "batch": 32, "len_q": 512, "num_kv_heads": 4}, True),
+        ({"head_dim": 128, "batch": 16, "len_q": 1024, "window": (127, 0)}, True),
+        ({"head_dim": 64, "batch": 32, "len_q": 512}, True),
+        ({"head_dim": 64, "batch": 16, "len_q": 1024}, False),
+        ({"head_dim": 128, "batch": 16, "len_q": 1024, "len_k": 512}, False),
+        ({"head_dim": 128, "batch": 8, "len_q": 2048}, False),
+        ({"head_dim": 128, "batch": 31, "len_q": 512}, False),
+        ({"head_dim": 128, "batch": 32, "len_q": 512, "mask": MaskKind.BOOLEAN}, False),
+        ({"head_dim": 256, "batch": 32, "len_q": 512}, False),
+    ],
+)
+def test_sums_have_a_fixed_order_where_that_is_faster(
+    values: dict[str, Any], is_ordered: bool
+) -> None:
+    sizes = {"num_heads": 16, "is_causal": True, "precision": Precision.BF16, **values}
+    assert choose_gradients(make_problem(**sizes)).is_ordered == is_ordered
+
+
+def test_packed_sequences_have_none_unasked() -> None:
+    sizes = {"head_dim": 128, "num_heads": 64, "precision": Precision.BF16}
+    assert not choose_gradients(make_problem(lengths_q=[512] * 32, **sizes)).is_ordered
