@@ -4,8 +4,8 @@ Keys and values pass through TMA and products through wgmma; see `adaattn.backen
 Sequences may be packed, blocks of keys listed, and heads have windows, scales and softcaps of their
 own. It needs Triton and strides of 16 bytes. Gradients are without lists; those of queries, and of
 grouped heads those of keys and values too, are added up in no fixed order up to 128 columns, unless
-PyTorch was asked for deterministic algorithms, or `batch_invariant`; above, beside most masks, where
-grouped heads have short blocks, and over few keys, where that is faster, always the same way
+PyTorch was asked for deterministic algorithms, or `batch_invariant`; above, beside most masks,
+where grouped heads have short blocks, and over few keys, where that is faster, always the same way
 (`gradient_launch.choose_gradients`).
 """
 
