@@ -54,11 +54,11 @@ columns; at 64 as much."""
 
 _ORDERED_KEYS: Final = {64: 512, 128: 1024}
 """Up to so many keys a fixed order of sums is the faster one, by columns of a tile: who is the
-first to add stores, and nobody clears. 1.02 to 1.10 times as fast at 128 columns over 512 and 1024
+first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
-_ORDERED_BLOCKS: Final = 2048
-"""Blocks of keys of all query heads there; with few, those that begin together wait."""
+_ORDERED_LEAST: Final = 512
+"""Keys, and blocks of them, of all key heads: the fewest measured. Few that begin together wait."""
 
 _WORTH_SUMS: Final = 0.97
 """Share of the time of taking turns below which another way is taken."""
@@ -114,8 +114,8 @@ class GradientVariant:
         has_lse_gradient: one arrives at the log-sum-exp.
         slopes_dtype: Triton's name of the type of slopes.
         is_ordered: what is summed in memory is summed in a fixed order: the same each time, and in
-            any batch where the problem asks for that; or because it is faster. Split kernels sum
-            nothing in memory.
+            any batch where the problem asks for that. Taken unasked where it is faster. Split
+            kernels sum nothing in memory.
         is_packed: sequences are packed; their bounds are on the device.
         to_end: packed sequences are aligned at their ends.
         mask: kind of the mask.
@@ -246,9 +246,11 @@ def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -
     length = problem.len_k
     if problem.num_sequences or problem.mask is not MaskKind.NONE or sharing is not Sharing.TURNS:
         return False
-    blocks = problem.batch * problem.num_heads * -(-length // BLOCK_KEYS)
-    is_short = length == problem.len_q and length <= _ORDERED_KEYS.get(block_d, 0)
-    return is_short and blocks >= _ORDERED_BLOCKS
+    blocks = problem.batch * problem.num_kv_heads * -(-length // BLOCK_KEYS)
+    is_short = _ORDERED_LEAST <= length <= _ORDERED_KEYS.get(block_d, 0)
+    # Without groups 2048 are the fewest measured.
+    fewest = _ORDERED_LEAST * (4 if problem.group_size == 1 else 1)
+    return is_short and length == problem.len_q and blocks >= fewest
 
 
 def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:

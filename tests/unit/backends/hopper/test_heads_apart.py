@@ -217,7 +217,9 @@ def test_on_a_card_they_are_the_same_in_100_repeats(head_dim: int) -> None:
         ({"head_dim": 128, "batch": 16, "len_q": 1024, "window": (127, 0)}, True),
         ({"head_dim": 64, "batch": 32, "len_q": 512}, True),
         ({"head_dim": 64, "batch": 16, "len_q": 1024}, False),
-        ({"head_dim": 128, "batch": 16, "len_q": 1024, "len_k": 512}, False),
+        ({"head_dim": 128, "batch": 32, "len_q": 1024, "len_k": 512}, False),
+        ({"head_dim": 128, "batch": 32, "len_q": 512, "num_kv_heads": 1}, False),
+        ({"head_dim": 128, "batch": 256, "len_q": 64}, False),
         ({"head_dim": 128, "batch": 8, "len_q": 2048}, False),
         ({"head_dim": 128, "batch": 31, "len_q": 512}, False),
         ({"head_dim": 128, "batch": 32, "len_q": 512, "mask": MaskKind.BOOLEAN}, False),
@@ -232,5 +234,6 @@ def test_sums_have_a_fixed_order_where_that_is_faster(
 
 
 def test_packed_sequences_have_none_unasked() -> None:
-    sizes = {"head_dim": 128, "num_heads": 64, "precision": Precision.BF16}
-    assert not choose_gradients(make_problem(lengths_q=[512] * 32, **sizes)).is_ordered
+    sizes = {"head_dim": 128, "num_heads": 256, "precision": Precision.BF16}
+    assert choose_gradients(make_problem(len_q=1024, **sizes)).is_ordered
+    assert not choose_gradients(make_problem(lengths_q=[512, 512], **sizes)).is_ordered
