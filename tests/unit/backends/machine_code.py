@@ -43,9 +43,8 @@ _TARGET = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
 # Columns that one wgmma instruction multiplies, in 16-bit formats.
 _DEPTH = 16
 _LOCAL = re.compile(r"\b(STL|LDL)\b")
-_SHARED = re.compile(r"\b(?:LDS|STS)(?:\.U?\d+)*\b.*\[UR\d+(?:\+0x([0-9a-f]+))?\]")
-_BARRIER = re.compile(r"\bSYNCS\.EXCH\S*.*\[UR\d+(?:\+0x([0-9a-f]+))?\]")
-_BARRIER_BYTES = 8
+_BARRIERS = re.compile(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[0-9x]*xi64")
+_MADE = re.compile(r"\s*(%\w+) = ")
 
 _Loop = dict[str, int]
 
@@ -57,8 +56,8 @@ def code_of(kernel: str, problem: AttentionProblem) -> dict[str, Any]:
     of a warp, ``copies`` asynchronous ones to shared memory, ``spills`` accesses to local memory,
     ``wide`` accesses of 16 bytes to main memory, ``warnings`` what the assembler reported, such as
     products that it serialised, and ``loops`` the loops over blocks of keys, of each warpgroup.
-    ``overwritten`` are places in shared memory of mbarriers that something else is stored to. Of a
-    forward pass for Hopper, ``frozen`` are bounds of loops that should be each tile's.
+    ``idle`` are mbarriers that nobody waits at. Of a forward pass for Hopper, ``frozen`` are bounds
+    of loops that should be each tile's.
     """
     return _KERNELS[kernel](problem)
 
@@ -329,7 +328,7 @@ def _examined(build: Callable[[], Any], *products_of_block: int) -> dict[str, An
         "wide": sum("LDG" in line or "STG" in line for line in wide),
         "shared_bytes": int(built.metadata.shared),
         "warnings": [line for line in report.splitlines() if re.search(r"C75\d\d|warning", line)],
-        "overwritten": _overwritten(texts),
+        "idle": idle_barriers(built.asm["ttgir"]),
         "loops": _loops(instructions, products_of_block),
     }
 
@@ -343,20 +342,26 @@ def _output(program: Path, *arguments: object) -> str:
     return done.stdout + done.stderr
 
 
-def _overwritten(instructions: list[str]) -> list[int]:
-    """Return the places of mbarriers in shared memory that are read or written as numbers too.
+def idle_barriers(text: str) -> list[str]:
+    """Return the mbarriers of a kernel in Triton's own language that nobody waits or arrives at.
 
-    Triton gives the memory of an mbarrier that nobody waits at to what it hands to other warps,
-    and what makes the mbarrier may be written behind that.
+    Triton gives their memory to what it hands to other warps, and what makes the mbarrier may be
+    written behind that.
     """
-    barriers = {int(found[1] or "0", 16) for it in instructions if (found := _BARRIER.search(it))}
-    touched: set[int] = set()
-    for text in instructions:
-        if found := _SHARED.search(text):
-            first = int(found[1] or "0", 16)
-            wide = re.search(r"\.(64|128)\b", text)
-            touched.update(range(first, first + (int(wide[1]) // 8 if wide else 4)))
-    return sorted(it for it in barriers if touched & set(range(it, it + _BARRIER_BYTES)))
+    return [name for name in _BARRIERS.findall(text) if not _is_met(text.splitlines(), name)]
+
+
+def _is_met(lines: list[str], name: str) -> bool:
+    """Return whether an mbarrier, or one of several, is more than made."""
+    for line in lines:
+        made = _MADE.match(line)
+        uses = re.search(rf"{name}\b", line.partition(" = ")[2] if made else line)
+        if uses and made and "memdesc_index" in line:
+            if _is_met(lines, made[1]):
+                return True
+        elif uses and "init_barrier" not in line:
+            return True
+    return False
 
 
 def _loops(instructions: list[tuple[int, str]], products: Collection[int]) -> list[_Loop]:

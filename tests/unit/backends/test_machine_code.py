@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.backends.machine_code import frozen_bounds, problem_of
+from tests.unit.backends.machine_code import frozen_bounds, idle_barriers, problem_of
 
 from adaattn.backends.hopper.gradient_launch import choose_gradients
 
@@ -296,7 +296,7 @@ def check_hopper(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["frozen"] == []
     assert found["warnings"] == []
-    assert found["overwritten"] == []
+    assert found["idle"] == []
     assert found["loops"]
     assert [loop for loop in found["loops"] if loop["spills"]] == []
     # What all warpgroups may hold at entry: 65536 registers over 128 threads of each.
@@ -332,6 +332,29 @@ def test_a_bound_that_is_the_first_tiles_is_found(bounds: str, frozen: list[str]
     assert frozen_bounds(text) == frozen
 
 
+@pytest.mark.parametrize(
+    ("use", "idle"),
+    [
+        ("", ["%ring", "%ends"]),
+        ("ttg.warp_specialize(%x, %ring, %ends, %ring_2)", []),
+        ("ttg.warp_specialize(%x, %ring, %ends_2)", ["%ends"]),
+        ("ttng.wait_barrier %ends, %x : !ttg.memdesc<1xi64>", ["%ring"]),
+        ("%at = ttg.memdesc_index %ring[%x]\n ttng.wait_barrier %at, %x", ["%ends"]),
+    ],
+)
+def test_an_mbarrier_that_nobody_waits_at_is_found(use: str, idle: list[str]) -> None:
+    text = f"""
+      %q = ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, #shared, #smem, mutable>
+      %ring = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64, #shared1, #smem, mutable>
+      %one = ttg.memdesc_index %ring[%c1_i32] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64>
+      ttng.init_barrier %one, 2 : !ttg.memdesc<1xi64>
+      %ends = ttg.local_alloc : () -> !ttg.memdesc<1xi64, #shared1, #smem, mutable>
+      ttng.init_barrier %ends, 2 : !ttg.memdesc<1xi64>
+      {use}
+"""
+    assert idle_barriers(text) == idle
+
+
 @pytest.mark.parametrize("values", [*HOPPER, *HOPPER_WITH_FEW_SPILLS])
 def test_products_are_wgmma_that_overlap_and_their_loops_do_not_spill(
     values: str, tmp_path: Path
@@ -345,7 +368,7 @@ def check_hopper_gradients(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["warnings"] == []
     assert found["registers"] == 168
-    assert found["overwritten"] == []
+    assert found["idle"] == []
     assert found["shared_bytes"] <= SHARED_BYTES
     loops = sorted(found["loops"], key=lambda loop: loop["instructions"])[:2]
     assert len(loops) == 2
@@ -402,7 +425,7 @@ def check_fused(found: dict[str, Any], most_spills: int) -> None:
     assert found["products"] > 0
     assert found["warnings"] == []
     assert found["registers"] == 168
-    assert found["overwritten"] == []
+    assert found["idle"] == []
     assert found["spills"] <= most_spills
     assert found["shared_bytes"] <= SHARED_BYTES
 

@@ -2,6 +2,9 @@
 
 A consumer arrives at one of the hardware's named barriers without a wait and without electing a
 thread; who waits takes part by a sync.
+
+An mbarrier is made only where somebody waits at it. Triton gives the memory of others to what it
+hands to other warps, and what makes the mbarrier may be written behind that.
 """
 
 from triton.experimental import gluon

@@ -465,8 +465,7 @@ def backward(
     if HAS_ADDERS:
         dq_full = two_barriers(1)
         dq_empty = two_barriers(1)
-    # Every mbarrier has somebody who waits there. Else Triton gives its memory to what it hands to
-    # other warps, and what makes the mbarrier may be written behind that.
+    # Heads apart add what they found: nobody stores, nor waits before.
     end = ds_full
     if not HEADS_APART:
         end = two_barriers(2)

@@ -52,13 +52,14 @@ _APART_ORDERED: Final = 1.15
 """What a visit with heads apart takes of one with heads in turns, in a fixed order, at 128
 columns; at 64 as much."""
 
-_ORDERED_KEYS: Final = {64: 512, 128: 1024}
-"""Up to so many keys a fixed order of sums is the faster one, by columns of a tile: who is the
+_ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
+"""Over so many keys a fixed order of sums is the faster one, by columns of a tile: who is the
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
-_ORDERED_LEAST: Final = 512
-"""Keys, and blocks of them, of all key heads: the fewest measured. Few that begin together wait."""
+_ORDERED_BLOCKS: Final = {False: 2048, True: 512}
+"""The fewest blocks of keys for that, of heads alone and of groups: few that begin together wait.
+The fewest measured at 128 columns; at 64 twice as many."""
 
 _WORTH_SUMS: Final = 0.97
 """Share of the time of taking turns below which another way is taken."""
@@ -204,8 +205,8 @@ def choose_gradients(
     is_grouped = problem.group_size > 1 and not heads_apart
     is_packed = problem.num_sequences > 0
     is_ragged = is_packed or (problem.len_k % block_n != 0 and not packs)
-    is_ordered = problem.deterministic or problem.batch_invariant
-    is_ordered = not is_split and (is_ordered or _gains_by_order(problem, block_d, sharing))
+    asked = problem.deterministic or problem.batch_invariant
+    is_ordered = not is_split and (asked or _gains_by_order(problem, block_d, sharing))
     # Of packed sequences that may not depend on one another, whether all are square is another's.
     is_square = problem.packed_square and not problem.batch_invariant
     to_end = is_packed and problem.align is Align.BOTTOM_RIGHT and not is_square
@@ -247,10 +248,8 @@ def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -
     if problem.num_sequences or problem.mask is not MaskKind.NONE or sharing is not Sharing.TURNS:
         return False
     blocks = problem.batch * problem.num_kv_heads * -(-length // BLOCK_KEYS)
-    is_short = _ORDERED_LEAST <= length <= _ORDERED_KEYS.get(block_d, 0)
-    # Without groups 2048 are the fewest measured.
-    fewest = _ORDERED_LEAST * (4 if problem.group_size == 1 else 1)
-    return is_short and length == problem.len_q and blocks >= fewest
+    is_short = length == problem.len_q and length in _ORDERED_KEYS.get(block_d, ())
+    return is_short and blocks >= _ORDERED_BLOCKS[problem.group_size > 1]
 
 
 def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:

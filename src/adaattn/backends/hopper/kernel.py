@@ -482,7 +482,11 @@ def forward(
     q_empty = gl.allocate_shared_memory(gl.int64, [places, 1], single)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], single)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], single)
-    done = gl.allocate_shared_memory(gl.int64, [1], single)
+    # Without a second pass nobody waits for the end of the first.
+    done = k_full
+    if FIXED:
+        done = gl.allocate_shared_memory(gl.int64, [1], single)
+        mbarrier.init(done, count=NUM_WARPGROUPS)
     # A mask that is not staged has no place: what stands for it is never touched.
     source = query
     m = q
@@ -503,7 +507,6 @@ def forward(
         mbarrier.init(k_full.index(i), count=1)
     for i in gl.static_range(STAGES_V):
         mbarrier.init(v_full.index(i), count=1)
-    mbarrier.init(done, count=NUM_WARPGROUPS)
     fence_async_shared()
     x = Terms(
         scale, cap, sinks, slopes, slopes_stride, mask, mask_stride_b, mask_stride_h,
