@@ -39,6 +39,7 @@ TO_END: dict[str, Any] = {"is_causal": True, "align": Align.BOTTOM_RIGHT}
 DENSE: dict[str, dict[str, Any]] = {
     "plain": {"len_q": 300},
     "causal": {"len_q": 300, "is_causal": True, "aux": Aux.LSE},
+    "causal, whole blocks": {"len_q": 256, "is_causal": True, "aux": Aux.LSE},
     "window": {"len_q": 300, "is_causal": True, "window": (70, -1), "aux": Aux.ENTROPY},
     "everything": {"len_q": 200, "softcap": 5.0, "has_sinks": True, "has_alibi": True, **TO_END,
                    "len_k": 230, "aux": ALL_AUX},
