@@ -40,6 +40,7 @@ from adaattn.backends.hopper.gradient_order import (
     next_tile,
     packed_keys,
     row_tiles,
+    step_of,
 )
 from adaattn.backends.hopper.gradient_scores import (
     beside,
@@ -58,7 +59,9 @@ class Backward:
     """What every function reads: tensors, sizes, stages with their barriers, choices.
 
     Rows are counted in tiles of all heads: ``first_slot`` is the first that the block visits. Those
-    of packed sequences, and their keys, begin at ``start_q`` and ``start_k``.
+    of packed sequences, and their keys, begin at ``start_q`` and ``start_k``. In a fixed order
+    ``block`` is its place among those of its head, and tiles before ``shared_edge``, or where
+    GOES_BOTH_WAYS from it on, are the block's before it too.
     """
 
     query: tma.tensor_descriptor
@@ -93,7 +96,8 @@ class Backward:
     first_tile: gl.tensor
     end_tile: gl.tensor
     first_slot: gl.tensor
-    added_before: gl.tensor
+    shared_edge: gl.tensor
+    step: gl.tensor
     skipped: gl.tensor
     tiles_per_head: gl.tensor
     visits: gl.tensor
@@ -132,6 +136,7 @@ class Backward:
     HAS_LISTS: gl.constexpr
     HEADS_APART: gl.constexpr
     HAS_ADDERS: gl.constexpr
+    GOES_BOTH_WAYS: gl.constexpr
     KEEPS_KEYS: gl.constexpr
     score_layout: gl.constexpr
     sum_layout: gl.constexpr
@@ -143,11 +148,11 @@ class Backward:
         self, query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words,
         of_batch, of_head, slopes, turns, before, scale, natural, cap, zero, sizes, batch, key_head,
         first_head, last_head, start_q, start_k, heads_before, key_sums, block, first_key,
-        first_tile, end_tile, first_slot, added_before, skipped, tiles_per_head, visits, q, o, r, k,
-        v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
+        first_tile, end_tile, first_slot, shared_edge, step, skipped, tiles_per_head, visits, q, o,
+        r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full, ds_full, dq_full, dq_empty, end,
         BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT, IS_RAGGED, IS_ALIGNED,
         HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK, HAS_LISTS, HEADS_APART,
-        HAS_ADDERS,
+        HAS_ADDERS, GOES_BOTH_WAYS,
     ):  # fmt: skip
         set_fields(self, locals(), "BLOCK_M", "BLOCK_N")
         self.ROWS = gl.constexpr(BLOCK_M)
@@ -379,7 +384,7 @@ def gradient_consumer(c, w: gl.constexpr):
             slot_before = c.first_slot + visit
             tile = c.first_tile + visit + 1
             if c.IS_ORDERED:
-                tile = c.end_tile - 2 - visit
+                tile = c.first_tile + (visit + 1) * step_of(c)
         p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
         p = kept_ahead(c, w, p, stage ^ 1)
@@ -400,14 +405,15 @@ def gradient_consumer(c, w: gl.constexpr):
 def backward(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, slopes,
     turns, scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size,
-    key_blocks, tiles_per_head, slopes_stride, key_heads, heads_together, zero, num_sequences,
-    starts_q, starts_k, of_batch, of_head, counts, indices, before, list_width, list_stride_b,
+    key_blocks, tiles_per_head, slopes_stride, key_heads, heads_together, rising_heads,
+    rising_together, zero, num_sequences, starts_q, starts_k, of_batch, of_head, counts, indices,
+    before, list_width, list_stride_b,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
     IS_RAGGED: gl.constexpr, IS_ALIGNED: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     FAST_TANH: gl.constexpr, HAS_ALIBI: gl.constexpr, IS_ORDERED: gl.constexpr,
     IS_PACKED: gl.constexpr, TO_END: gl.constexpr, HAS_MASK: gl.constexpr, HAS_LISTS: gl.constexpr,
-    HEADS_APART: gl.constexpr, HAS_ADDERS: gl.constexpr,
+    HEADS_APART: gl.constexpr, HAS_ADDERS: gl.constexpr, GOES_BOTH_WAYS: gl.constexpr,
 ):  # fmt: skip
     """Stages and barriers made ready, then one producer warp beside two consumer warpgroups.
 
@@ -431,6 +437,8 @@ def backward(
         key_blocks: of a head; of packed sequences, those of `places.sequence_of`, as are the tiles.
         key_heads: of all sequences; where HEADS_APART all heads.
         heads_together: of those worked on at a time.
+        rising_heads: where GOES_BOTH_WAYS, how many heads rise.
+        rising_together: of those that are worked on at a time.
         zero: 0, which the compiler is not to know.
     """
     dtype: gl.constexpr = query.dtype
@@ -470,7 +478,9 @@ def backward(
     if not HEADS_APART:
         end = two_barriers(2)
     fence_async_shared()
-    head, block = head_and_block(key_blocks, key_heads, heads_together)
+    head, block, rises = head_and_block(
+        key_blocks, key_heads, heads_together, rising_heads, rising_together, GOES_BOTH_WAYS
+    )
     kv_heads = num_heads // group_size
     batch = head // kv_heads
     key_head = head - batch * kv_heads
@@ -493,8 +503,9 @@ def backward(
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
         start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
-            block, starts_q, starts_k, num_sequences, sizes, BLOCK_M, BLOCK_N, IS_ORDERED
-        )
+            block, starts_q, starts_k, num_sequences, sizes, rises, key_blocks, BLOCK_M, BLOCK_N,
+            IS_ORDERED, GOES_BOTH_WAYS,
+        )  # fmt: skip
         if TO_END:
             offset = own_k - own_q
         sizes = Sizes(own_q, own_k, offset, left, right)
@@ -504,16 +515,27 @@ def backward(
         number = batch * list_stride_b + block
         first, behind = listed_range(counts + number, indices, number, list_width, first, behind)
         before += number.to(gl.int64) * list_width
-    skipped = tiles_per_head - (behind - first)
-    added_before = gl.to_tensor(0)
-    if IS_ORDERED:
-        skipped = (group_size - 1) * tiles_per_head + 1
-    if IS_ORDERED and not HAS_LISTS:
-        last_key = gl.maximum(block - 1, 0) * BLOCK_N
-        _, ended = row_tiles(sizes, last_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
-        added_before = gl.where(block > 0, ended, 0)
-    first_slot = (batch * num_heads + first_head) * tiles_per_head + first_tile + first
     visits = behind - first
+    skipped = tiles_per_head - visits
+    begin = first
+    shared_edge = gl.to_tensor(0)
+    step = gl.to_tensor(1)
+    if IS_ORDERED:
+        if GOES_BOTH_WAYS:
+            after, _ = row_tiles(sizes, first_key + BLOCK_N, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+            shared_edge = gl.where(rises, after, 0)
+            last_block = gl.cdiv(sizes.len_k, BLOCK_N) - 1
+            block = gl.where(rises, last_block - block, block)
+            step = gl.where(rises, 1, -1)
+            begin = gl.where(rises, first, behind - 1)
+        else:
+            begin = behind - 1
+            if not HAS_LISTS:
+                last_key = gl.maximum(block - 1, 0) * BLOCK_N
+                _, ended = row_tiles(sizes, last_key, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
+                shared_edge = gl.where(block > 0, ended, 0)
+        skipped = (group_size - 1) * tiles_per_head + 1
+    first_slot = (batch * num_heads + first_head) * tiles_per_head + first_tile + begin
     if IS_PACKED:
         visits = gl.where(first_key < sizes.len_k, visits, 0)
     if IS_GROUPED:
@@ -522,11 +544,11 @@ def backward(
         query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, of_batch,
         of_head, slopes + batch * slopes_stride, turns, before, scale, natural, cap, zero, sizes,
         batch, key_head, first_head, first_head + group_size - 1, start_q, start_k, heads_before,
-        key_sums, block, first_key, first, behind, first_slot, added_before, skipped,
+        key_sums, block, first_key, begin, behind, first_slot, shared_edge, step, skipped,
         tiles_per_head, visits, q, o, r, k, v, ds, caps, dq, m, q_full, o_full, q_empty, kv_full,
         ds_full, dq_full, dq_empty, end, BLOCK_M, BLOCK_N, BLOCK_D, IS_GROUPED, HAS_RIGHT, HAS_LEFT,
         IS_RAGGED, IS_ALIGNED, HAS_SOFTCAP, FAST_TANH, HAS_ALIBI, IS_ORDERED, IS_PACKED, HAS_MASK,
-        HAS_LISTS, HEADS_APART, HAS_ADDERS,
+        HAS_LISTS, HEADS_APART, HAS_ADDERS, GOES_BOTH_WAYS,
     )  # fmt: skip
     if HAS_ADDERS:
         gl.warp_specialize(

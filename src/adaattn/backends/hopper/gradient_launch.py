@@ -57,6 +57,10 @@ _ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
+_ORDERED_RISING: Final = {128: range(512, 8193)}
+"""The same where heads rise: 1.02 to 1.07 times as fast over 2K to 8K tokens
+(`gradients_rising_2_h200.json`)."""
+
 _ORDERED_BLOCKS: Final = {False: 2048, True: 512}
 """The fewest blocks of keys for that, of heads alone and of groups: few that begin together wait.
 The fewest measured at 128 columns; at 64 twice as many."""
@@ -78,6 +82,23 @@ _GROUPS_TOGETHER: Final = 8
 """Key heads whose blocks visit several heads are at least so many together: in causal order the
 longest of all begin first. 0.98 to 1.4 times as fast as fewer, in a fixed order one of 36 problems
 0.94 (`gradients_placed_h200.json`)."""
+
+
+_FALLING: Final = 8
+"""Heads at the end, half of all at most, that do not rise. With 16 their tiles leave the L2 cache:
+0.86 to 0.98 times as fast over 8K and 16K tokens (`gradients_rising_2_h200.json`)."""
+
+_RISING_VISITS: Final = 66
+"""Tiles that a block visits in the mean up to which heads rise. Beyond, blocks of a head are too
+far from one another to find its tiles in the L2 cache: over 16K and 32K tokens at 128 columns 0.83
+to 0.89 times as fast as any order; heads that do not rise 1.00 and 1.02 times (likewise)."""
+
+_LONG_TOGETHER: Final = 16
+"""Heads that do not rise are at least so many together there, and wait less for one another: 0.98
+to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.93 to 1.00 (likewise)."""
+
+_CACHE_BYTES: Final = 50 * 2**20
+"""The L2 cache of an H100 or H200."""
 
 
 class Sharing(Enum):
@@ -174,6 +195,16 @@ class GradientVariant:
         return self.is_ordered or self.heads_apart
 
     @property
+    def goes_both_ways(self) -> bool:
+        """Whether heads may begin with their last blocks, and those with their first tiles.
+
+        Not heads in turns: rising they are 0.67 to 1.03 times as fast as in any order
+        (`gradients_rising_1_h200.json`, `gradients_rising_2_h200.json`).
+        """
+        is_left_out = self.has_left or self.has_lists or self.is_grouped
+        return self.is_ordered and self.has_right and not is_left_out
+
+    @property
     def has_fast_tanh(self) -> bool:
         """Whether the softcap's tanh is the forward pass's one instruction."""
         return self.has_softcap and self.precision is Precision.BF16
@@ -248,8 +279,15 @@ def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -
     if problem.num_sequences or problem.mask is not MaskKind.NONE or sharing is not Sharing.TURNS:
         return False
     blocks = problem.batch * problem.num_kv_heads * -(-length // BLOCK_KEYS)
-    is_short = length == problem.len_q and length in _ORDERED_KEYS.get(block_d, ())
-    return is_short and blocks >= _ORDERED_BLOCKS[problem.group_size > 1]
+    right, left = edges(problem)
+    lengths = _ORDERED_KEYS.get(block_d, range(0))
+    if right >= 0 > left and problem.group_size == 1:
+        lengths = _ORDERED_RISING.get(block_d, lengths)
+    return (
+        length == problem.len_q
+        and length in lengths
+        and blocks >= _ORDERED_BLOCKS[problem.group_size > 1]
+    )
 
 
 def _splits_mask(problem: AttentionProblem, packs: bool) -> bool:
@@ -370,13 +408,14 @@ def numbers_of(
         variant: its kernels.
         slopes_stride: from the slopes of one sequence to those of the next.
     """
+    heads = num_block_heads(problem, variant)
     return (
         *_numbers(problem, variant),
         tiles_of(problem, problem.len_k, BLOCK_KEYS),
         tiles_of(problem, problem.len_q, variant.block_m),
         slopes_stride,
-        num_block_heads(problem, variant),
-        _heads_together(problem, variant),
+        heads,
+        *_order_of_heads(problem, variant, heads),
         0,
         problem.num_sequences,
     )
@@ -421,14 +460,36 @@ def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int |
     )
 
 
-def _heads_together(problem: AttentionProblem, variant: GradientVariant) -> int:
-    """Return how many heads with blocks are worked on together.
+def _order_of_heads(
+    problem: AttentionProblem, variant: GradientVariant, heads: int
+) -> tuple[int, int, int]:
+    """Return how many heads with blocks are worked on together, how many rise, and together.
 
-    Packed sequences whose lengths nobody knows count as if they were of one length.
+    What may not depend on a batch has no heads that rise. Packed sequences whose lengths nobody
+    knows count as if they were of one length.
     """
     pairs = problem.visible_pairs
     if problem.num_sequences:
         pairs = min(pairs, problem.len_q * problem.len_k / problem.num_sequences)
-    heads = 1 if variant.heads_apart else problem.group_size
-    visits = 1 + pairs * heads / (variant.block_m * max(problem.len_k, 1))
-    return max(round(_BLOCKS_APART / visits), _GROUPS_TOGETHER if variant.is_grouped else 1)
+    of_block = 1 if variant.heads_apart else problem.group_size
+    visits = 1 + pairs * of_block / (variant.block_m * max(problem.len_k, 1))
+    together = max(round(_BLOCKS_APART / visits), 1)
+    if not variant.goes_both_ways:
+        least = max(together, _GROUPS_TOGETHER if variant.is_grouped else 1)
+        return _equal_parts(heads, least), 0, 0
+    is_long = visits > _RISING_VISITS
+    if problem.batch_invariant or (is_long and not _fits_cache(problem, variant, heads)):
+        return _equal_parts(heads, max(together, _LONG_TOGETHER) if is_long else together), 0, 0
+    falling = min(_FALLING, -(-heads // 2))
+    rising = heads - falling
+    return falling, rising, _equal_parts(rising, together)
+
+
+def _fits_cache(problem: AttentionProblem, variant: GradientVariant, heads: int) -> bool:
+    """Return whether q, the upstream gradient and sums of dq of so many heads fit an L2 cache."""
+    return heads * problem.len_q * variant.block_d * (2 + 2 + 4) <= _CACHE_BYTES
+
+
+def _equal_parts(count: int, least: int) -> int:
+    """Return the size of nearly equal parts, which are no smaller than asked if there are two."""
+    return -(-count // max(count // least, 1))

@@ -5,9 +5,17 @@ that have blocks of their own. Some heads are worked on together, block by block
 that begin together would add to the same tiles at the same time.
 
 Where HAS_ADDERS warps of their own add what a block found for a tile; where IS_ORDERED, when a
-number in memory says that the blocks before it have, and then tell the next. There all blocks go
-from the last rows to the first, and wait only for blocks of a lower number, which the card starts
-before them, as CUB's scans take for granted too: none waits for ever, however few run at a time.
+number in memory says that the blocks before it have, and then tell the next. All blocks of a head
+go from the last rows to the first, or all from the first to the last, and wait only for programs of
+a lower number, which the card starts before them, as CUB's scans take for granted too: none waits
+for ever, however few run at a time.
+
+Where later keys are hidden and nothing else is, the blocks of a head that begins with its first,
+the longest, wait for one another where they begin together, and then end together, so that the next
+ones begin together. Where GOES_BOTH_WAYS most heads rise instead: they begin with the last block,
+and each goes on from the first rows that see it, one tile behind the block before from the start.
+Their longest blocks end late, beside those of the last heads, which do not rise.
+
 Where lists say which tiles a block visits, a table says whom it waits for at each
 (`mask_lists.turns_of`). Who waits for nobody stores instead of adding, so that nobody clears sums.
 
@@ -50,26 +58,41 @@ def row_tiles(
 
 
 @gluon.jit
-def head_and_block(key_blocks, num_heads, heads_together):
+def head_and_block(key_blocks, num_heads, heads_together, rising_heads, rising_together,
+                   GOES_BOTH_WAYS: gl.constexpr):  # fmt: skip
     """Head that has blocks (a key head, or where HEADS_APART any) and block of keys of a program.
 
-    A block that starts finds the one before it, of its head, already ahead.
+    A block that starts finds the one before it, of its head, already ahead. The first heads rise.
+
+    Returns:
+        Head, block, and whether the head rises.
     """
     place = gl.program_id(0)
+    before = gl.to_tensor(0)
+    rises = place < rising_heads * key_blocks
+    if GOES_BOTH_WAYS:
+        before = gl.where(rises, 0, rising_heads)
+        num_heads = gl.where(rises, rising_heads, num_heads)
+        heads_together = gl.where(rises, rising_together, heads_together)
+        place -= before * key_blocks
     size = heads_together * key_blocks
-    first_head = place // size * heads_together
+    first_head = before + place // size * heads_together
     heads = gl.minimum(heads_together, num_heads - first_head)
     place = place % size
-    return first_head + place % heads, place // heads
+    block = place // heads
+    if GOES_BOTH_WAYS:
+        block = gl.where(rises, key_blocks - 1 - block, block)
+    return first_head + place % heads, block, rises
 
 
 @gluon.jit
-def packed_keys(number, starts_q, starts_k, num_sequences, sizes, BLOCK_M: gl.constexpr,
-                BLOCK_N: gl.constexpr, IS_ORDERED: gl.constexpr):  # fmt: skip
+def packed_keys(number, starts_q, starts_k, num_sequences, sizes, rises, key_blocks,
+                BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_ORDERED: gl.constexpr,
+                GOES_BOTH_WAYS: gl.constexpr):  # fmt: skip
     """Where a block of keys of packed sequences stands, by its number among all of a head.
 
-    Of starts that fall a sequence may lack its first blocks. Where later ones would wait for them
-    they have no keys.
+    Of starts that fall a sequence may lack its first blocks, or its last. Where others would wait
+    for them they have no keys.
 
     Returns:
         Start and length of the sequence's queries, and of its keys; its first tile of query rows
@@ -80,28 +103,37 @@ def packed_keys(number, starts_q, starts_k, num_sequences, sizes, BLOCK_M: gl.co
     start_k, len_k = bounds(starts_k + sequence, sizes.len_k)
     if IS_ORDERED:
         number -= first_key // BLOCK_N
+        if GOES_BOTH_WAYS:
+            number += gl.where(rises, gl.maximum(gl.cdiv(len_k, BLOCK_N) - 1, 0), 0)
         found, _ = sequence_of(number, starts_k, num_sequences, BLOCK_N)
-        first_key = gl.where((number >= 0) & (found == sequence), first_key, len_k)
+        is_there = (number >= 0) & (number < key_blocks) & (found == sequence)
+        first_key = gl.where(is_there, first_key, len_k)
     first_key = gl.where(first_key < 0, len_k, gl.minimum(first_key, len_k))
     return start_q, len_q, start_k, len_k, start_q // BLOCK_M + sequence, first_key
 
 
 @gluon.jit
 def begun(c):
-    """The first tile of query rows of a block: of the first head, its last if sums are ordered."""
-    tile = c.first_tile + 0
-    slot = c.first_slot + 0
-    if c.IS_ORDERED:
-        slot += c.end_tile - 1 - tile
-        tile = c.end_tile - 1
-    return tile, slot, c.first_head + 0
+    """The tile of query rows that a block visits first, of the first head."""
+    return c.first_tile + 0, c.first_slot + 0, c.first_head + 0
+
+
+@gluon.jit
+def step_of(c):
+    """From one tile of query rows to the next where sums are ordered."""
+    if c.GOES_BOTH_WAYS:
+        step = c.step
+    else:
+        step = gl.to_tensor(-1)
+    return step
 
 
 @gluon.jit
 def next_tile(c, tile, slot, head):
     """The next tile of query rows: behind the last that see the block, the next head's first.
 
-    Where sums are ordered the next head's, and behind the last head's the first head's before it.
+    Where sums are ordered the next head's, and behind the last head's the first head's before it;
+    of heads that rise, which are not grouped, the next.
     """
     if c.IS_ORDERED:
         if c.IS_GROUPED:
@@ -110,8 +142,8 @@ def next_tile(c, tile, slot, head):
             slot = gl.where(is_over, slot - c.skipped, slot + c.tiles_per_head)
             head = gl.where(is_over, c.first_head, head + 1)
         else:
-            tile -= 1
-            slot -= 1
+            tile += step_of(c)
+            slot += step_of(c)
     else:
         tile += 1
         slot += 1
@@ -127,14 +159,16 @@ def next_tile(c, tile, slot, head):
 def turn_of(c, tile, place, is_visited):
     """Whose turn it was when asked to add to a tile's sums, and whom this block waits for there.
 
-    Blocks count from 1: it waits for 0 where it is the first to add. No number is waited for here,
-    so that what comes next need not wait for it.
+    Blocks count from 1, in the order in which those of a head add: it waits for 0 where it is the
+    first. No number is waited for here, so that what comes next need not wait for it.
     """
     turn = gl.load(c.turns + place, mask=is_visited, other=0, volatile=True)
     if c.HAS_LISTS:
         due = gl.load(c.before + tile, mask=is_visited, other=0)
+    elif c.GOES_BOTH_WAYS:
+        due = gl.where(tile >= c.shared_edge, c.block, 0)
     else:
-        due = gl.where(tile < c.added_before, c.block, 0)
+        due = gl.where(tile < c.shared_edge, c.block, 0)
     return turn, due
 
 
