@@ -57,9 +57,9 @@ _ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
-_ORDERED_RISING: Final = {128: range(512, 8193)}
-"""The same where heads rise: 1.02 to 1.07 times as fast over 2K to 8K tokens
-(`gradients_rising_2_h200.json`)."""
+_ORDERED_RISING: Final = {64: range(512, 1025), 128: range(512, 8193)}
+"""The same where heads rise, without ALiBi: at 128 columns 1.02 to 1.06 times as fast over 2K to 8K
+tokens, at 64 1.025 over 1K; beside ALiBi 0.98 times (`gradients_rising_3_h200.json`)."""
 
 _ORDERED_BLOCKS: Final = {False: 2048, True: 512}
 """The fewest blocks of keys for that, of heads alone and of groups: few that begin together wait.
@@ -281,7 +281,7 @@ def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -
     blocks = problem.batch * problem.num_kv_heads * -(-length // BLOCK_KEYS)
     right, left = edges(problem)
     lengths = _ORDERED_KEYS.get(block_d, range(0))
-    if right >= 0 > left and problem.group_size == 1:
+    if right >= 0 > left and problem.group_size == 1 and not problem.has_alibi:
         lengths = _ORDERED_RISING.get(block_d, lengths)
     return (
         length == problem.len_q
