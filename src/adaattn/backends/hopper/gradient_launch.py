@@ -80,22 +80,22 @@ it. Where sums are ordered it waits for it at none, and else both seldom add to 
 
 _GROUPS_TOGETHER: Final = 8
 """Key heads whose blocks visit several heads are at least so many together: in causal order the
-longest of all begin first. 0.98 to 1.4 times as fast as fewer, in a fixed order one of 36 problems
-0.94 (`gradients_placed_h200.json`)."""
+longest of all begin first. 0.98 to 1.4 times as fast as fewer (`gradients_placed_h200.json`)."""
 
+_FALLING: Final = {34: 8, 66: 4}
+"""Heads at the end, half of all at most, that do not rise, by the tiles that a block visits in the
+mean. With more of them tiles leave the L2 cache: at 64 columns over 16K tokens 8 are 0.98 times as
+fast as 4 (`gradients_rising_5_h200.json`), 16 over 8K and 16K 0.86 to 0.98 times as fast as 8
+(`gradients_rising_2_h200.json`). Where blocks visit more, none rise: those of a head would be too
+far from one another to find its tiles in the cache. Over 32K tokens 0.83 to 0.99 times as fast as
+any order; heads that do not rise 1.01 to 1.06 times (likewise)."""
 
-_FALLING: Final = 8
-"""Heads at the end, half of all at most, that do not rise. With 16 their tiles leave the L2 cache:
-0.86 to 0.98 times as fast over 8K and 16K tokens (`gradients_rising_2_h200.json`)."""
-
-_RISING_VISITS: Final = 66
-"""Tiles that a block visits in the mean up to which heads rise. Beyond, blocks of a head are too
-far from one another to find its tiles in the L2 cache: over 16K and 32K tokens at 128 columns 0.83
-to 0.89 times as fast as any order; heads that do not rise 1.00 and 1.02 times (likewise)."""
-
-_LONG_TOGETHER: Final = 16
-"""Heads that do not rise are at least so many together there, and wait less for one another: 0.98
-to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.93 to 1.00 (likewise)."""
+_FALLING_TOGETHER: Final = 16
+"""Where none rise over long sequences at least so many are together, and wait less for one another:
+0.96 to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.90 to 1.04
+(`gradients_rising_1_h200.json`, `gradients_rising_2_h200.json`, `gradients_rising_5_h200.json`).
+Of grouped heads no more, of as many as if blocks visited one head: at 128 columns 1.03 times as
+fast over 2K and 8K tokens as 8, elsewhere the same (`gradients_rising_5_h200.json`)."""
 
 _CACHE_BYTES: Final = 50 * 2**20
 """The L2 cache of an H100 or H200."""
@@ -468,19 +468,25 @@ def _order_of_heads(
     What may not depend on a batch has no heads that rise. Packed sequences whose lengths nobody
     knows count as if they were of one length.
     """
+    right, left = edges(problem)
     pairs = problem.visible_pairs
     if problem.num_sequences:
         pairs = min(pairs, problem.len_q * problem.len_k / problem.num_sequences)
-    of_block = 1 if variant.heads_apart else problem.group_size
-    visits = 1 + pairs * of_block / (variant.block_m * max(problem.len_k, 1))
-    together = max(round(_BLOCKS_APART / visits), 1)
+    tiles = pairs / (variant.block_m * max(problem.len_k, 1))
+    in_turns = problem.group_size if variant.is_grouped else 1
+    together = max(round(_BLOCKS_APART / (1 + tiles * in_turns)), 1)
     if not variant.goes_both_ways:
-        least = max(together, _GROUPS_TOGETHER if variant.is_grouped else 1)
-        return _equal_parts(heads, least), 0, 0
-    is_long = visits > _RISING_VISITS
-    if problem.batch_invariant or (is_long and not _fits_cache(problem, variant, heads)):
-        return _equal_parts(heads, max(together, _LONG_TOGETHER) if is_long else together), 0, 0
-    falling = min(_FALLING, -(-heads // 2))
+        least = _GROUPS_TOGETHER if variant.is_grouped else 1
+        if variant.is_grouped and variant.is_ordered and right >= 0 > left:
+            least = min(round(_BLOCKS_APART / (1 + tiles)), _FALLING_TOGETHER)
+        return _equal_parts(heads, max(together, least)), 0, 0
+    falling = next((few for most, few in _FALLING.items() if tiles < most), 0)
+    if not falling and _fits_cache(problem, variant, heads):
+        falling = heads
+    if problem.batch_invariant or not falling:
+        least = 1 if falling else _FALLING_TOGETHER
+        return _equal_parts(heads, max(together, least)), 0, 0
+    falling = min(falling, -(-heads // 2))
     rising = heads - falling
     return falling, rising, _equal_parts(rising, together)
 
