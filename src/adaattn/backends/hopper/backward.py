@@ -40,7 +40,6 @@ from adaattn.backends.hopper.gradient_order import (
     next_tile,
     packed_keys,
     row_tiles,
-    step_of,
 )
 from adaattn.backends.hopper.gradient_scores import (
     beside,
@@ -382,9 +381,8 @@ def gradient_consumer(c, w: gl.constexpr):
         if not c.IS_GROUPED:
             # Two numbers that need not stay in registers.
             slot_before = c.first_slot + visit
-            tile = c.first_tile + visit + 1
-            if c.IS_ORDERED:
-                tile = c.first_tile + (visit + 1) * step_of(c)
+            if not c.IS_ORDERED:
+                tile = c.first_tile + visit + 1
         p = weights_of(c, w, s, lse, slope_of(c, head), first_key, tile * rows)
         p = hide_ahead(c, w, p, first_key, tile * rows)
         p = kept_ahead(c, w, p, stage ^ 1)

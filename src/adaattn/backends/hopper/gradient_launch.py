@@ -82,13 +82,14 @@ _GROUPS_TOGETHER: Final = 8
 """Key heads whose blocks visit several heads are at least so many together: in causal order the
 longest of all begin first. 0.98 to 1.4 times as fast as fewer (`gradients_placed_h200.json`)."""
 
-_FALLING: Final = {34: 8, 66: 4}
-"""Heads at the end, half of all at most, that do not rise, by the tiles that a block visits in the
-mean. With more of them tiles leave the L2 cache: at 64 columns over 16K tokens 8 are 0.98 times as
-fast as 4 (`gradients_rising_5_h200.json`), 16 over 8K and 16K 0.86 to 0.98 times as fast as 8
-(`gradients_rising_2_h200.json`). Where blocks visit more, none rise: those of a head would be too
-far from one another to find its tiles in the cache. Over 32K tokens 0.83 to 0.99 times as fast as
-any order; heads that do not rise 1.01 to 1.06 times (likewise)."""
+_FALLING: Final = {64: {34: 8, 66: 4}, 128: {34: 8, 130: 4}}
+"""Heads at the end, half of all at most, that do not rise, by columns of a tile and by the tiles
+that a block visits in the mean. With more of them tiles leave the L2 cache: at 64 columns over 16K
+tokens 8 are 0.98 times as fast as 4, at 128 columns 0.83 times (`gradients_rising_5_h200.json`); 16
+over 8K and 16K 0.86 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`). Where blocks visit
+more, none rise: those of a head would be too far from one another to find its tiles in the cache.
+Over 32K tokens 0.83 to 0.99 times as fast as any order; heads that do not rise 1.01 to 1.06 times
+(likewise)."""
 
 _FALLING_TOGETHER: Final = 16
 """Where none rise over long sequences at least so many are together, and wait less for one another:
@@ -480,7 +481,7 @@ def _order_of_heads(
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
             least = min(round(_BLOCKS_APART / (1 + tiles)), _FALLING_TOGETHER)
         return _equal_parts(heads, max(together, least)), 0, 0
-    falling = next((few for most, few in _FALLING.items() if tiles < most), 0)
+    falling = next((few for most, few in _FALLING[variant.block_d].items() if tiles < most), 0)
     if not falling and _fits_cache(problem, variant, heads):
         falling = heads
     if problem.batch_invariant or not falling:
