@@ -165,12 +165,15 @@ BESIDE: dict[str, Fault] = {
 IN_ORDER: dict[str, Any] = {"deterministic": True, "len_q": 300}
 UNSEEN: dict[str, Any] = IN_ORDER | {"len_k": 100, "is_causal": True, "align": Align.BOTTOM_RIGHT}
 GROUPS_IN_ORDER: dict[str, Any] = GROUPS | IN_ORDER | {"is_causal": True, "head_dim": 128}
+RISING: dict[str, Any] = IN_ORDER | {"is_causal": True, "num_heads": 3}
 ADDED: dict[str, Fault] = {
-    "a tile later": ("begun", "tile = c.end_tile - 1", "tile = c.end_tile", IN_ORDER),
-    "sums of the first tile": ("begun", "slot += c.end_tile - 1 - tile", "slot += 0 * tile",
-                               IN_ORDER),
-    "rows of one tile": ("next_tile", "tile -= 1", "tile -= 0", IN_ORDER),
-    "sums of one tile": ("next_tile", "slot -= 1", "slot -= 0", IN_ORDER),
+    "a tile later": ("backward", "begin = behind - 1\n", "begin = behind\n", IN_ORDER),
+    "sums of the first tile": ("backward", "first_tile + begin", "first_tile + first", IN_ORDER),
+    "rows of one tile": ("next_tile", "tile += step_of(c)", "tile += 0", IN_ORDER),
+    "sums of one tile": ("next_tile", "slot += step_of(c)", "slot += 0", IN_ORDER),
+    "rising: backwards": ("backward", "gl.where(rises, 1, -1)", "-1", RISING),
+    "rising: sums that each block begins": (
+        "turn_of", "gl.where(tile >= c.shared_edge, c.block, 0)", "0 * c.block", RISING),
     "one tile of all heads": ("next_tile", "tile - 1, tile", "tile, tile", GROUPS_IN_ORDER),
     "first head of the group alone": ("next_tile", "c.first_head, head + 1", "c.first_head, head",
                                       GROUPS_IN_ORDER),
@@ -279,6 +282,7 @@ ADDING: dict[str, Fault] = {
                                     BOTH | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
+RISING_LONG: dict[str, Any] = {"len_q": 900, "is_causal": True, "num_heads": 2}
 TURNS: dict[str, Fault] = {
     "turns not awaited": ("await_number", "turn < due", "turn < 0", MANY),
     "turn of the block before": ("await_number", "turn < due", "turn < due - 1", MANY),
@@ -287,10 +291,27 @@ TURNS: dict[str, Fault] = {
     "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
     "told before all see it": ("pass_on", "release_writes()", "pass", MANY),
     "turns of the first half": ("gradient_adder", "slot * 2 + w, visit", "slot * 2, visit", MANY),
-    "turns of another tile": ("turn_of", "c.turns + place", "c.turns + (c.end_tile - 1) * 2",
+    "rising: turns not awaited": ("await_number", "turn < due", "turn < 0", RISING_LONG),
+    "rising: a tile awaited in which nobody was": (
+        "backward", "gl.where(rises, after, 0)", "0 * after", RISING_LONG),
+    "turns of another tile": ("turn_of", "c.turns + place", "c.turns + c.first_tile * 2",
                               {"len_q": 300, "len_k": 900}),
 }  # fmt: skip
 """Seen where blocks run at the same time, and their sums depend on the order."""
+WAITS: dict[str, Fault] = {
+    "rising: the last tile first": (
+        "backward", "gl.where(rises, first, behind - 1)", "behind - 1", RISING),
+    "falling: the first tile first": (
+        "backward", "gl.where(rises, first, behind - 1)", "first", RISING),
+    "falling: heads of those that rise": (
+        "head_and_block", "rises, 0, rising_heads", "rises, 0, 0 * rising_heads", RISING),
+    "falling: too few": ("head_and_block", "place -= before * key_blocks", "pass", RISING),
+    "rising: blocks from the first on": (
+        "head_and_block", "gl.where(rises, key_blocks - 1 - block, block)", "block", RISING),
+    "rising: told as if they fell": (
+        "backward", "gl.where(rises, last_block - block, block)", "block", RISING),
+}  # fmt: skip
+"""Seen where blocks run one behind another, as a card may run them: all wait for one another."""
 
 FAULTS: dict[str, Fault] = {
     f"{kind}: {name}": fault
@@ -389,6 +410,17 @@ def test_a_fault_in_the_order_of_sums_is_seen(
     # turns back, so that others may wait for ever.
     with suppress(TimeoutError):
         assert not all(sums_are_the_same_each_time(tensors, problem) for _ in range(8))
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_for_a_block_that_begins_later_is_seen(
+    name: str, simulated: Any, rewritten: Callable[..., Any]
+) -> None:
+    function, old, new, values = WAITS[name]
+    problem, tensors = made(values)
+    simulated.replace(function, partial(rewritten, old=old, new=new))
+    with pytest.raises(TimeoutError):
+        run(tensors, problem).output.sum().backward()
 
 
 def sums_are_the_same_each_time(tensors: Tensors, problem: AttentionProblem) -> bool:

@@ -179,6 +179,9 @@ def test_gradients_in_a_fixed_order_are_those_of_the_definition(name: str, mode:
     [
         {"len_q": 200, "len_k": 500, "num_heads": 1},
         {"len_q": 500, "is_causal": True, "head_dim": 128, "num_heads": 1},
+        {"len_q": 500, "is_causal": True, "num_heads": 3},
+        TO_END | {"len_q": 130, "len_k": 500},
+        {"len_q": 200, "len_k": 500, "is_causal": True},
         GROUPS | {"len_q": 300, "is_causal": True},
         {"len_q": 500, "window": (200, 100), "num_heads": 1},
         {"len_q": 260, "num_heads": 9},

@@ -161,15 +161,38 @@ def test_heads_share_blocks_as_was_fastest_on_a_card(
     assert variant.heads_apart == (name in FASTER) and variant.is_split == (name in SPLIT)
 
 
-@pytest.mark.parametrize(("key_heads", "together"), [(8, 8), (32, 2)])
-def test_long_blocks_of_several_heads_begin_side_by_side(key_heads: int, together: int) -> None:
-    kind: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 64, "is_causal": True}
-    problem = make_problem(
-        num_heads=32, num_kv_heads=key_heads, len_q=32768, requires_grad=True, **kind
-    )
+IN_ORDER: dict[str, Any] = {"deterministic": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"num_kv_heads": 8, "len_q": 32768}, (8, 0, 0)),
+        ({"len_q": 32768}, (2, 0, 0)),
+        (IN_ORDER | {"batch": 8, "len_q": 2048}, (8, 248, 31)),
+        (IN_ORDER | {"batch": 8, "len_q": 2048, "is_causal": False}, (16, 0, 0)),
+        (IN_ORDER | {"batch": 8, "len_q": 2048, "batch_invariant": True}, (32, 0, 0)),
+        (IN_ORDER | {"len_q": 16384}, (4, 28, 4)),
+        (IN_ORDER | {"len_q": 32768}, (16, 0, 0)),
+        (IN_ORDER | {"len_q": 32768, "num_heads": 2}, (1, 1, 1)),
+        (IN_ORDER | {"len_q": 32768, "num_heads": 1}, (1, 0, 0)),
+        (IN_ORDER | {"len_q": 16384, "head_dim": 128, "num_heads": 16}, (4, 12, 2)),
+        (IN_ORDER | {"batch": 8, "len_q": 2048, "num_kv_heads": 8}, (16, 0, 0)),
+        (IN_ORDER | {"lengths_q": (8192, 8192)}, (8, 24, 8)),
+        ({"batch": 2, "len_q": 2048, "head_dim": 128, "num_heads": 10}, (20, 0, 0)),
+        ({"len_q": 4096, "head_dim": 128, "num_heads": 12}, (12, 0, 0)),
+    ],
+    ids=str,
+)
+def test_heads_are_worked_on_in_the_order_that_was_fastest(
+    values: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """How many together, how many rise, and how many of those together."""
+    usual = {"head_dim": 64, "num_heads": 32, "is_causal": True, "precision": Precision.BF16}
+    problem = make_problem(**usual | {"requires_grad": True} | values)
     variant = choose_gradients(problem)
-    assert variant.is_grouped == (key_heads == 8)
-    assert numbers_of(problem, variant, 0)[-5:-2] == (together, 0, 0)
+    assert not variant.is_grouped or "num_kv_heads" in values
+    assert numbers_of(problem, variant, 0)[-5:-2] == expected
 
 
 @pytest.mark.gpu

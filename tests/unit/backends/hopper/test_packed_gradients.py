@@ -181,7 +181,7 @@ def test_gradients_of_a_sequence_alone_are_those_among_others() -> None:
         assert torch.equal(both[:, :, own], one)
 
 
-@pytest.mark.parametrize("mode", ["any order", "deterministic"])
+@pytest.mark.parametrize("mode", ["any order", "deterministic", "heads that rise"])
 @pytest.mark.parametrize(
     "starts",
     [(0, 400, 90, 600, 600), (-200, 900, 400, 0, 900), (600, 300, 200, 100, 0), (999,) * 5],
@@ -189,9 +189,11 @@ def test_gradients_of_a_sequence_alone_are_those_among_others() -> None:
 )
 def test_starts_that_nobody_has_checked_do_no_harm(starts: tuple[int, ...], mode: str) -> None:
     """On a GPU nobody reads them; a simulated access outside fails, and a wait without end."""
-    lengths = {"lengths_q": (100, 200, 300, 0), "num_heads": 1}
-    problem, tensors = made(lengths | {"deterministic": mode == "deterministic"})
+    given: dict[str, Any] = {"lengths_q": (100, 200, 300, 0), "num_heads": 1}
+    if mode == "heads that rise":
+        given |= {"num_heads": 2, "is_causal": True}
+    problem, tensors = made(given | {"deterministic": mode != "any order"})
     wrong = torch.tensor(starts, dtype=torch.int32)
-    given = packed([getattr(tensors, name) for name in LEAVES], wrong)
-    output = run(given, problem).output.nan_to_num()
-    gradients_of(Result(output=output), given)
+    read = packed([getattr(tensors, name) for name in LEAVES], wrong)
+    output = run(read, problem).output.nan_to_num()
+    gradients_of(Result(output=output), read)
