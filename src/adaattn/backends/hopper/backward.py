@@ -59,8 +59,8 @@ class Backward:
 
     Rows are counted in tiles of all heads: ``first_slot`` is the first that the block visits. Those
     of packed sequences, and their keys, begin at ``start_q`` and ``start_k``. In a fixed order
-    ``block`` is its place among those of its head, and tiles before ``shared_edge``, or where
-    GOES_BOTH_WAYS from it on, are the block's before it too.
+    ``block`` is its place among those of its head. The block one place before it visits the tiles
+    before ``shared_edge``, or where GOES_BOTH_WAYS those from ``shared_edge`` on.
     """
 
     query: tma.tensor_descriptor
@@ -403,8 +403,8 @@ def gradient_consumer(c, w: gl.constexpr):
 def backward(
     query, key, value, upstream, row_terms, key_gradient, value_gradient, sums, words, slopes,
     turns, scale, natural, cap, len_q, len_k, offset, left, right, num_heads, group_size,
-    key_blocks, tiles_per_head, slopes_stride, key_heads, heads_together, rising_heads,
-    rising_together, zero, num_sequences, starts_q, starts_k, of_batch, of_head, counts, indices,
+    key_blocks, tiles_per_head, slopes_stride, key_heads, heads_together, ascending_heads,
+    ascending_together, zero, num_sequences, starts_q, starts_k, of_batch, of_head, counts, indices,
     before, list_width, list_stride_b,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     IS_GROUPED: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -435,8 +435,8 @@ def backward(
         key_blocks: of a head; of packed sequences, those of `places.sequence_of`, as are the tiles.
         key_heads: of all sequences; where HEADS_APART all heads.
         heads_together: of those worked on at a time.
-        rising_heads: where GOES_BOTH_WAYS, how many heads rise.
-        rising_together: of those that are worked on at a time.
+        ascending_heads: where GOES_BOTH_WAYS, how many heads ascend.
+        ascending_together: of those that are worked on at a time.
         zero: 0, which the compiler is not to know.
     """
     dtype: gl.constexpr = query.dtype
@@ -476,8 +476,8 @@ def backward(
     if not HEADS_APART:
         end = two_barriers(2)
     fence_async_shared()
-    head, block, rises = head_and_block(
-        key_blocks, key_heads, heads_together, rising_heads, rising_together, GOES_BOTH_WAYS
+    head, block, ascends = head_and_block(
+        key_blocks, key_heads, heads_together, ascending_heads, ascending_together, GOES_BOTH_WAYS
     )
     kv_heads = num_heads // group_size
     batch = head // kv_heads
@@ -501,8 +501,8 @@ def backward(
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
         start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
-            block, starts_q, starts_k, num_sequences, sizes, rises, key_blocks, BLOCK_M, BLOCK_N,
-            IS_ORDERED, GOES_BOTH_WAYS,
+            block, starts_q, starts_k, num_sequences, sizes, ascends, BLOCK_M, BLOCK_N, IS_ORDERED,
+            GOES_BOTH_WAYS,
         )  # fmt: skip
         if TO_END:
             offset = own_k - own_q
@@ -521,11 +521,11 @@ def backward(
     if IS_ORDERED:
         if GOES_BOTH_WAYS:
             after, _ = row_tiles(sizes, first_key + BLOCK_N, BLOCK_M, BLOCK_N, HAS_RIGHT, HAS_LEFT)
-            shared_edge = gl.where(rises, after, 0)
+            shared_edge = gl.where(ascends, after, 0)
             last_block = gl.cdiv(sizes.len_k, BLOCK_N) - 1
-            block = gl.where(rises, last_block - block, block)
-            step = gl.where(rises, 1, -1)
-            begin = gl.where(rises, first, behind - 1)
+            block = gl.where(ascends, last_block - block, block)
+            step = gl.where(ascends, 1, -1)
+            begin = gl.where(ascends, first, behind - 1)
         else:
             begin = behind - 1
             if not HAS_LISTS:

@@ -348,8 +348,8 @@ def backward_keys(
     first_tile = gl.to_tensor(0)
     if IS_PACKED:
         start_q, own_q, start_k, own_k, first_tile, first_key = packed_keys(
-            block, starts_q, starts_k, num_sequences, sizes, False, 0, SPLIT_TILE, SPLIT_TILE,
-            False, False,
+            block, starts_q, starts_k, num_sequences, sizes, False, SPLIT_TILE, SPLIT_TILE, False,
+            False,
         )  # fmt: skip
         if TO_END:
             offset = own_k - own_q

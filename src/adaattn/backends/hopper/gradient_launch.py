@@ -57,9 +57,10 @@ _ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
-_ORDERED_RISING: Final = {64: range(512, 1025), 128: range(512, 8193)}
-"""The same where heads rise, without ALiBi: at 128 columns 1.02 to 1.06 times as fast over 2K to 8K
-tokens, at 64 1.025 over 1K; beside ALiBi 0.98 times (`gradients_rising_3_h200.json`)."""
+_ORDERED_CAUSAL: Final = {64: range(512, 1025), 128: range(512, 8193)}
+"""The same in causal order without ALiBi, where most heads ascend: at 128 columns 1.01 to 1.06
+times as fast over 2K to 8K tokens (3 times 40 heads over 3000 0.99), at 64 1.025 over 1K; beside
+ALiBi 0.98 times (`gradients_rising_3_h200.json`, `gradients_rising_4_h200.json`)."""
 
 _ORDERED_BLOCKS: Final = {False: 2048, True: 512}
 """The fewest blocks of keys for that, of heads alone and of groups: few that begin together wait.
@@ -82,21 +83,24 @@ _GROUPS_TOGETHER: Final = 8
 """Key heads whose blocks visit several heads are at least so many together: in causal order the
 longest of all begin first. 0.98 to 1.4 times as fast as fewer (`gradients_placed_h200.json`)."""
 
-_FALLING: Final = {64: {34: 8, 66: 4}, 128: {34: 8, 130: 4}}
-"""Heads at the end, half of all at most, that do not rise, by columns of a tile and by the tiles
+_DESCENDING: Final = {64: {34: 8, 66: 4}, 128: {34: 8, 130: 4}}
+"""Heads at the end, half of all at most, that do not ascend, by columns of a tile and by the tiles
 that a block visits in the mean. With more of them tiles leave the L2 cache: at 64 columns over 16K
 tokens 8 are 0.98 times as fast as 4, at 128 columns 0.83 times (`gradients_rising_5_h200.json`); 16
-over 8K and 16K 0.86 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`). Where blocks visit
-more, none rise: those of a head would be too far from one another to find its tiles in the cache.
-Over 32K tokens 0.83 to 0.99 times as fast as any order; heads that do not rise 1.01 to 1.06 times
+over 8K and 16K 0.83 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`). Where blocks visit
+more, none ascend: those of a head would be too far from one another to find its tiles in the cache.
+Over 32K tokens 0.68 to 0.97 times as fast as any order; heads that do not ascend 0.97 to 1.02 times
 (likewise)."""
 
-_FALLING_TOGETHER: Final = 16
-"""Where none rise over long sequences at least so many are together, and wait less for one another:
-0.96 to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.90 to 1.04
+_MANY_TOGETHER: Final = 16
+"""Where none ascend over long sequences at least so many are together, and wait less for one
+another: 0.97 to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.90 to 1.00
 (`gradients_rising_1_h200.json`, `gradients_rising_2_h200.json`, `gradients_rising_5_h200.json`).
 Of grouped heads no more, of as many as if blocks visited one head: at 128 columns 1.03 times as
 fast over 2K and 8K tokens as 8, elsewhere the same (`gradients_rising_5_h200.json`)."""
+
+_FEW_TOGETHER: Final = 4
+"""Of grouped heads no fewer: fewer were not timed in a fixed order over more than 16K tokens."""
 
 _CACHE_BYTES: Final = 50 * 2**20
 """The L2 cache of an H100 or H200."""
@@ -199,7 +203,7 @@ class GradientVariant:
     def goes_both_ways(self) -> bool:
         """Whether heads may begin with their last blocks, and those with their first tiles.
 
-        Not heads in turns: rising they are 0.67 to 1.03 times as fast as in any order
+        Not heads in turns: ascending they are 0.67 to 1.03 times as fast as in any order
         (`gradients_rising_1_h200.json`, `gradients_rising_2_h200.json`).
         """
         is_left_out = self.has_left or self.has_lists or self.is_grouped
@@ -282,8 +286,8 @@ def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -
     blocks = problem.batch * problem.num_kv_heads * -(-length // BLOCK_KEYS)
     right, left = edges(problem)
     lengths = _ORDERED_KEYS.get(block_d, range(0))
-    if right >= 0 > left and problem.group_size == 1 and not problem.has_alibi:
-        lengths = _ORDERED_RISING.get(block_d, lengths)
+    if right == 0 > left and problem.group_size == 1 and not problem.has_alibi:
+        lengths = _ORDERED_CAUSAL.get(block_d, lengths)
     return (
         length == problem.len_q
         and length in lengths
@@ -464,10 +468,10 @@ def _numbers(problem: AttentionProblem, variant: GradientVariant) -> tuple[int |
 def _order_of_heads(
     problem: AttentionProblem, variant: GradientVariant, heads: int
 ) -> tuple[int, int, int]:
-    """Return how many heads with blocks are worked on together, how many rise, and together.
+    """Return how many heads with blocks are worked on together, how many ascend, and together.
 
-    What may not depend on a batch has no heads that rise. Packed sequences whose lengths nobody
-    knows count as if they were of one length.
+    What may not depend on a batch has no heads that ascend. Packed sequences whose lengths nobody
+    knows count as if they were of one length and hid no later keys.
     """
     right, left = edges(problem)
     pairs = problem.visible_pairs
@@ -479,17 +483,19 @@ def _order_of_heads(
     if not variant.goes_both_ways:
         least = _GROUPS_TOGETHER if variant.is_grouped else 1
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
-            least = min(round(_BLOCKS_APART / (1 + tiles)), _FALLING_TOGETHER)
+            least = max(min(round(_BLOCKS_APART / (1 + tiles)), _MANY_TOGETHER), _FEW_TOGETHER)
         return _equal_parts(heads, max(together, least)), 0, 0
-    falling = next((few for most, few in _FALLING[variant.block_d].items() if tiles < most), 0)
-    if not falling and _fits_cache(problem, variant, heads):
-        falling = heads
-    if problem.batch_invariant or not falling:
-        least = 1 if falling else _FALLING_TOGETHER
+    descending = next(
+        (few for most, few in _DESCENDING[variant.block_d].items() if tiles < most), 0
+    )
+    if not descending and _fits_cache(problem, variant, heads):
+        descending = heads
+    if problem.batch_invariant or not descending:
+        least = 1 if descending else _MANY_TOGETHER
         return _equal_parts(heads, max(together, least)), 0, 0
-    falling = min(falling, -(-heads // 2))
-    rising = heads - falling
-    return falling, rising, _equal_parts(rising, together)
+    descending = min(descending, -(-heads // 2))
+    ascending = heads - descending
+    return descending, ascending, _equal_parts(ascending, together)
 
 
 def _fits_cache(problem: AttentionProblem, variant: GradientVariant, heads: int) -> bool:
@@ -497,6 +503,6 @@ def _fits_cache(problem: AttentionProblem, variant: GradientVariant, heads: int)
     return heads * problem.len_q * variant.block_d * (2 + 2 + 4) <= _CACHE_BYTES
 
 
-def _equal_parts(count: int, least: int) -> int:
-    """Return the size of nearly equal parts, which are no smaller than asked if there are two."""
-    return -(-count // max(count // least, 1))
+def _equal_parts(count: int, size: int) -> int:
+    """Return the size of nearly equal parts, two thirds of what is asked to half as many more."""
+    return -(-count // max((2 * count + size - 1) // (2 * size), 1))

@@ -12,9 +12,9 @@ for ever, however few run at a time.
 
 Where later keys are hidden and nothing else is, the blocks of a head that begins with its first,
 the longest, wait for one another where they begin together, and then end together, so that the next
-ones begin together. Where GOES_BOTH_WAYS most heads rise instead: they begin with the last block,
+ones begin together. Where GOES_BOTH_WAYS most heads ascend instead: they begin with the last block,
 and each goes on from the first rows that see it, one tile behind the block before from the start.
-Their longest blocks end late, beside those of the last heads, which do not rise.
+Their longest blocks end late, beside those of the last heads, which do not ascend.
 
 Where lists say which tiles a block visits, a table says whom it waits for at each
 (`mask_lists.turns_of`). Who waits for nobody stores instead of adding, so that nobody clears sums.
@@ -58,22 +58,22 @@ def row_tiles(
 
 
 @gluon.jit
-def head_and_block(key_blocks, num_heads, heads_together, rising_heads, rising_together,
+def head_and_block(key_blocks, num_heads, heads_together, ascending_heads, ascending_together,
                    GOES_BOTH_WAYS: gl.constexpr):  # fmt: skip
     """Head that has blocks (a key head, or where HEADS_APART any) and block of keys of a program.
 
-    A block that starts finds the one before it, of its head, already ahead. The first heads rise.
+    A block that starts finds the one before it, of its head, already ahead. The first heads ascend.
 
     Returns:
-        Head, block, and whether the head rises.
+        Head, block, and whether the head ascends.
     """
     place = gl.program_id(0)
     before = gl.to_tensor(0)
-    rises = place < rising_heads * key_blocks
+    ascends = place < ascending_heads * key_blocks
     if GOES_BOTH_WAYS:
-        before = gl.where(rises, 0, rising_heads)
-        num_heads = gl.where(rises, rising_heads, num_heads)
-        heads_together = gl.where(rises, rising_together, heads_together)
+        before = gl.where(ascends, 0, ascending_heads)
+        num_heads = gl.where(ascends, ascending_heads, num_heads)
+        heads_together = gl.where(ascends, ascending_together, heads_together)
         place -= before * key_blocks
     size = heads_together * key_blocks
     first_head = before + place // size * heads_together
@@ -81,13 +81,13 @@ def head_and_block(key_blocks, num_heads, heads_together, rising_heads, rising_t
     place = place % size
     block = place // heads
     if GOES_BOTH_WAYS:
-        block = gl.where(rises, key_blocks - 1 - block, block)
-    return first_head + place % heads, block, rises
+        block = gl.where(ascends, key_blocks - 1 - block, block)
+    return first_head + place % heads, block, ascends
 
 
 @gluon.jit
-def packed_keys(number, starts_q, starts_k, num_sequences, sizes, rises, key_blocks,
-                BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_ORDERED: gl.constexpr,
+def packed_keys(number, starts_q, starts_k, num_sequences, sizes, ascends, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, IS_ORDERED: gl.constexpr,
                 GOES_BOTH_WAYS: gl.constexpr):  # fmt: skip
     """Where a block of keys of packed sequences stands, by its number among all of a head.
 
@@ -104,10 +104,9 @@ def packed_keys(number, starts_q, starts_k, num_sequences, sizes, rises, key_blo
     if IS_ORDERED:
         number -= first_key // BLOCK_N
         if GOES_BOTH_WAYS:
-            number += gl.where(rises, gl.maximum(gl.cdiv(len_k, BLOCK_N) - 1, 0), 0)
+            number += gl.where(ascends, gl.maximum(gl.cdiv(len_k, BLOCK_N) - 1, 0), 0)
         found, _ = sequence_of(number, starts_k, num_sequences, BLOCK_N)
-        is_there = (number >= 0) & (number < key_blocks) & (found == sequence)
-        first_key = gl.where(is_there, first_key, len_k)
+        first_key = gl.where((number >= 0) & (found == sequence), first_key, len_k)
     first_key = gl.where(first_key < 0, len_k, gl.minimum(first_key, len_k))
     return start_q, len_q, start_k, len_k, start_q // BLOCK_M + sequence, first_key
 
@@ -133,7 +132,7 @@ def next_tile(c, tile, slot, head):
     """The next tile of query rows: behind the last that see the block, the next head's first.
 
     Where sums are ordered the next head's, and behind the last head's the first head's before it;
-    of heads that rise, which are not grouped, the next.
+    of heads that ascend, which are not grouped, the next.
     """
     if c.IS_ORDERED:
         if c.IS_GROUPED:

@@ -165,15 +165,15 @@ BESIDE: dict[str, Fault] = {
 IN_ORDER: dict[str, Any] = {"deterministic": True, "len_q": 300}
 UNSEEN: dict[str, Any] = IN_ORDER | {"len_k": 100, "is_causal": True, "align": Align.BOTTOM_RIGHT}
 GROUPS_IN_ORDER: dict[str, Any] = GROUPS | IN_ORDER | {"is_causal": True, "head_dim": 128}
-RISING: dict[str, Any] = IN_ORDER | {"is_causal": True, "num_heads": 3}
+ASCENDING: dict[str, Any] = IN_ORDER | {"is_causal": True, "num_heads": 3}
 ADDED: dict[str, Fault] = {
     "a tile later": ("backward", "begin = behind - 1\n", "begin = behind\n", IN_ORDER),
     "sums of the first tile": ("backward", "first_tile + begin", "first_tile + first", IN_ORDER),
     "rows of one tile": ("next_tile", "tile += step_of(c)", "tile += 0", IN_ORDER),
     "sums of one tile": ("next_tile", "slot += step_of(c)", "slot += 0", IN_ORDER),
-    "rising: backwards": ("backward", "gl.where(rises, 1, -1)", "-1", RISING),
-    "rising: sums that each block begins": (
-        "turn_of", "gl.where(tile >= c.shared_edge, c.block, 0)", "0 * c.block", RISING),
+    "ascending: backwards": ("backward", "gl.where(ascends, 1, -1)", "-1", ASCENDING),
+    "ascending: sums that each block begins": (
+        "turn_of", "gl.where(tile >= c.shared_edge, c.block, 0)", "0 * c.block", ASCENDING),
     "one tile of all heads": ("next_tile", "tile - 1, tile", "tile, tile", GROUPS_IN_ORDER),
     "first head of the group alone": ("next_tile", "c.first_head, head + 1", "c.first_head, head",
                                       GROUPS_IN_ORDER),
@@ -282,7 +282,7 @@ ADDING: dict[str, Fault] = {
                                     BOTH | LONG),
 }  # fmt: skip
 MANY: dict[str, Any] = {"len_q": 200, "len_k": 900}
-RISING_LONG: dict[str, Any] = {"len_q": 900, "is_causal": True, "num_heads": 2}
+ASCENDING_LONG: dict[str, Any] = {"len_q": 900, "is_causal": True, "num_heads": 2}
 TURNS: dict[str, Fault] = {
     "turns not awaited": ("await_number", "turn < due", "turn < 0", MANY),
     "turn of the block before": ("await_number", "turn < due", "turn < due - 1", MANY),
@@ -291,25 +291,25 @@ TURNS: dict[str, Fault] = {
     "told before it is there": ("pass_on", "wait_for_writes()", "pass", MANY),
     "told before all see it": ("pass_on", "release_writes()", "pass", MANY),
     "turns of the first half": ("gradient_adder", "slot * 2 + w, visit", "slot * 2, visit", MANY),
-    "rising: turns not awaited": ("await_number", "turn < due", "turn < 0", RISING_LONG),
-    "rising: a tile awaited in which nobody was": (
-        "backward", "gl.where(rises, after, 0)", "0 * after", RISING_LONG),
+    "ascending: turns not awaited": ("await_number", "turn < due", "turn < 0", ASCENDING_LONG),
+    "ascending: a tile awaited in which nobody was": (
+        "backward", "gl.where(ascends, after, 0)", "0 * after", ASCENDING_LONG),
     "turns of another tile": ("turn_of", "c.turns + place", "c.turns + c.first_tile * 2",
                               {"len_q": 300, "len_k": 900}),
 }  # fmt: skip
 """Seen where blocks run at the same time, and their sums depend on the order."""
 WAITS: dict[str, Fault] = {
-    "rising: the last tile first": (
-        "backward", "gl.where(rises, first, behind - 1)", "behind - 1", RISING),
-    "falling: the first tile first": (
-        "backward", "gl.where(rises, first, behind - 1)", "first", RISING),
-    "falling: heads of those that rise": (
-        "head_and_block", "rises, 0, rising_heads", "rises, 0, 0 * rising_heads", RISING),
-    "falling: too few": ("head_and_block", "place -= before * key_blocks", "pass", RISING),
-    "rising: blocks from the first on": (
-        "head_and_block", "gl.where(rises, key_blocks - 1 - block, block)", "block", RISING),
-    "rising: told as if they fell": (
-        "backward", "gl.where(rises, last_block - block, block)", "block", RISING),
+    "ascending: the last tile first": (
+        "backward", "gl.where(ascends, first, behind - 1)", "behind - 1", ASCENDING),
+    "descending: the first tile first": (
+        "backward", "gl.where(ascends, first, behind - 1)", "first", ASCENDING),
+    "descending: heads of those that ascend": (
+        "head_and_block", "ascends, 0, ascending_heads", "ascends, 0, 0 * num_heads", ASCENDING),
+    "descending: too few": ("head_and_block", "place -= before * key_blocks", "pass", ASCENDING),
+    "ascending: blocks from the first on": (
+        "head_and_block", "gl.where(ascends, key_blocks - 1 - block, block)", "block", ASCENDING),
+    "ascending: told as if they did not": (
+        "backward", "gl.where(ascends, last_block - block, block)", "block", ASCENDING),
 }  # fmt: skip
 """Seen where blocks run one behind another, as a card may run them: all wait for one another."""
 

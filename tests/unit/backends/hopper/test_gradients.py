@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import CAPABILITIES, executor, gradients
+from adaattn.backends.hopper import CAPABILITIES, executor, gradient_launch, gradients
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients, numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
@@ -194,6 +194,36 @@ def test_gradients_in_a_fixed_order_are_the_same_each_time(values: dict[str, Any
     first = gradients_of(run(tensors, problem), tensors)
     again = gradients_of(run(tensors, problem), tensors)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@simulated
+@pytest.mark.usefixtures("late", "together")
+def test_parts_of_ascending_heads_need_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten heads five ascend, three together and then two."""
+    monkeypatch.setattr(gradient_launch, "_BLOCKS_APART", 5)
+    problem, tensors = made(
+        {"len_q": 200, "num_heads": 10, "is_causal": True, "deterministic": True}
+    )
+    assert numbers_of(problem, choose_gradients(problem), 0)[-5:-2] == (5, 5, 3)
+    assert_training_matches(run, tensors, problem)
+
+
+@simulated
+def test_gradients_of_one_sequence_are_those_in_a_batch() -> None:
+    """Bit for bit, where any batch alike is asked for: heads do not ascend by their number."""
+    asked = {"len_q": 300, "is_causal": True, "batch_invariant": True}
+    problem, tensors = made(asked | {"batch": 3})
+    single, _ = made(asked)
+    upstream = torch.randn_like(tensors.query)
+    leaves = [getattr(tensors, name) for name in LEAVES]
+    together = torch.autograd.grad(run(tensors, problem).output, leaves, upstream)
+    for number in range(3):
+        read = [item.detach()[number : number + 1].clone().requires_grad_() for item in leaves]
+        alone = with_tensors(tensors, **dict(zip(LEAVES, read, strict=True)))
+        output = run(alone, single).output
+        found = torch.autograd.grad(output, read, upstream[number : number + 1])
+        for one, all_of_them in zip(found, together, strict=True):
+            assert torch.equal(one[0], all_of_them[number])
 
 
 @simulated
