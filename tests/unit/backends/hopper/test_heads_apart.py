@@ -181,8 +181,8 @@ IN_ORDER: dict[str, Any] = {"deterministic": True}
         (IN_ORDER | {"len_q": 32768, "num_kv_heads": 8}, (4, 0, 0)),
         (IN_ORDER | {"lengths_q": (8192, 8192)}, (8, 24, 8)),
         (
-            IN_ORDER | {"len_q": 16384, "num_sequences": 2, "max_len_q": 16384, "max_len_k": 16384},
-            (4, 28, 4),
+            IN_ORDER | {"len_q": 16384, "num_sequences": 4, "max_len_q": 16384, "max_len_k": 16384},
+            (8, 24, 8),
         ),
         (IN_ORDER | {"len_q": 2048, "batch": 2, "head_dim": 128}, (8, 56, 19)),
         ({"batch": 2, "len_q": 2048, "head_dim": 128, "num_heads": 10}, (20, 0, 0)),
