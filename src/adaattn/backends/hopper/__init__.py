@@ -13,7 +13,8 @@ import math
 from typing import Final
 
 from adaattn.backends.hopper.executor import direct, is_ready, run
-from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients, num_key_tiles
+from adaattn.backends.hopper.gradient_launch import TILE_NUMBERS, choose_gradients
+from adaattn.backends.hopper.gradient_numbers import num_key_tiles
 from adaattn.backends.hopper.launch import lists_mask, tiles_of
 from adaattn.backends.own_kernels import why_no_gluon
 from adaattn.spec import (

@@ -379,7 +379,7 @@ def gradient_consumer(c, w: gl.constexpr):
         slot_before = slot + 0
         tile, slot, head = next_tile(c, tile, slot, head)
         if not c.IS_GROUPED:
-            # Two numbers that need not stay in registers.
+            # Numbers that need not stay in registers; a tile by its step would take more of them.
             slot_before = c.first_slot + visit
             if not c.IS_ORDERED:
                 tile = c.first_tile + visit + 1

@@ -17,6 +17,8 @@ from adaattn.backends.hopper.gradient_launch import (
     TILE_NUMBERS,
     GradientVariant,
     choose_gradients,
+)
+from adaattn.backends.hopper.gradient_numbers import (
     num_block_heads,
     num_key_tiles,
     numbers_of,

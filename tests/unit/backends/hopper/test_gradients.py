@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from adaattn.backends import hopper
-from adaattn.backends.hopper import CAPABILITIES, executor, gradient_launch, gradients
-from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients, numbers_of
+from adaattn.backends.hopper import CAPABILITIES, executor, gradient_numbers, gradients
+from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, choose_gradients
+from adaattn.backends.hopper.gradient_numbers import numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.backends.operators import trained
@@ -200,7 +201,7 @@ def test_gradients_in_a_fixed_order_are_the_same_each_time(values: dict[str, Any
 @pytest.mark.usefixtures("late", "together")
 def test_parts_of_ascending_heads_need_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten heads five ascend, three together and then two."""
-    monkeypatch.setattr(gradient_launch, "_BLOCKS_APART", 5)
+    monkeypatch.setattr(gradient_numbers, "_BLOCKS_APART", 5)
     problem, tensors = made(
         {"len_q": 200, "num_heads": 10, "is_causal": True, "deterministic": True}
     )

@@ -13,7 +13,8 @@ import torch
 
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch
-from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients, split_numbers_of
+from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients
+from adaattn.backends.hopper.gradient_numbers import split_numbers_of
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, HeadGroup, Precision
 from adaattn.testing import (
