@@ -52,10 +52,11 @@ _ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
 tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
 
-_ORDERED_CAUSAL: Final = {64: range(512, 1025), 128: range(512, 8193)}
-"""The same in causal order without ALiBi, where most heads ascend: at 128 columns 1.01 to 1.06
-times as fast over 2K to 8K tokens (3 times 40 heads over 3000 0.99), at 64 1.025 over 1K; beside
-ALiBi 0.98 times (`gradients_rising_3_h200.json`, `gradients_rising_4_h200.json`)."""
+_ORDERED_CAUSAL: Final = {64: range(512, 1025), 128: range(512, 2049)}
+"""The same in causal order without ALiBi, where most heads ascend: at 128 columns 1.05 times as
+fast over 1K tokens, 1.02 over 2K and 0.99 to 1.00 over 4K and 8K (`gradients_adders_h200.json`,
+`gradients_adders_long_h200.json`), at 64 1.025 over 1K; beside ALiBi 0.98 times
+(`gradients_rising_3_h200.json`, `gradients_rising_4_h200.json`)."""
 
 _ORDERED_BLOCKS: Final = {False: 2048, True: 512}
 """The fewest blocks of keys for that, of heads alone and of groups: few that begin together wait.
@@ -94,8 +95,9 @@ class GradientVariant:
             there.
         is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
-            tiles took more registers (Triton 3.7).
-            Nor where sums are ordered, whose tiles may come in the opposite order.
+            tiles took more registers (Triton 3.7), nor at 128 columns, where a loop is shorter for
+            one warpgroup alone. Nor where sums are ordered, whose tiles may come in the opposite
+            order.
             Of split kernels also where nothing is hidden: in either case rows have hidden keys in
             the first block that they visit alone.
         has_softcap: as in the problem.
@@ -156,10 +158,15 @@ class GradientVariant:
     def has_adders(self) -> bool:
         """Whether warps of their own add to sums, while those that compute go on.
 
-        Faster where heads are apart, by 2 to 6 %, elsewhere up to 3 % slower (November 2026, when
-        one warp added for both warpgroups at 128 columns; `docs/kernel-notes.md`).
+        Faster where heads are apart, by 2 to 6 %, and at 128 columns, where registers are few: in
+        full and causal order by 2 to 11 % from 2K tokens on, beside softcaps 1 %, in groups and
+        beside ALiBi 0 to 1 %. Packed sequences gain nothing, in windows and beside masks it is 2 %
+        slower, at 64 columns 3 % slower to 1 % faster (`gradients_adders_h200.json`,
+        `gradients_adders_features_h200.json`).
         """
-        return self.is_ordered or self.heads_apart
+        has_more = self.has_left or self.is_packed or self.mask is not MaskKind.NONE
+        gains = self.block_d == _MOST_COLUMNS and not (self.is_split or has_more)
+        return self.is_ordered or self.heads_apart or gains
 
     @property
     def goes_both_ways(self) -> bool:
@@ -213,7 +220,8 @@ def choose_gradients(
     if is_split:
         is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
     else:
-        is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered)
+        is_left_out = is_grouped or is_ragged or is_ordered or block_d == _MOST_COLUMNS
+        is_aligned = is_aligned and not is_left_out
     return GradientVariant(
         block_d=block_d,
         block_v=block_v,

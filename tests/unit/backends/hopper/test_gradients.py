@@ -532,3 +532,26 @@ def test_which_edges_begin_with_a_tile(values: dict[str, Any], is_aligned: bool)
     variant = choose_gradients(problem)
     assert variant.is_aligned == is_aligned
     assert all(number < 2**31 for number in numbers_of(problem, variant, 0))
+    assert not choose_gradients(replace(problem, head_dim=128, value_dim=128)).is_aligned
+
+
+@pytest.mark.parametrize(
+    ("values", "has_adders"),
+    [
+        ({"head_dim": 128}, True),
+        ({"head_dim": 80, "is_causal": True}, True),
+        ({"head_dim": 128, "softcap": 3.0, "has_alibi": True}, True),
+        ({"head_dim": 128} | GROUPS, True),
+        ({"head_dim": 128, "window": (9, -1)}, False),
+        ({"head_dim": 128, "mask": MaskKind.BOOLEAN, "len_q": 512}, False),
+        ({"head_dim": 128, "lengths_q": (70, 80)}, False),
+        ({"head_dim": 128, "lengths_q": (70, 80), "deterministic": True}, True),
+        ({"head_dim": 64}, False),
+        ({"head_dim": 64, "deterministic": True}, True),
+        ({"head_dim": 256}, False),
+    ],
+    ids=str,
+)
+def test_where_warps_of_their_own_add_to_sums(values: dict[str, Any], has_adders: bool) -> None:
+    problem = make_problem(precision=Precision.BF16, **values)
+    assert choose_gradients(problem).has_adders == has_adders

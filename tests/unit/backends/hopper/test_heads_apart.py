@@ -63,7 +63,8 @@ def test_gradients_are_those_of_the_definition(
     problem, tensors = made({"head_dim": head_dim, "deterministic": deterministic} | CASES[name])
     variant = choose_gradients(problem)
     assert variant.heads_apart and variant.is_ordered == deterministic
-    assert variant.is_aligned == (name == "causal, whole blocks" and not deterministic)
+    begins_with_a_tile = name == "causal, whole blocks" and head_dim == 64
+    assert variant.is_aligned == (begins_with_a_tile and not deterministic)
     assert_training_matches(run, tensors, problem)
 
 
@@ -188,6 +189,9 @@ IN_ORDER: dict[str, Any] = {"deterministic": True}
         (IN_ORDER | {"len_q": 2048, "batch": 2, "head_dim": 128}, (8, 56, 19)),
         ({"batch": 2, "len_q": 2048, "head_dim": 128, "num_heads": 10}, (20, 0, 0)),
         ({"len_q": 4096, "head_dim": 128, "num_heads": 12}, (12, 0, 0)),
+        (IN_ORDER | {"len_q": 8192, "head_dim": 128, "is_causal": False}, (4, 0, 0)),
+        (IN_ORDER | {"len_q": 1024, "head_dim": 128, "is_causal": False}, (16, 0, 0)),
+        ({"len_q": 8192, "head_dim": 128, "is_causal": False}, (2, 0, 0)),
     ],
     ids=str,
 )
@@ -261,7 +265,7 @@ def test_on_a_card_they_are_the_same_in_100_repeats(head_dim: int) -> None:
             False,
         ),
         ({"head_dim": 128, "batch": 32, "len_q": 2048, "num_kv_heads": 4}, False),
-        ({"head_dim": 128, "batch": 2, "len_q": 8192}, True),
+        ({"head_dim": 128, "batch": 4, "len_q": 4096}, False),
         ({"head_dim": 128, "batch": 2, "len_q": 16384}, False),
         ({"head_dim": 128, "batch": 31, "len_q": 512}, False),
         ({"head_dim": 128, "batch": 32, "len_q": 512, "mask": MaskKind.BOOLEAN}, False),
