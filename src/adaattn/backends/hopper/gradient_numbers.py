@@ -24,10 +24,14 @@ _DESCENDING: Final = {64: {34: 8, 66: 4}, 128: {34: 8, 130: 4}}
 """Heads at the end, half of all at most, that do not ascend, by columns of a tile and by the tiles
 that a block visits in the mean. With more of them tiles leave the L2 cache: at 64 columns over 16K
 tokens 8 are 0.98 times as fast as 4, at 128 columns 0.83 times (`gradients_rising_5_h200.json`); 16
-over 8K and 16K 0.83 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`). Where blocks visit
-more, none ascend: those of a head would be too far from one another to find its tiles in the cache.
-Over 32K tokens 0.68 to 0.97 times as fast as any order; heads that do not ascend 0.97 to 1.02 times
-(likewise)."""
+over 8K and 16K 0.83 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`)."""
+
+_LEAST_DESCENDING: Final = 2
+_LONGEST: Final = {64: 130, 128: 514}
+"""So many do not ascend where blocks visit fewer tiles: over 32K tokens 1.01 to 1.07 times as fast as
+if none ascended, where 4 or 8 are 0.88 to 0.98 times (`gradients_adders_long_h200.json`,
+`gradients_adders_confirmed_h200.json`). Not of packed sequences, 0.96 times. Where blocks visit
+more none ascend: nobody timed it."""
 
 _MANY_TOGETHER: Final = 16
 """Where none ascend over long sequences at least so many are together, and wait less for one
@@ -142,6 +146,8 @@ def _order_of_heads(
     descending = next(
         (few for most, few in _DESCENDING[variant.block_d].items() if tiles < most), 0
     )
+    if not descending and tiles < _LONGEST[variant.block_d] and not problem.num_sequences:
+        descending = _LEAST_DESCENDING
     if not descending and _fits_cache(problem, variant, heads):
         descending = heads
     if problem.batch_invariant or not descending:
