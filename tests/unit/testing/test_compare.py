@@ -158,6 +158,19 @@ def test_a_missing_or_unasked_auxiliary_output_fails() -> None:
         assert_results_match(with_lse, plain, plain)
 
 
+def test_entropies_are_held_to_what_they_are_the_difference_of() -> None:
+    """One key of two has nearly all of the weight: 4.5e-7 bits, of a log-sum-exp of 40."""
+    output, lse = torch.ones(1, 1, 2, 4).double(), torch.tensor([[[40.0, -math.inf]]]).double()
+    exact = Result(output=output, entropy=torch.tensor([[[4.5e-7, 0.0]]]).double())
+    eager = Result(output=output.float(), entropy=torch.tensor([[[4.4e-7, 0.0]]]))
+    none = replace(eager, entropy=torch.zeros(1, 1, 2))
+    wrong = replace(eager, entropy=torch.tensor([[[1e-4, 0.0]]]))
+    assert_results_match(none, exact, eager, summands=2, lse=lse)
+    for found, known in ((none, None), (wrong, lse)):
+        with pytest.raises(AssertionError, match="entropy: "):
+            assert_results_match(found, exact, eager, summands=2, lse=known)
+
+
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.05])
 def test_the_budget_holds_for_each_head_alone(budget: float) -> None:
     exact = torch.randn(2, 3, 8, 4, dtype=torch.float64)

@@ -28,8 +28,8 @@ over 8K and 16K 0.83 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`)
 
 _LEAST_DESCENDING: Final = 2
 _LONGEST: Final = {64: 130, 128: 514}
-"""So many do not ascend where blocks visit fewer tiles: over 32K tokens 1.01 to 1.07 times as fast as
-if none ascended, where 4 or 8 are 0.88 to 0.98 times (`gradients_adders_long_h200.json`,
+"""So many do not ascend where blocks visit fewer tiles: over 32K tokens 1.01 to 1.07 times as fast
+as if none ascended, where 4 or 8 are 0.88 to 0.98 times (`gradients_adders_long_h200.json`,
 `gradients_adders_confirmed_h200.json`). Not of packed sequences, 0.96 times. Where blocks visit
 more none ascend: nobody timed it."""
 
