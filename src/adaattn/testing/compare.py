@@ -151,13 +151,10 @@ def assert_results_match(
         reference: the oracle's, float64.
         yardstick: eager PyTorch's, in the dtype of ``actual``.
         summands: terms in the longest sum behind an element.
-        lse: the oracle's log-sum-exp [B, H, Sq], where entropies may be nearly 0 in all rows of a
-            head: a kernel's are what a mean of scores leaves of it. None holds entropies to the
-            largest of their head.
+        lse: the oracle's log-sum-exp [B, H, Sq]: an entropy is it less a mean of scores, so that
+            rounding is of its size where entropies are nearly 0. None holds them to the largest of
+            all heads of a sequence.
     """
-    of_entropy = None
-    if lse is not None:
-        of_entropy = LOG2_E * lse.abs().masked_fill(~torch.isfinite(lse), 0.0)
     for field in fields(Result):
         got, exact, eager = (getattr(r, field.name) for r in (actual, reference, yardstick))
         if (got is None) != (exact is None):
@@ -168,7 +165,10 @@ def assert_results_match(
                 raise AssertionError(f"dropped_mass: expected at most 1, got {float(got.max())}")
             got = torch.where(got > exact, exact.to(got.dtype), got)  # a bound may be larger
         if got is not None:
-            terms = of_entropy if field.name == "entropy" else None
+            terms = None
+            if field.name == "entropy" and lse is not None:
+                terms = LOG2_E * lse.abs().masked_fill(~torch.isfinite(lse), 0.0)[..., None]
+                got, exact, eager = (item[..., None] for item in (got, exact, eager))
             assert_matches(got, exact, eager, name=field.name, summands=summands, terms=terms)
 
 

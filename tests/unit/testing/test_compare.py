@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn._constants import LOG2_E
 from adaattn._dtypes import torch_dtype
 from adaattn.backends.interface import Result, Tensors
 from adaattn.spec import Align, AttentionProblem, Aux, MaskKind, Precision
@@ -159,16 +160,26 @@ def test_a_missing_or_unasked_auxiliary_output_fails() -> None:
 
 
 def test_entropies_are_held_to_what_they_are_the_difference_of() -> None:
-    """One key of two has nearly all of the weight: 4.5e-7 bits, of a log-sum-exp of 40."""
-    output, lse = torch.ones(1, 1, 2, 4).double(), torch.tensor([[[40.0, -math.inf]]]).double()
-    exact = Result(output=output, entropy=torch.tensor([[[4.5e-7, 0.0]]]).double())
-    eager = Result(output=output.float(), entropy=torch.tensor([[[4.4e-7, 0.0]]]))
-    none = replace(eager, entropy=torch.zeros(1, 1, 2))
-    wrong = replace(eager, entropy=torch.tensor([[[1e-4, 0.0]]]))
-    assert_results_match(none, exact, eager, summands=2, lse=lse)
-    for found, known in ((none, None), (wrong, lse)):
+    """One key of two has nearly all of the weight: 4.5e-7 bits, of a log-sum-exp of 40 in bits.
+
+    Another head has one of 4000, which is not to be its measure.
+    """
+    lse = torch.tensor([[[40.0, -math.inf], [4000.0, 4000.0]]]).double() / LOG2_E
+    output, bits = torch.ones(1, 2, 2, 4).double(), torch.zeros(1, 2, 2).double()
+    bits[0, 0, 0] = 4.5e-7
+    exact, eager = (
+        Result(output=output, entropy=bits),
+        Result(output=output.float(), entropy=bits.float()),
+    )
+    rounding = 40.0 * (2.0 + math.sqrt(2.0)) * 2.0**-24
+    for error, known in ((1.0, lse), (0.99, lse), (1.01, lse), (0.1, None)):
+        found = bits.float()
+        found[0, 0, 0] += error * rounding
+        if known is not None and error <= 1.0:
+            assert_results_match(replace(eager, entropy=found), exact, eager, summands=2, lse=known)
+            continue
         with pytest.raises(AssertionError, match="entropy: "):
-            assert_results_match(found, exact, eager, summands=2, lse=known)
+            assert_results_match(replace(eager, entropy=found), exact, eager, summands=2, lse=known)
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.01, 0.05])

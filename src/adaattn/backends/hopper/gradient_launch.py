@@ -50,11 +50,12 @@ columns; at 64 as much."""
 _ORDERED_KEYS: Final = {64: range(512, 513), 128: range(512, 1025)}
 """Over so many keys a fixed order of sums is the faster one, by columns of a tile: who is the
 first to add stores, and nobody clears. 1.03 to 1.10 times as fast at 128 columns over 512 and 1024
-tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`)."""
+tokens, 1.02 to 1.05 at 64 over 512 (`ops_cuda_backward_9.json`, `ops_cuda_backward_10.json`); over
+512 in full order 1.06 times since warps add there in any order (`gradients_adders_h200.json`)."""
 
 _ORDERED_CAUSAL: Final = {64: range(512, 1025), 128: range(512, 2049)}
 """The same in causal order without ALiBi, where most heads ascend: at 128 columns 1.05 times as
-fast over 1K tokens, 1.02 over 2K and 0.99 to 1.00 over 4K and 8K (`gradients_adders_h200.json`,
+fast over 1K tokens, 1.02 over 2K and 0.97 to 1.00 over 4K and 8K (`gradients_adders_h200.json`,
 `gradients_adders_long_h200.json`), at 64 1.025 over 1K; beside ALiBi 0.98 times
 (`gradients_rising_3_h200.json`, `gradients_rising_4_h200.json`)."""
 
@@ -95,10 +96,11 @@ class GradientVariant:
             there.
         is_aligned: later keys are hidden, nothing else is, and a block of keys begins where a tile
             of the rows begins that see its first key. Not beside ALiBi, where looking at fewer
-            tiles took more registers (Triton 3.7), nor at 128 columns unless heads are apart: a
-            loop is shorter for one warpgroup alone, and 1 to 4 % slower; apart 2 to 4 % faster
-            (`gradients_adders_h200.json`, `gradients_adders_confirmed_h200.json`). Nor where sums
-            are ordered, whose tiles may come in the opposite order.
+            tiles took more registers (Triton 3.7), nor beside warps that add at 128 columns, unless
+            heads are apart: it makes the loop of one warpgroup alone shorter, and is 1 to 4 %
+            slower, but apart 2 to 4 % faster (`gradients_adders_h200.json`,
+            `gradients_adders_confirmed_h200.json`). Nor where sums are ordered, whose tiles may
+            come in the opposite order.
             Of split kernels also where nothing is hidden: in either case rows have hidden keys in
             the first block that they visit alone.
         has_softcap: as in the problem.
@@ -159,14 +161,15 @@ class GradientVariant:
     def has_adders(self) -> bool:
         """Whether warps of their own add to sums, while those that compute go on.
 
-        Faster where heads are apart, by 2 to 6 %, and at 128 columns, where registers are few: in
-        full and causal order by 2 to 11 % from 2K tokens on, beside softcaps 1 %, in groups and
-        beside ALiBi 0 to 1 %. Packed sequences gain nothing, in windows and beside masks it is 2 %
-        slower, at 64 columns 3 % slower to 1 % faster (`gradients_adders_h200.json`,
+        Faster where heads are apart, by 2 to 6 % (November 2026; `docs/kernel-notes.md`), and at
+        128 columns, where registers are few: in full and causal order by 2 to 11 % from 2K tokens
+        on, below 0.5 % slower to 1 % faster, beside softcaps 2 % faster, in groups and beside ALiBi
+        up to 1 %. So are packed sequences, but their loops then spill. In windows and beside masks
+        it is 2 % slower, at 64 columns 3 % slower to 1 % faster (`gradients_adders_h200.json`,
         `gradients_adders_features_h200.json`).
         """
-        has_more = self.has_left or self.is_packed or self.mask is not MaskKind.NONE
-        gains = self.block_d == _MOST_COLUMNS and not (self.is_split or has_more)
+        gains = self.block_d == _MOST_COLUMNS and self.mask is MaskKind.NONE
+        gains = gains and not (self.has_left or self.is_packed)
         return self.is_ordered or self.heads_apart or gains
 
     @property
@@ -221,7 +224,7 @@ def choose_gradients(
     if is_split:
         is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
     else:
-        is_wide = block_d == _MOST_COLUMNS and not heads_apart
+        is_wide = block_d == _MOST_COLUMNS and problem.mask is MaskKind.NONE and not heads_apart
         is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered or is_wide)
     return GradientVariant(
         block_d=block_d,

@@ -5,7 +5,7 @@ from typing import Final
 from adaattn._constants import LOG2_E
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import edges, tiles_of
-from adaattn.spec import AttentionProblem
+from adaattn.spec import AttentionProblem, MaskKind
 
 __all__ = ["num_block_heads", "num_key_tiles", "numbers_of", "split_numbers_of"]
 
@@ -27,23 +27,26 @@ tokens 8 are 0.98 times as fast as 4, at 128 columns 0.83 times (`gradients_risi
 over 8K and 16K 0.83 to 0.98 times as fast as 8 (`gradients_rising_2_h200.json`)."""
 
 _LEAST_DESCENDING: Final = 2
-_LONGEST: Final = {64: 130, 128: 514}
-"""So many do not ascend where blocks visit fewer tiles: over 32K tokens 1.01 to 1.07 times as fast
-as if none ascended, where 4 or 8 are 0.88 to 0.98 times (`gradients_adders_long_h200.json`,
-`gradients_adders_confirmed_h200.json`). Not of packed sequences, 0.96 times. Where blocks visit
+_LONGEST: Final = {64: 130, 128: 258}
+"""So many do not ascend where blocks visit fewer tiles: over 32K tokens 1.02 to 1.08 times as fast
+as if none ascended (`gradients_adders_long_h200.json`, `gradients_adders_confirmed_h200.json`; two
+equal forms differ by 2 % there). One descending is no better or worse; 4 of them are 1.04 times as
+fast at 64 columns, and 0.97 times at 128. Not of packed sequences, 0.96 times. Where blocks visit
 more none ascend: nobody timed it."""
 
 _MANY_TOGETHER: Final = 16
 """Where none ascend over long sequences at least so many are together, and wait less for one
-another: 0.97 to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.90 to 1.00
+another: 0.97 to 1.06 times as fast as any order over 16K and 32K tokens, as before 0.90 to 1.00; of
+those heads of packed sequences alone do so since
 (`gradients_rising_1_h200.json`, `gradients_rising_2_h200.json`, `gradients_rising_5_h200.json`).
 Of grouped heads no more, of as many as if blocks visited one head: at 128 columns 1.03 times as
 fast over 2K and 8K tokens as 8, elsewhere the same (`gradients_rising_5_h200.json`)."""
 
 _FEW_TOGETHER: Final = 4
 """Of grouped heads no fewer: fewer were not timed in a fixed order over more than 16K tokens. Nor
-where nothing is hidden: at 128 columns over 8K 1.025 times as fast as 2, which wait for one another
-(`gradients_adders_long_h200.json`)."""
+where nothing is hidden: at 128 columns over 8K 1.025 times as fast as 2, which wait for one
+another, over 16K as fast (`gradients_adders_long_h200.json`,
+`gradients_adders_confirmed_h200.json`)."""
 
 _CACHE_BYTES: Final = 50 * 2**20
 """The L2 cache of an H100 or H200."""
@@ -136,17 +139,19 @@ def _order_of_heads(
     tiles = pairs / (variant.block_m * max(problem.len_k, 1))
     in_turns = problem.group_size if variant.is_grouped else 1
     together = max(round(_BLOCKS_APART / (1 + tiles * in_turns)), 1)
+    hides_more = problem.num_sequences > 0 or problem.mask is not MaskKind.NONE
     if not variant.goes_both_ways:
         least = _GROUPS_TOGETHER if variant.is_grouped else 1
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
             least = max(min(round(_BLOCKS_APART / (1 + tiles)), _MANY_TOGETHER), _FEW_TOGETHER)
-        elif variant.is_ordered and right < 0 and left < 0:
+        elif variant.is_ordered and right < 0 and left < 0 and not hides_more:
             least = max(least, _FEW_TOGETHER)
         return _equal_parts(heads, max(together, least)), 0, 0
     descending = next(
         (few for most, few in _DESCENDING[variant.block_d].items() if tiles < most), 0
     )
-    if not descending and tiles < _LONGEST[variant.block_d] and not problem.num_sequences:
+    is_left_out = problem.batch_invariant or problem.num_sequences > 0
+    if not descending and tiles < _LONGEST[variant.block_d] and not is_left_out:
         descending = _LEAST_DESCENDING
     if not descending and _fits_cache(problem, variant, heads):
         descending = heads

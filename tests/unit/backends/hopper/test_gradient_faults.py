@@ -29,7 +29,6 @@ WIDE: dict[str, Any] = {"len_q": 140, "head_dim": 128}
 ROWS: dict[str, Any] = {"len_q": 300, "len_k": 70}
 CAUSAL: dict[str, Any] = {"len_q": 256, "is_causal": True}
 RAGGED: dict[str, Any] = {"len_q": 300, "is_causal": True}
-WIDE_CAUSAL: dict[str, Any] = {"len_q": 256, "head_dim": 128, "is_causal": True}
 TO_END: dict[str, Any] = {"len_q": 140, "len_k": 300, "is_causal": True,
                           "align": Align.BOTTOM_RIGHT}  # fmt: skip
 WINDOW: dict[str, Any] = {"len_q": 400, "window": (70, 20)}
@@ -79,8 +78,6 @@ EDGES: dict[str, Fault] = {
                                      "-1 - c.sizes.left", WINDOW),
     "edge of the keys not noticed": ("is_edge", "edge = first_key + c.KEYS > c.sizes.len_k",
                                      "edge = first_key > c.sizes.len_k", LOW),
-    "edge of the second tile not noticed": ("hide_ahead", "c.ROWS == 64 and w == 1",
-                                            "c.ROWS == 64 and w == 2", WIDE_CAUSAL),
     "edges ahead not noticed": ("hide_ahead", "not c.IS_ALIGNED", "c.IS_ALIGNED", WINDOW),
     "first rows lost": ("row_tiles", "first_key - sizes.offset - sizes.right",
                         "first_key - sizes.offset - sizes.right + BLOCK_N", RAGGED),
@@ -220,7 +217,10 @@ PACKED: dict[str, Fault] = {
 }  # fmt: skip
 TWO_BLOCKS: dict[str, Any] = GROUPS | {"len_k": 200}
 WIDE_BLOCKS: dict[str, Any] = TWO_BLOCKS | {"head_dim": 128}
+WIDE_EDGES: dict[str, Any] = GROUPS | {"len_q": 256, "head_dim": 128, "is_causal": True}
 APART: dict[str, Fault] = {
+    "edge of the second tile not noticed": ("hide_ahead", "c.ROWS == 64 and w == 1",
+                                            "c.ROWS == 64 and w == 2", WIDE_EDGES),
     "key head of the next head": ("backward", "key_head = first_head // group_size",
                                   "key_head = first_head // group_size ^ 1", TWO_BLOCKS),
     "sums of another block": ("backward", "* key_blocks + block)", "* key_blocks + (block ^ 1))",
@@ -278,6 +278,13 @@ ADDING: dict[str, Fault] = {
     "sums not read yet": ("hand_over", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
                           IN_ORDER | LONG),
     "sums said to be read": ("add_half", "tma.store_wait(0)", "pass", IN_ORDER | LONG),
+    "in any order: sums not awaited": (
+        "add_half", "mbarrier.wait(c.dq_full.index(w), parity)", "pass", WIDE),
+    "in any order: sums not read yet": (
+        "hand_over", "mbarrier.wait(c.dq_empty.index(w), parity)", "pass",
+        LONG | {"head_dim": 128}),
+    "in any order: sums said to be read": (
+        "add_half", "tma.store_wait(0)", "pass", LONG | {"head_dim": 128}),
     "second half said to be read": ("add_half", "tma.store_wait(0)", "tma.store_wait(w)",
                                     BOTH | LONG),
 }  # fmt: skip

@@ -178,7 +178,10 @@ IN_ORDER: dict[str, Any] = {"deterministic": True}
         (IN_ORDER | {"len_q": 65536}, (16, 0, 0)),
         (IN_ORDER | {"len_q": 32768, "head_dim": 128, "num_heads": 16}, (2, 14, 1)),
         (IN_ORDER | {"lengths_q": (32768,), "head_dim": 128, "num_heads": 16}, (16, 0, 0)),
+        (IN_ORDER | {"len_q": 65536, "head_dim": 128, "num_heads": 16}, (16, 0, 0)),
         (IN_ORDER | {"len_q": 32768, "num_heads": 2}, (1, 1, 1)),
+        ({"batch_invariant": True, "len_q": 32768}, (16, 0, 0)),
+        ({"batch_invariant": True, "len_q": 32768, "head_dim": 128, "num_heads": 16}, (16, 0, 0)),
         (IN_ORDER | {"len_q": 32768, "num_heads": 1}, (1, 0, 0)),
         (IN_ORDER | {"len_q": 16384, "head_dim": 128, "num_heads": 16}, (4, 12, 2)),
         (IN_ORDER | {"batch": 8, "len_q": 2048, "num_kv_heads": 8}, (16, 0, 0)),
@@ -194,6 +197,14 @@ IN_ORDER: dict[str, Any] = {"deterministic": True}
         (IN_ORDER | {"len_q": 8192, "head_dim": 128, "is_causal": False}, (4, 0, 0)),
         (IN_ORDER | {"len_q": 1024, "head_dim": 128, "is_causal": False}, (16, 0, 0)),
         ({"len_q": 8192, "head_dim": 128, "is_causal": False}, (2, 0, 0)),
+        (
+            IN_ORDER
+            | {"len_q": 8192, "head_dim": 128, "is_causal": False}
+            | {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 8192, 8192)},
+            (2, 0, 0),
+        ),
+        (IN_ORDER | {"lengths_q": (16384,), "is_causal": False, "head_dim": 128}, (1, 0, 0)),
+        (IN_ORDER | {"len_q": 8192, "is_causal": False, "window": (6000, -1)}, (4, 0, 0)),
     ],
     ids=str,
 )
@@ -267,6 +278,7 @@ def test_on_a_card_they_are_the_same_in_100_repeats(head_dim: int) -> None:
             False,
         ),
         ({"head_dim": 128, "batch": 32, "len_q": 2048, "num_kv_heads": 4}, False),
+        ({"head_dim": 128, "batch": 8, "len_q": 2049}, False),
         ({"head_dim": 128, "batch": 4, "len_q": 4096}, False),
         ({"head_dim": 128, "batch": 2, "len_q": 16384}, False),
         ({"head_dim": 128, "batch": 31, "len_q": 512}, False),
