@@ -168,9 +168,8 @@ class GradientVariant:
         it is 2 % slower, at 64 columns 3 % slower to 1 % faster (`gradients_adders_h200.json`,
         `gradients_adders_features_h200.json`).
         """
-        gains = self.block_d == _MOST_COLUMNS and self.mask is MaskKind.NONE
-        gains = gains and not (self.has_left or self.is_packed)
-        return self.is_ordered or self.heads_apart or gains
+        seen = self.has_left, self.is_packed, self.mask
+        return self.is_ordered or self.heads_apart or _gains_by_adders(self.block_d, *seen)
 
     @property
     def goes_both_ways(self) -> bool:
@@ -224,8 +223,8 @@ def choose_gradients(
     if is_split:
         is_aligned = (is_aligned and not to_end) or (right < 0 and left < 0)
     else:
-        is_wide = block_d == _MOST_COLUMNS and problem.mask is MaskKind.NONE and not heads_apart
-        is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered or is_wide)
+        adds = not heads_apart and _gains_by_adders(block_d, left >= 0, is_packed, problem.mask)
+        is_aligned = is_aligned and not (is_grouped or is_ragged or is_ordered or adds)
     return GradientVariant(
         block_d=block_d,
         block_v=block_v,
@@ -250,6 +249,11 @@ def choose_gradients(
         has_lists=packs and lists_mask(problem, _LEAST_PACKED),
         is_split=is_split,
     )
+
+
+def _gains_by_adders(block_d: int, has_left: bool, is_packed: bool, mask: MaskKind) -> bool:
+    """Return whether warps of their own add the faster where sums may come in any order."""
+    return block_d == _MOST_COLUMNS and not (has_left or is_packed or mask is not MaskKind.NONE)
 
 
 def _gains_by_order(problem: AttentionProblem, block_d: int, sharing: Sharing) -> bool:

@@ -3,6 +3,7 @@
 from typing import Final
 
 from adaattn._constants import LOG2_E
+from adaattn.backends.common import never_hides
 from adaattn.backends.hopper.gradient_launch import BLOCK_KEYS, GradientVariant
 from adaattn.backends.hopper.launch import edges, tiles_of
 from adaattn.spec import AttentionProblem, MaskKind
@@ -139,20 +140,19 @@ def _order_of_heads(
     tiles = pairs / (variant.block_m * max(problem.len_k, 1))
     in_turns = problem.group_size if variant.is_grouped else 1
     together = max(round(_BLOCKS_APART / (1 + tiles * in_turns)), 1)
-    hides_more = problem.num_sequences > 0 or problem.mask is not MaskKind.NONE
     if not variant.goes_both_ways:
+        is_full = never_hides(problem) and problem.mask is MaskKind.NONE
         least = _GROUPS_TOGETHER if variant.is_grouped else 1
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
             least = max(min(round(_BLOCKS_APART / (1 + tiles)), _MANY_TOGETHER), _FEW_TOGETHER)
-        elif variant.is_ordered and right < 0 and left < 0 and not hides_more:
+        elif variant.is_ordered and is_full and not problem.num_sequences:
             least = max(least, _FEW_TOGETHER)
         return _equal_parts(heads, max(together, least)), 0, 0
     descending = next(
         (few for most, few in _DESCENDING[variant.block_d].items() if tiles < most), 0
     )
-    is_left_out = problem.batch_invariant or problem.num_sequences > 0
-    if not descending and tiles < _LONGEST[variant.block_d] and not is_left_out:
-        descending = _LEAST_DESCENDING
+    if not (descending or problem.batch_invariant or problem.num_sequences):
+        descending = _LEAST_DESCENDING if tiles < _LONGEST[variant.block_d] else 0
     if not descending and _fits_cache(problem, variant, heads):
         descending = heads
     if problem.batch_invariant or not descending:
