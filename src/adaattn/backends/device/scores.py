@@ -275,7 +275,10 @@ def weights_of(
         MAY_BE_UNCAPPED,
         AT_EDGE,
     )
-    exponents = tl.fma(-lse, LOG2_E, scores)
+    reference = lse * LOG2_E
+    # Of plain scores one instruction, with the product by the scale.
+    exponents = scores - reference
     if HAS_REST:
+        rest += tl.where(lse == float("inf"), 0.0, tl.fma(lse, LOG2_E, -reference))
         exponents -= rest
     return tl.exp2(exponents), tangent

@@ -295,7 +295,10 @@ def key_gradients(
                         places += q_rows[None, :]
                         is_entry = is_entry & inside[None, :]
                     entries = tl.load(places, mask=is_entry, other=0)
-                raw = row_products(key_block, key_low, key_lift, query, query_low, query_lift, DOT)
+                raw = row_products(key_block, key_low, None, query, query_low, query_lift, DOT)
+                of_products = own_scale
+                if DOT == "halves":
+                    of_products = own_scale * tl.exp2(key_lift)[:, None]
                 weights, tangent = weights_of(
                     raw,
                     lse[None, :],
@@ -304,7 +307,7 @@ def key_gradients(
                     keys[:, None],
                     entries,
                     len_k,
-                    own_scale,
+                    of_products,
                     own_cap,
                     slope,
                     own_left,
