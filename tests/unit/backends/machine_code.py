@@ -215,8 +215,7 @@ def _gradients(
     arguments = GradientArguments(problem)
     if name == "mask":
         return _built((*given, kind), arguments.mask(layout, problem.mask_shape))
-    launches = {"keys": arguments.keys, "values": arguments.values, "rows": arguments.rows}
-    launch = launches[name](layout)
+    launch = arguments.keys(layout) if name == "keys" else arguments.rows(layout)
     sums = [
         "*fp32" if wanted else None
         for wanted in (
@@ -481,7 +480,7 @@ _KERNELS: Final[dict[str, Callable[[AttentionProblem], dict[str, Any]]]] = {
     "hopper_finish": partial(_hopper_backward, kind="finish"),
     "triton": _portable,
     "key_gradients": partial(_gradients, name="keys", written=(True, True), apart=(True, False)),
-    "value_gradients": partial(_gradients, name="values", written=(False, True)),
+    "value_gradients": partial(_gradients, name="keys", written=(False, True)),
     "row_gradients": partial(_gradients, name="rows", written=(True,)),
     "mask_gradients": partial(_gradients, name="mask", written=(True,)),
     "softmax": _softmax,

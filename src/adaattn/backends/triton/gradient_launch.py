@@ -58,9 +58,6 @@ _HALVED_TOGETHER: Final = 64
 """Columns up to which one kernel has the gradients of keys and of values. With 128 both sums and a
 product take more registers than there are; apart a fifth product is computed."""
 
-_HALVED_VALUE_TILE: Final = Tile(rows=64, keys=128, warps=8, stages=2)
-"""Of the launch for values alone, which reads no values and has room for two tiles of rows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -169,21 +166,12 @@ class GradientArguments:
         )
 
     def keys(self, layout: Layout) -> Launch:
-        """Return the launch of what has the gradients of keys and values, or of keys alone."""
-        return self._key_launch(layout, self._key_tile)
-
-    def values(self, layout: Layout) -> Launch:
-        """Return the launch of what has the gradients of values, where they are apart."""
-        listed = min(self._key_tile.rows, _HALVED_VALUE_TILE.rows)
-        return self._key_launch(layout, replace(_HALVED_VALUE_TILE, rows=listed, keys=self._key_tile.keys))
-
-    def _key_launch(self, layout: Layout, tile: Tile) -> Launch:
-        """Return the launch of a loop over rows with some tile."""
+        """Return the launch of what has the gradients of keys and values."""
         batch, _, kv_heads, _, len_k = layout.sizes
-        tiles = self._tiles(len_k, tile.keys, layout.sequences)
+        tiles = self._tiles(len_k, self._key_tile.keys, layout.sequences)
         gradients = (*layout.key_gradient, *layout.value_gradient)
         return self._launch(
-            "key_gradients", batch * kv_heads * tiles, tile, layout, gradients,
+            "key_gradients", batch * kv_heads * tiles, self._key_tile, layout, gradients,
             (tiles, *layout.listing),
         )  # fmt: skip
 

@@ -40,8 +40,7 @@ class _Launches:
         known: what they follow from.
         halves: of q, k, v and the output's gradient; none where they are read as they are.
         sums: of the products of outputs and gradients.
-        keys: of the gradients of keys and values, or of keys alone.
-        values: of those of values, where they are apart.
+        keys: of the gradients of keys and values.
         rows: of those of queries, and of what a head has one of.
         mask: of that of an added mask; None where there is none.
     """
@@ -50,7 +49,6 @@ class _Launches:
     halves: tuple[Launch, ...]
     sums: Launch
     keys: Launch
-    values: Launch
     rows: Launch
     mask: Launch | None
 
@@ -115,7 +113,7 @@ class _Backward:
             given_keys = (*read, *beside, *listing, *numbers, *low)
             if self._arguments.keys_apart:
                 if "value" in wanted:
-                    launches.values(*given_keys, None, found["value"])
+                    launches.keys(*given_keys, None, found["value"])
                 if "key" in wanted:
                     launches.keys(*given_keys, found["key"], None)
             else:
@@ -173,7 +171,6 @@ class _Backward:
                 halves=arguments.halves(layout),
                 sums=arguments.sums(layout),
                 keys=arguments.keys(layout),
-                values=arguments.values(layout),
                 rows=arguments.rows(layout),
                 mask=of_mask,
             )
