@@ -31,6 +31,7 @@ __all__ = [
 LOG2_E = tl.constexpr(_constants.LOG2_E)
 _LEAST = tl.constexpr(-1e4)
 _NOTHING = tl.constexpr(float("-inf"))
+_EVERYTHING = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -275,10 +276,9 @@ def weights_of(
         MAY_BE_UNCAPPED,
         AT_EDGE,
     )
-    reference = lse * LOG2_E
     # Of plain scores one instruction, with the product by the scale.
-    exponents = scores - reference
+    exponents = scores - lse * LOG2_E
     if HAS_REST:
-        rest += tl.where(lse == float("inf"), 0.0, tl.fma(lse, LOG2_E, -reference))
-        exponents -= rest
+        known = tl.where(lse == _EVERYTHING, 0.0, lse)
+        exponents -= rest + tl.fma(known, LOG2_E, -(known * LOG2_E))
     return tl.exp2(exponents), tangent
