@@ -47,7 +47,8 @@ _FEW_TOGETHER: Final = 4
 """Of grouped heads no fewer: fewer were not timed in a fixed order over more than 16K tokens. Nor
 where nothing is hidden: at 128 columns over 8K 1.025 times as fast as 2, which wait for one
 another, over 16K as fast (`gradients_adders_long_h200.json`,
-`gradients_adders_confirmed_h200.json`)."""
+`gradients_adders_confirmed_h200.json`); beside a mask over 8K 1.01 to 1.03 times
+(`gradients_masks_fixed_h200.json`)."""
 
 _CACHE_BYTES: Final = 50 * 2**20
 """The L2 cache of an H100 or H200."""
@@ -141,7 +142,8 @@ def _order_of_heads(
     in_turns = problem.group_size if variant.is_grouped else 1
     together = max(round(_BLOCKS_APART / (1 + tiles * in_turns)), 1)
     if not variant.goes_both_ways:
-        is_full = never_hides(problem) and problem.mask is MaskKind.NONE
+        is_timed = problem.mask is MaskKind.NONE or variant.block_d == 128
+        is_full = never_hides(problem) and is_timed
         least = _GROUPS_TOGETHER if variant.is_grouped else 1
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
             least = max(min(round(_BLOCKS_APART / (1 + tiles)), _MANY_TOGETHER), _FEW_TOGETHER)
