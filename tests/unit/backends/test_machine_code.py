@@ -121,7 +121,9 @@ ROW_GRADIENTS = {
     "dict(head_dim=128, block_size=(128, 128))": 0,
     "dict(head_dim=256)": MOST_SPILLS,
     "dict(head_dim=64, precision=Precision.FP32, len_q=2048)": 0,
-    "dict(head_dim=128, precision=Precision.FP32, len_q=2048)": MOST_SPILLS,
+    "dict(head_dim=128, precision=Precision.FP32, len_q=2048)": 0,
+    "dict(head_dim=128, precision=Precision.FP32, len_q=2048, has_alibi=True,"
+    " alibi_requires_grad=True, dropout_p=0.1, window=(1000, 0))": MOST_SPILLS,
 }
 MASK_GRADIENTS = {
     "dict(head_dim=64, mask=MaskKind.ADDITIVE)": MOST_SPILLS,

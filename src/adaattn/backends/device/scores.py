@@ -31,7 +31,6 @@ __all__ = [
 LOG2_E = tl.constexpr(_constants.LOG2_E)
 _LEAST = tl.constexpr(-1e4)
 _NOTHING = tl.constexpr(float("-inf"))
-_EVERYTHING = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -276,9 +275,7 @@ def weights_of(
         MAY_BE_UNCAPPED,
         AT_EDGE,
     )
-    # Of plain scores one instruction, with the product by the scale.
-    exponents = scores - lse * LOG2_E
+    exponents = tl.fma(-lse, LOG2_E, scores)
     if HAS_REST:
-        known = tl.where(lse == _EVERYTHING, 0.0, lse)
-        exponents -= rest + tl.fma(known, LOG2_E, -(known * LOG2_E))
+        exponents -= rest
     return tl.exp2(exponents), tangent

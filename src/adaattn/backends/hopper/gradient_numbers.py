@@ -50,6 +50,9 @@ another, over 16K as fast (`gradients_adders_long_h200.json`,
 `gradients_adders_confirmed_h200.json`); beside a mask over 8K 1.01 to 1.03 times
 (`gradients_masks_fixed_h200.json`)."""
 
+_MOST_MASKED: Final = 130
+"""Tiles beside a mask for that, at 128 columns: 8K tokens. More were not timed, nor 64 columns."""
+
 _CACHE_BYTES: Final = 50 * 2**20
 """The L2 cache of an H100 or H200."""
 
@@ -142,8 +145,8 @@ def _order_of_heads(
     in_turns = problem.group_size if variant.is_grouped else 1
     together = max(round(_BLOCKS_APART / (1 + tiles * in_turns)), 1)
     if not variant.goes_both_ways:
-        is_timed = problem.mask is MaskKind.NONE or variant.block_d == 128
-        is_full = never_hides(problem) and is_timed
+        has_few = problem.mask is MaskKind.NONE or (variant.block_d == 128 and tiles < _MOST_MASKED)
+        is_full = never_hides(problem) and has_few
         least = _GROUPS_TOGETHER if variant.is_grouped else 1
         if variant.is_grouped and variant.is_ordered and right >= 0 > left:
             least = max(min(round(_BLOCKS_APART / (1 + tiles)), _MANY_TOGETHER), _FEW_TOGETHER)

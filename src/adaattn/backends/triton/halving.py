@@ -7,6 +7,9 @@
 value, has a power of two of its own, so that one that is hidden or far larger than others changes
 nothing of theirs: fp16 holds no number from 2^16 on. Exponents go in steps of 8, so that the rows
 of a head mostly share one, and the bounds of each block tell whether they do.
+
+Of the output's gradient the same kernel sums the products with the output, delta, which is one
+matrix less to be read.
 """
 
 import triton

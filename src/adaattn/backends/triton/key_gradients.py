@@ -130,7 +130,7 @@ def key_gradients(
     Args, beyond those of `forward`:
         gradient_ptr: of the output, [B, Hq, Sq, Dv], by the strides ``stride_o*``.
         lse_ptr: fp32 [B, Hq, Sq], natural, sinks included.
-        delta_ptr: fp32 [B, Hq, Sq], of `row_sums`.
+        delta_ptr: fp32 [B, Hq, Sq], of `row_sums` or `halve`.
         counts_ptr: int32, blocks of rows that see a block of LIST_KEYS keys, LIST_ROWS rows each.
         indices_ptr: int32, their numbers, ascending, most_blocks for each count.
         *_low_ptr: where DOT is "halves" the low halves of q, k, v and the output's gradient, fp16;
@@ -295,10 +295,7 @@ def key_gradients(
                         places += q_rows[None, :]
                         is_entry = is_entry & inside[None, :]
                     entries = tl.load(places, mask=is_entry, other=0)
-                raw = row_products(key_block, key_low, None, query, query_low, query_lift, DOT)
-                of_products = own_scale
-                if DOT == "halves":
-                    of_products = own_scale * tl.exp2(key_lift)[:, None]
+                raw = row_products(key_block, key_low, key_lift, query, query_low, query_lift, DOT)
                 weights, tangent = weights_of(
                     raw,
                     lse[None, :],
@@ -307,7 +304,7 @@ def key_gradients(
                     keys[:, None],
                     entries,
                     len_k,
-                    of_products,
+                    own_scale,
                     own_cap,
                     slope,
                     own_left,

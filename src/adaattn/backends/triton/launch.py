@@ -44,7 +44,7 @@ _MANY_HEADS: Final = 256
 """Key heads of a batch from which on long blocks of keys are as fast or faster (H200, 2026-11)."""
 
 HALVED_ROWS: Final = 64
-"""Rows of keys or values that one program takes apart."""
+"""Rows of a matrix that one program takes apart."""
 
 HALVED_STEP: Final = 8
 """Halves of a row begin at multiples of so many: copies take 16 bytes."""
@@ -56,7 +56,7 @@ more of them do not fit beside their sums. Elsewhere half as many."""
 _HOPPER: Final = (9, 0)
 
 _HALVED_WORK: Final = 2e8
-"""Scores of all heads times columns from which on gradients are. An estimate: taking apart is four
+"""Scores of all heads times columns from which on gradients are. An estimate: taking apart is three
 launches more, about 50 us of a caller's time, in which a third of what both passes of so many take
 would be saved."""
 

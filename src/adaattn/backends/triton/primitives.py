@@ -366,13 +366,11 @@ def load_parts(
 def row_products(rows, rows_low, lift, others, others_low, others_lift, DOT: tl.constexpr):
     """Return the products of rows [R, D] and others [N, D], of their halves where DOT says so.
 
-    They are as right as those of the forward kernel, which has such halves, too. Without a lift of
-    the rows theirs is left to the caller.
+    They are as right as those of the forward kernel, which has such halves, too.
     """
     if DOT == "halves":
         found = product_of_halves(rows, rows_low, tl.trans(others), tl.trans(others_low))
-        if lift is not None:
-            found *= tl.exp2(lift)[:, None]
+        found *= tl.exp2(lift)[:, None]
         found *= tl.exp2(others_lift)[None, :]
     else:
         found = tl.dot(rows, tl.trans(others), input_precision=DOT)

@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
     "sums of another head": ("row_sums", "times(head, stride_gh, 1)",
         "times(head * 0, stride_gh, 1)",
                              TRAINED),
-    "log-sum-exp in units of log 2": ("weights_of", "- lse * LOG2_E", "- lse", TRAINED),
+    "log-sum-exp in units of log 2": ("weights_of", "-lse, LOG2_E", "-lse, 1.0", TRAINED),
     "rounding of the log-sum-exp": (
         "weights_of", "exponents -= rest", "exponents += rest",
         TRAINED

@@ -290,9 +290,15 @@ def test_rows_that_a_mask_makes_low_have_gradients_in_16_bits(number: float) -> 
     assert_training_matches(run, with_tensors(tensors, mask=mask), problem)
 
 
-@pytest.mark.parametrize("name", ["sinks", "to the end", "softcap", "ALiBi"])
-def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(name: str) -> None:
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("name", ["sinks", "to the end", "softcap", "ALiBi", "128 columns"])
+def test_gradients_that_arrive_at_the_log_sum_exp_are_passed_on(
+    name: str, halves: bool, request: pytest.FixtureRequest
+) -> None:
+    if halves:
+        request.getfixturevalue("halved")
     problem, tensors = made(name, Precision.FP32, aux=Aux.LSE)
+    assert is_halved(problem) is halves
     wide = cast_tensors(tensors, torch.float64)
     leaves = ("query", "key", "value", *(["alibi_slopes"] if name == "ALiBi" else []))
 
