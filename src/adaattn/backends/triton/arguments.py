@@ -242,7 +242,6 @@ class Arguments:
         rows: int,
         columns: int,
         align: int,
-        output: tuple[int, ...] = (0, 0, 0),
     ) -> Launch:
         """Return the launch of what takes a matrix apart.
 
@@ -253,13 +252,12 @@ class Arguments:
             rows: of a head.
             columns: of a row.
             align: see there.
-            output: strides of what the matrix is the gradient of, if of anything.
         """
         return Launch(
             module="triton.halving",
             name="halve",
             grid=(batch * heads * -(-rows // HALVED_ROWS), 1, 1),
-            numbers=(*strides[:3], *output, heads, rows),
+            numbers=(*strides[:3], heads, rows),
             constants=(
                 *(columns, halved_columns(columns), padded(columns)),
                 *(HALVED_ROWS, align),
@@ -343,11 +341,7 @@ class Arguments:
 
 
 def in_halves(
-    take_apart: Launch,
-    matrix: torch.Tensor,
-    lifts: torch.Tensor,
-    bounds: torch.Tensor,
-    *beside: torch.Tensor | None,
+    take_apart: Launch, matrix: torch.Tensor, lifts: torch.Tensor, bounds: torch.Tensor
 ) -> torch.Tensor:
     """Return a matrix as sums of two fp16 numbers.
 
@@ -356,15 +350,13 @@ def in_halves(
         matrix: fp32 [B, H, S, D].
         lifts: to be written, of `lift_sizes`: the power of two of each row.
         bounds: to be written, likewise: of those of each block of rows.
-        beside: of the output's gradient the output, the gradient of the log-sum-exp or None, and
-            delta, to be written.
 
     Returns:
         fp16 [2, B, H, S, D], high halves first, D in steps of 8.
     """
     shape = (2, *matrix.shape[:-1], halved_columns(matrix.shape[-1]))
     both = unfilled(matrix, shape, dtype=torch.float16)
-    take_apart(matrix, both, lifts, bounds, *(beside or (None, None, None)))
+    take_apart(matrix, both, lifts, bounds)
     return both
 
 

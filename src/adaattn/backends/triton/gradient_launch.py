@@ -128,10 +128,7 @@ class GradientArguments:
         return self._forward.is_halved and size > _HALVED_TOGETHER
 
     def halves(self, layout: Layout) -> tuple[Launch, ...]:
-        """Return the launches of what takes q, k, v and the output's gradient apart, if any do.
-
-        The last of them sums what `sums` does else.
-        """
+        """Return the launches of what takes q, k, v and the output's gradient apart, if any do."""
         if not self._forward.is_halved:
             return ()
         batch, heads, kv_heads, len_q, len_k = layout.sizes
@@ -143,7 +140,7 @@ class GradientArguments:
                 (layout.query, heads, len_q, columns, align),
                 (layout.key, kv_heads, len_k, columns, align),
                 (layout.value, kv_heads, len_k, value_columns, align),
-                (layout.upstream, heads, len_q, value_columns, own, layout.output),
+                (layout.upstream, heads, len_q, value_columns, own),
             )
         )
 

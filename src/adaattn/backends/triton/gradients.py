@@ -39,7 +39,7 @@ class _Launches:
     Args:
         known: what they follow from.
         halves: of q, k, v and the output's gradient; none where they are read as they are.
-        sums: of the products of outputs and gradients, where no halves are made.
+        sums: of the products of outputs and gradients.
         keys: of the gradients of keys and values.
         rows: of those of queries, and of what a head has one of.
         mask: of that of an added mask; None where there is none.
@@ -84,17 +84,15 @@ class _Backward:
             lse_upstream = lse_upstream.contiguous()
         launches = self._prepared(tensors, kept, upstream, found, mask, wanted)
         delta = unfilled(kept.lse, kept.lse.shape)
+        launches.sums(kept.output, upstream, lse_upstream, delta)
+        if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
+            delta.masked_fill_(kept.lse == -torch.inf, 0.0)
+        given = as_bytes(mask)
         matrices: tuple[torch.Tensor, ...]
         matrices = (tensors.query, tensors.key, tensors.value, upstream)
         low: tuple[_Optional, ...] = (None,) * 8
         if launches.halves:
-            with_upstream = (kept.output, lse_upstream, delta)
-            matrices, low = _halved(launches.halves, matrices, with_upstream)
-        else:
-            launches.sums(kept.output, upstream, lse_upstream, delta)
-        if tensors.cu_seqlens_q is not None:  # tokens of no sequence have no output
-            delta.masked_fill_(kept.lse == -torch.inf, 0.0)
-        given = as_bytes(mask)
+            matrices, low = _halved(launches.halves, matrices)
         terms = tensors.head_terms or HeadTerms()
         read = (*matrices, kept.lse, delta, given)
         beside = (tensors.alibi_slopes, tensors.cu_seqlens_q, tensors.cu_seqlens_k, kept.seed)
@@ -225,24 +223,20 @@ def _of_heads(
 
 
 def _halved(
-    launches: tuple[Launch, ...],
-    read: tuple[torch.Tensor, ...],
-    with_upstream: tuple[_Optional, ...],
+    launches: tuple[Launch, ...], read: tuple[torch.Tensor, ...]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Return high halves of matrices; and their low ones, and then the powers of two of their rows.
 
     Args:
         launches: of what takes each apart.
-        read: fp32 [B, H, S, D] each, the output's gradient last.
-        with_upstream: what is read and written with that.
+        read: fp32 [B, H, S, D] each.
     """
     high, low, powers = [], [], []
-    beside = ((), (), (), with_upstream)
-    for take_apart, matrix, more in zip(launches, read, beside, strict=True):
+    for take_apart, matrix in zip(launches, read, strict=True):
         batch, heads, rows, _ = matrix.shape
         num_lifts, num_bounds = lift_sizes(batch * heads, rows)
         lifts = unfilled(matrix, (num_lifts + num_bounds,))
-        both = in_halves(take_apart, matrix, lifts, lifts[num_lifts:], *more)
+        both = in_halves(take_apart, matrix, lifts, lifts[num_lifts:])
         high.append(both[0])
         low.append(both[1])
         powers.append(lifts)

@@ -7,15 +7,12 @@
 value, has a power of two of its own, so that one that is hidden or far larger than others changes
 nothing of theirs: fp16 holds no number from 2^16 on. Exponents go in steps of 8, so that the rows
 of a head mostly share one, and the bounds of each block tell whether they do.
-
-Of the output's gradient the same kernel sums the products with the output, delta, which is one
-matrix less to be read.
 """
 
 import triton
 import triton.language as tl
 
-from adaattn.backends.device.rows import load_number, load_rows, times
+from adaattn.backends.device.rows import load_rows, times
 from adaattn.backends.triton.primitives import halves, power_of_two
 
 __all__ = ["halve"]
@@ -24,27 +21,15 @@ LIFT_STEP = tl.constexpr(8)
 _NOTHING = tl.constexpr(float("-inf"))
 
 
-_NUMBERS = (
-    *("stride_b", "stride_h", "stride_n", "stride_ob", "stride_oh", "stride_on"),
-    *("num_heads", "num_rows"),
-)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=("stride_b", "stride_h", "stride_n", "num_heads", "num_rows"))
 def halve(
     matrix_ptr,
     halves_ptr,
     lifts_ptr,
     bounds_ptr,
-    output_ptr,
-    lse_gradient_ptr,
-    delta_ptr,
     stride_b,
     stride_h,
     stride_n,
-    stride_ob,
-    stride_oh,
-    stride_on,
     num_heads,
     num_rows,
     COLUMNS: tl.constexpr,
@@ -53,7 +38,7 @@ def halve(
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Write ROWS rows as sums of two fp16 numbers; of a gradient also what `row_sums` writes.
+    """Write ROWS rows as sums of two fp16 numbers.
 
     Args, beyond their names:
         matrix_ptr: fp32 [B, H, num_rows, COLUMNS].
@@ -61,9 +46,6 @@ def halve(
             COLUMNS.
         lifts_ptr: fp32 [B, H, num_rows]; -inf for a row of zeros, which any would serve.
         bounds_ptr: fp32 [2, B * H, blocks], least and largest lift of each block of rows.
-        output_ptr: fp32 [B, H, num_rows, COLUMNS], whose gradient the matrix is; or None.
-        lse_gradient_ptr: as in `row_sums`, likewise.
-        delta_ptr: as in `row_sums`, likewise.
     """
     blocks = tl.cdiv(num_rows, ROWS)
     head = tl.program_id(0) // blocks
@@ -74,15 +56,6 @@ def halve(
     left = num_rows - block * ROWS
     step = stride_n // ALIGN * ALIGN
     tile = load_rows(base, rows.to(tl.int64), step, left, COLUMNS, BLOCK, True)
-    first = head.to(tl.int64) * num_rows + block * ROWS
-    if output_ptr is not None:
-        output_ptr += times(head // num_heads, stride_ob, 1) + times(head % num_heads, stride_oh, 1)
-        output_ptr += times(block * ROWS, stride_on, 1)
-        output = load_rows(output_ptr, rows.to(tl.int64), stride_on, left, COLUMNS, BLOCK, True)
-        delta = tl.sum(output * tile, 1)
-        if lse_gradient_ptr is not None:
-            delta -= load_number(lse_gradient_ptr, first + rows, rows < left, 0.0)
-        tl.store(delta_ptr + first + rows, delta, mask=rows < left)
     largest = tl.max(tl.abs(tile), 1)
     scale, lift = power_of_two(largest, LIFT_STEP)
     lift = tl.where(largest == 0.0, _NOTHING, lift)
@@ -90,6 +63,7 @@ def halve(
     tl.store(bounds_ptr + tl.program_id(0), least)
     tl.store(bounds_ptr + tl.num_programs(0) + tl.program_id(0), tl.max(lift, 0))
     high, low = halves(tile * scale[:, None])
+    first = head.to(tl.int64) * num_rows + block * ROWS
     tl.store(lifts_ptr + first + rows, lift, mask=rows < left)
     columns = tl.arange(0, BLOCK)
     inside = (rows < left)[:, None] & (columns < WIDTH)[None, :]

@@ -130,7 +130,7 @@ def key_gradients(
     Args, beyond those of `forward`:
         gradient_ptr: of the output, [B, Hq, Sq, Dv], by the strides ``stride_o*``.
         lse_ptr: fp32 [B, Hq, Sq], natural, sinks included.
-        delta_ptr: fp32 [B, Hq, Sq], of `row_sums` or `halve`.
+        delta_ptr: fp32 [B, Hq, Sq], of `row_sums`.
         counts_ptr: int32, blocks of rows that see a block of LIST_KEYS keys, LIST_ROWS rows each.
         indices_ptr: int32, their numbers, ascending, most_blocks for each count.
         *_low_ptr: where DOT is "halves" the low halves of q, k, v and the output's gradient, fp16;

@@ -56,7 +56,7 @@ more of them do not fit beside their sums. Elsewhere half as many."""
 _HOPPER: Final = (9, 0)
 
 _HALVED_WORK: Final = 2e8
-"""Scores of all heads times columns from which on gradients are. An estimate: taking apart is three
+"""Scores of all heads times columns from which on gradients are. An estimate: taking apart is four
 launches more, about 50 us of a caller's time, in which a third of what both passes of so many take
 would be saved."""
 

@@ -53,6 +53,10 @@ FAULTS: dict[str, Fault] = {
         "weights_of", "exponents -= rest", "exponents += rest",
         TRAINED
         | {"precision": Precision.FP32, "scale": 29.7, "len_q": 40, "len_k": 90, "step": 0.125}),
+    "product of the log-sum-exp rounded": (
+        "weights_of", "tl.fma(-lse, LOG2_E, scores)", "scores - lse * LOG2_E",
+        TRAINED
+        | {"precision": Precision.FP32, "scale": 29.7, "len_q": 40, "len_k": 90, "step": 0.125}),
     "rows of a log-sum-exp that nothing wrote": (
         "forward", "rest, mask=is_row", "rest, mask=is_row & (rows != 3)",
         TRAINED | {"precision": Precision.FP32, "len_q": 20}),
