@@ -197,19 +197,6 @@ def test_gradients_in_a_fixed_order_are_the_same_each_time(values: dict[str, Any
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("columns", "length", "together"), [(128, 8192, 4), (128, 16384, 1), (64, 16384, 2)]
-)
-def test_heads_beside_a_mask_are_worked_on_as_was_timed(
-    columns: int, length: int, together: int
-) -> None:
-    problem = make_problem(
-        head_dim=columns, len_q=length, num_heads=16, precision=Precision.BF16, requires_grad=True,
-        mask=MaskKind.BOOLEAN, mask_shape=(length, length), deterministic=True,
-    )  # fmt: skip
-    assert numbers_of(problem, choose_gradients(problem), 0)[-5] == together
-
-
 @simulated
 @pytest.mark.usefixtures("late", "together")
 def test_parts_of_ascending_heads_need_not_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,13 @@ IN_ORDER: dict[str, Any] = {"deterministic": True}
             IN_ORDER
             | {"len_q": 8192, "head_dim": 128, "is_causal": False}
             | {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 8192, 8192)},
-            (2, 0, 0),
+            (4, 0, 0),
+        ),
+        (
+            IN_ORDER
+            | {"len_q": 16384, "head_dim": 128, "is_causal": False}
+            | {"mask": MaskKind.BOOLEAN, "mask_shape": (1, 1, 16384, 16384)},
+            (1, 0, 0),
         ),
         (IN_ORDER | {"lengths_q": (16384,), "is_causal": False, "head_dim": 128}, (1, 0, 0)),
         (IN_ORDER | {"len_q": 8192, "is_causal": False, "window": (6000, -1)}, (4, 0, 0)),
