@@ -62,6 +62,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         sys.settrace(tracer)
 
 
+def _interprets() -> bool:
+    """Return whether Triton is there, and its kernels run in Python."""
+    return not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreter_is_quick() -> Iterator[None]:
     """Spare Triton's interpreter more than half of its time, with the same numbers.
@@ -71,7 +76,7 @@ def interpreter_is_quick() -> Iterator[None]:
     works out whether a sum of integers overflows, and tells nobody: asserts are for debugging. And
     it makes a table of all types for each value that it makes.
     """
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not _interprets():
         yield
         return
     from triton.language import standard
@@ -111,7 +116,7 @@ def interpreter_rounds_once() -> Iterator[None]:
 
     It rounds both, so that what a kernel takes back of one rounding would be nothing here.
     """
-    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    if not _interprets():
         yield
         return
     from triton.runtime import interpreter

@@ -54,6 +54,12 @@ def test_accesses_to_arguments_of_warps_are_told_from_others(moved: int) -> None
     assert list(races(report)) == [f"backward at backward.py:{begins + moved}"] * (moved > 0)
 
 
+needs_sanitizer = pytest.mark.skipif(
+    not torch.cuda.is_available() or shutil.which(SANITIZER) is None,
+    reason="it runs kernels on a GPU, below compute-sanitizer",
+)
+
+
 def reported(tool: str, module: str, *names: str) -> "subprocess.CompletedProcess[str]":
     """Return what a tool says of a module beside this one that runs kernels."""
     command = [SANITIZER, "--tool", tool, "--print-limit", "1000", sys.executable, "-m"]
@@ -62,8 +68,7 @@ def reported(tool: str, module: str, *names: str) -> "subprocess.CompletedProces
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="it runs kernels on a GPU")
-@pytest.mark.skipif(shutil.which(SANITIZER) is None, reason="there is no compute-sanitizer")
+@needs_sanitizer
 @pytest.mark.parametrize("tool", CLEAN)
 @pytest.mark.parametrize("name", CASES)
 def test_small_cases_are_clean(name: str, tool: str) -> None:
@@ -74,8 +79,7 @@ def test_small_cases_are_clean(name: str, tool: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="it runs kernels on a GPU")
-@pytest.mark.skipif(shutil.which(SANITIZER) is None, reason="there is no compute-sanitizer")
+@needs_sanitizer
 def test_a_race_that_is_there_is_seen() -> None:
     done = reported("racecheck", "planted_race")
     text = (Path(__file__).parent / "planted_race.py").read_text().splitlines()
