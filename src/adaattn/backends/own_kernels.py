@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_untransformed",
     "compiling",
+    "is_untransformed",
     "kept_by_problem",
     "meets_transforms",
     "sinks_gradient",
@@ -74,6 +75,15 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
         return
     if forward_ad._current_level >= 0 or any(map(_is_wrapped, tensors)):
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
+
+
+def is_untransformed(*tensors: torch.Tensor) -> bool:
+    """Return whether no transform is under way, nor forward-mode, nor a tensor left from one."""
+    return (
+        forward_ad._current_level < 0
+        and _transforms() is None
+        and not any(map(_is_wrapped, tensors))
+    )
 
 
 def meets_transforms(tensors: Iterable[torch.Tensor | None]) -> bool:

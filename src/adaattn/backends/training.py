@@ -9,7 +9,7 @@ import torch
 from adaattn.backends.allocation import unfilled
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors
+from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors, num_taken
 from adaattn.backends.operators import (
     GIVEN,
     Kept,
@@ -21,8 +21,12 @@ from adaattn.backends.operators import (
     operator,
     trained,
 )
-from adaattn.backends.own_kernels import check_untransformed, meets_transforms
-from adaattn.spec import AttentionProblem, Aux, HeadGroup
+from adaattn.backends.own_kernels import (
+    check_untransformed,
+    is_untransformed,
+    meets_transforms,
+)
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind
 
 __all__ = ["Differentiated", "drawn_seed", "with_statistics"]
 
@@ -33,6 +37,15 @@ _Backward = Callable[
 """Returns the gradients that are wanted by their names, of `GIVEN`, from the tensors of a call,
 what was kept, and the gradients of output [B, Hq, Sq, Dv] and log-sum-exp, fp32 [B, Hq, Sq]; None
 is zero."""
+
+_Repeated = tuple[Callable[..., Any], Callable[..., Any]]
+"""Both passes of a problem of q, k and v alone, for tensors that lie as some before; None for the
+others. The first takes q, k and v, and returns output and log-sum-exp; the second q, k, v, the
+output's gradient, the output and the log-sum-exp, and returns the gradients of the first three."""
+
+
+_PLAIN_TAKEN: Final = 4
+"""Tensors of a `Direct` up to the mask."""
 
 
 class Differentiated:
@@ -47,6 +60,7 @@ class Differentiated:
         backward_of: returns the backward pass of a problem, with ``chunk_rows`` likewise.
         launcher: returns its function of repeated calls without gradients, likewise.
         is_chunked: plans say how many rows are computed at once.
+        repeated: returns the passes of repeated calls that want gradients of q, k and v alone.
     """
 
     def __init__(
@@ -57,12 +71,14 @@ class Differentiated:
         launcher: Callable[..., Direct],
         *,
         is_chunked: bool = False,
+        repeated: Callable[[AttentionProblem], _Repeated] | None = None,
     ) -> None:
         self.name = name
         self.compute = compute
         self._backward_of = backward_of
         self._launcher = launcher
         self._is_chunked = is_chunked
+        self._repeated = repeated
         passes = Training(
             seed_of=drawn_seed, forward=self._graph_forward, backward=self._graph_backward
         )
@@ -94,7 +110,10 @@ class Differentiated:
         chunk_rows = group.launch.chunk_rows if self._is_chunked else 0
         launch: Direct
         if problem.wants_gradients:
-            launch = partial(self._output, trained(problem), chunk_rows)
+            asked = trained(problem)
+            launch = partial(self._output, asked, chunk_rows)
+            if self._repeated is not None and _is_alone(problem):
+                launch = partial(self._output_alone, asked, self._repeated(asked), launch)
         else:
             launch = self._launcher(problem, **_chunked(chunk_rows))
 
@@ -122,6 +141,23 @@ class Differentiated:
     def _output(self, problem: AttentionProblem, chunk_rows: int, *given: Any) -> torch.Tensor:
         """Return the output alone, known to autograd."""
         output: torch.Tensor = self._differentiable(problem, chunk_rows, *given)[0]
+        return output
+
+    def _output_alone(
+        self,
+        problem: AttentionProblem,
+        repeated: _Repeated,
+        otherwise: Direct,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *rest: None,
+    ) -> torch.Tensor:
+        """Return the output of q, k and v alone, known to autograd, which is told less."""
+        del rest
+        if not is_untransformed(query, key, value):
+            return otherwise(query, key, value)
+        output: torch.Tensor = _apply_alone(self, problem, repeated, query, key, value)
         return output
 
     def _differentiable(
@@ -178,6 +214,12 @@ class Differentiated:
         """Return the gradients of a call in the order of `GIVEN`; None of what wants none."""
         backward = self._backward_of(problem, **_chunked(kept.chunk_rows))
         return tuple(map(backward(tensors, kept, *rest).get, GIVEN))
+
+
+def _is_alone(problem: AttentionProblem) -> bool:
+    """Return whether a call has q, k and v alone, and no dropout, which is drawn."""
+    is_plain = num_taken(problem) <= _PLAIN_TAKEN and problem.mask is MaskKind.NONE
+    return is_plain and not problem.dropout_p
 
 
 @lru_cache(maxsize=256)
@@ -288,8 +330,57 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *found)
 
 
+class _Alone(torch.autograd.Function):
+    """The same of q, k and v alone, of which the output alone is wanted; there is no dropout.
+
+    Behind a kernel that empties the caches of the host it takes half as long: it is handed three
+    tensors instead of eight, keeps five instead of fifteen, and the launches of repeated calls are
+    found without shapes (docs/kernel-notes.md).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Differentiated,
+        problem: AttentionProblem,
+        repeated: _Repeated,
+        *given: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the output."""
+        found = repeated[0](*given)
+        if found is None:
+            result = kernels.compute(problem, *given)
+            found = result.output, result.lse
+        ctx.known = kernels, problem, repeated
+        ctx.save_for_backward(*given, *found)
+        output: torch.Tensor = found[0]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        """Return the gradients of q, k and v."""
+        kernels, problem, repeated = ctx.known
+        query, key, value, output, lse = ctx.saved_tensors
+        found = None
+        if not torch.is_grad_enabled():
+            found = repeated[1](query, key, value, upstream, output, lse)
+        if found is None:
+            wanted = _wanted((*ctx.needs_input_grad[3:], *_UNASKED))
+            given = kernels, problem, 0, wanted, upstream, None, output, lse, None, None
+            compute = _Gradients.apply if torch.is_grad_enabled() else _computed
+            others = (None,) * (len(_SAVED) - 3 + 5)
+            found = compute(*given, query, key, value, *others)[:3]
+        return (None, None, None, *found)
+
+
+_UNASKED: Final = (False,) * (len(GIVEN) - 3)
+"""Of q, k and v alone nothing else wants a gradient."""
+
+
 _apply: Final[Callable[..., tuple[Any, ...]]] = super(torch.autograd.Function, _Attention).apply
 """`_Attention.apply` without what that does for transforms of ``torch.func``: 3 us less."""
+
+_apply_alone: Final[Callable[..., Any]] = super(torch.autograd.Function, _Alone).apply
 
 
 def _computed(

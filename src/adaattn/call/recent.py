@@ -12,16 +12,16 @@ the same shapes. Of a growing cache that is decoded over, the length may be anot
 key says; where other lengths never come again, each comparison would fail, and none is made.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
 from adaattn import hardware
+from adaattn._guards import guards
 from adaattn.call.bound import Bound
 from adaattn.call.found import outside_autocast
 from adaattn.call.key import (
@@ -53,9 +53,6 @@ _LOOKED_AGAIN: Final = 256
 _ambient = AMBIENT.get
 _dtype_of_autocast = torch.get_autocast_dtype
 _flash, _efficient, _math, _cudnn, _deterministic, _threads, _grad = PROCESS_MODES
-
-_Dims = Sequence[Sequence[int | None]]
-"""Of each tensor."""
 
 Place = tuple[object, ...]
 """What has one last call, or the part of it that says who calls."""
@@ -309,40 +306,13 @@ def note(
         names=names,
         device_type=device_type,
     )
-    is_like = compared(_guards(given, sizes, strides), growing=growing)
+    is_like = compared(guards(given, sizes, strides), growing=growing)
     if autocast_dtype(device_type) is not None:
         bound = partial(outside_autocast, device_type, bound)
     found = _KNOWN[place] = _Known(bound, is_like)
     if growing is not None:  # the same length may come again, and is compared in less time
-        exact = [tensor.shape for tensor in given], [tensor.stride() for tensor in given]
-        found = found._replace(is_like=compared(_guards(given, *exact), growing=None))
+        found = found._replace(is_like=compared(guards(given), growing=None))
     _LAST[who] = found
-
-
-def _guards(given: Sequence[torch.Tensor], sizes: _Dims, strides: _Dims) -> Callable[..., bool]:
-    """Return the comparison with tensors of some sizes and strides; None stands for any.
-
-    Guards take no tensor twice, as in ``attend(x, x, x)``: they see it once, and the places where
-    it stood are compared beside them.
-    """
-    first = [next(at for at, other in enumerate(given) if other is item) for item in given]
-    seen = sorted(set(first))
-    guards = TensorGuards(
-        *(given[at] for at in seen),
-        dynamic_dims_sizes=[list(sizes[at]) for at in seen],  # type: ignore[misc]  # None: any
-        dynamic_dims_strides=[list(strides[at]) for at in seen],  # type: ignore[misc]
-    )
-    check: Callable[..., bool] = guards.check
-    if len(seen) == len(given):
-        return check
-    repeats = [(at, before) for at, before in enumerate(first) if at != before]
-
-    def check_repeated(*tensors: torch.Tensor) -> bool:
-        if any(tensors[at] is not tensors[before] for at, before in repeats):
-            return False
-        return check(*[tensors[at] for at in seen])
-
-    return check_repeated
 
 
 def _growing(key: torch.Tensor, value: torch.Tensor, reaches: tuple[int, ...]) -> _Growing:

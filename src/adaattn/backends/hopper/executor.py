@@ -1,5 +1,6 @@
 """Runs the Hopper kernels: with or without gradients, eager and in graphs."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from adaattn.backends.compiled_before import is_noted
@@ -20,7 +21,14 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
     return bound(problem)(*given)
 
 
-KERNELS: Final = Differentiated("hopper", _computed, backward_of, output_function)
+def _repeated(problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return both passes of q, k and v that lie as some before."""
+    return bound(problem).alone, backward_of(problem).alone
+
+
+KERNELS: Final = Differentiated(
+    "hopper", _computed, backward_of, output_function, repeated=_repeated
+)
 run, direct = KERNELS.run, KERNELS.direct
 
 

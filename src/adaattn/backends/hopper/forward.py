@@ -23,7 +23,13 @@ from adaattn.backends.hopper.prepared import (
     Prepared,
     prepare,
 )
-from adaattn.backends.hopper.views import ALIGNMENT, Layouts, made_readable, readable
+from adaattn.backends.hopper.views import (
+    ALIGNMENT,
+    Layouts,
+    is_elsewhere,
+    made_readable,
+    readable,
+)
 from adaattn.backends.interface import Result
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
 from adaattn.spec import AttentionProblem
@@ -31,12 +37,13 @@ from adaattn.spec import AttentionProblem
 __all__ = ["bound", "output_function"]
 
 _Layout = tuple[Any, ...]
+_Optional = torch.Tensor | None
 
 
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
     """Return a function from the tensors of a `Direct` to the output alone."""
     call = bound(problem)
-    output = call.output
+    alone = call.alone
 
     def run(
         query: torch.Tensor,
@@ -45,8 +52,9 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
         mask: torch.Tensor | None = None,
         *others: Any,
     ) -> torch.Tensor:
-        found = None if others or mask is not None else output(query, key, value)
-        return call(query, key, value, mask, *others).output if found is None else found
+        check_untransformed(query, key, value)
+        found = None if others or mask is not None else alone(query, key, value)
+        return call(query, key, value, mask, *others).output if found is None else found[0]
 
     return run
 
@@ -60,15 +68,17 @@ class _Call:
         aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
         self._layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
 
-    def output(
+    def alone(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the output of tensors that lie as some before them; None for the others."""
-        check_untransformed(query, key, value)
-        prepared = self._layouts.known((query, key, value), _layout(query, key, value, ()))
-        if prepared is None or _is_elsewhere(query):
+    ) -> tuple[torch.Tensor, _Optional] | None:
+        """Return output and log-sum-exp of tensors that lie as some before; None for the others.
+
+        The problem has q, k and v alone, and asks for no other statistics of rows.
+        """
+        prepared = self._layouts.again((query, key, value), _layout, ())
+        if prepared is None or is_elsewhere(query):
             return None
-        return prepared.output(query, key, value)
+        return prepared.alone(query, key, value)
 
     def __call__(
         self,
@@ -108,18 +118,13 @@ class _Call:
             prepared = prepare(self._problem, given)
             if prepared.is_lasting:
                 self._layouts.keep(layout, prepared)
-        if _is_elsewhere(query):
+        if is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
 
 
 bound = kept_by_problem(_Call)
-
-
-def _is_elsewhere(query: torch.Tensor) -> bool:
-    """Return whether a tensor is on a GPU that is not the current one."""
-    return query.is_cuda and query.get_device() != torch._C._cuda_getDevice()
 
 
 def _layout(

@@ -27,7 +27,7 @@ from adaattn.backends.hopper.gradient_numbers import (
 from adaattn.backends.hopper.gradient_passes import MaskReading, Pass, SinglePass, SplitPass
 from adaattn.backends.hopper.launch import MASK_ALIGNMENT, tiles_of
 from adaattn.backends.hopper.prepared import DTYPES, is_aligned, strides_of
-from adaattn.backends.hopper.views import Layouts, head_view, made_readable
+from adaattn.backends.hopper.views import Layouts, head_view, is_elsewhere, made_readable
 from adaattn.backends.interface import Tensors
 from adaattn.backends.masks import with_rank
 from adaattn.backends.operators import Kept
@@ -64,7 +64,7 @@ class _Backward:
         wanted: frozenset[str],
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that are wanted."""
-        if upstream.is_cuda and upstream.get_device() != torch._C._cuda_getDevice():
+        if is_elsewhere(upstream):
             with torch.cuda.device(upstream.device):
                 return self(tensors, kept, upstream, lse_upstream, wanted)
         read: tuple[torch.Tensor, ...]
@@ -93,6 +93,22 @@ class _Backward:
             assert tensors.sinks is not None
             found["sinks"] = _of_sinks(tensors.sinks, terms, tensors.query.shape)
         return {name: found[name] for name in wanted}
+
+    def alone(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        upstream: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Return the gradients of q, k and v alone that lie as some before; None for the others."""
+        read = query, key, value, upstream, output
+        prepared = self._layouts.again(read, _layout, None, None, True, None)
+        if prepared is None or is_elsewhere(upstream) or not lse.is_contiguous():
+            return None
+        return prepared.run(read, lse, None, None, None, (None, None))[0]
 
 
 backward_of = kept_by_problem(_Backward)

@@ -185,7 +185,7 @@ class Prepared:
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
         if not self.stored and self.plain is not None:
-            return Result(output=self.output(query, key, value))
+            return Result(output=self.alone(query, key, value)[0])
         out, *made = unfilled_all(query, self.allocated)
         flags = made.pop() if len(made) > len(self.stored) else None
         statistics: list[torch.Tensor | None] = [None, None, None, None]
@@ -211,14 +211,20 @@ class Prepared:
             lse = None
         return Result(output=out, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)
 
-    def output(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the output alone, of q, k and v alone: nothing is `stored`."""
+    def alone(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output of q, k and v alone, and the log-sum-exp, if that is `stored`.
+
+        Other statistics are not.
+        """
         assert self.plain is not None
-        out, *flags = unfilled_all(query, self.allocated)
-        copied = query, key, value, out
-        rows = 0, 0, 0, self._tiles(), address_of(flags[0]) if flags else 0
-        self.launch(self.num_blocks, stream_of(query), copied, *rows, *self.plain)
-        return out
+        out, *made = unfilled_all(query, self.allocated)
+        lse = made.pop(0) if self.stored else None
+        flags = made[0] if made else None
+        rows = address_of(lse), 0, 0, self._tiles(), address_of(flags)
+        self.launch(self.num_blocks, stream_of(query), (query, key, value, out), *rows, *self.plain)
+        return out, lse
 
     def _tiles(self) -> int:
         """Return where the list of tiles begins on the device; 0 where there is none."""

@@ -304,3 +304,78 @@ def test_what_cannot_be_compiled_is_an_error_that_auto_steps_down_from() -> None
     variant = choose(_problem())
     with pytest.raises(ExecutorError, match="the Hopper kernel cannot be compiled here"):
         prepared._compiled.__wrapped__(variant, torch.device("cpu"))
+
+
+def _lying(query: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    return query.shape, query.stride(), *others
+
+
+class Looked:
+    """Says how a tensor lies, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        self.times += 1
+        return _lying(*given)
+
+
+def _layouts(*kept: torch.Tensor) -> views.Layouts[int]:
+    found: views.Layouts[int] = views.Layouts(views.made_readable)
+    for number, tensor in enumerate(kept):
+        found.keep(_lying(tensor), number)
+    return found
+
+
+def test_a_layout_that_comes_again_is_found_without_asking_for_shapes() -> None:
+    first, other = torch.zeros(2, 8), torch.zeros(4, 8)
+    layouts, looked = _layouts(first, other), Looked()
+    assert [layouts.again((torch.zeros(2, 8),), looked) for _ in range(6)] == [0] * 6
+    assert looked.times == 2  # only what comes twice in a row is compared with
+    assert layouts.again((other,), looked) == 1
+    assert layouts.again((first,), looked) == 0
+    assert looked.times == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(8, 2).t(),
+        torch.zeros(2, 8, dtype=torch.float64)[:, ::2],
+        torch.zeros(3, 8),
+        torch.zeros(2, 9)[:, :8],
+    ],
+    ids=["turned", "of another size", "of other rows", "of other steps"],
+)
+def test_tensors_that_lie_otherwise_are_not_taken_for_those_that_came_again(
+    other: torch.Tensor,
+) -> None:
+    first = torch.zeros(2, 8)
+    layouts = _layouts(first)
+    for _ in range(3):
+        assert layouts.again((first,), _lying) == 0
+    assert layouts.again((other,), _lying) is None
+    assert layouts.again((first,), _lying) == 0
+
+
+def test_what_comes_again_at_an_address_that_tma_cannot_read_is_not_found() -> None:
+    wide = torch.zeros(2 * 8 + 1)
+    aligned, odd = wide[:16].view(2, 8), wide[1:].view(2, 8)
+    layouts = _layouts(aligned)
+    for _ in range(3):
+        assert layouts.again((aligned,), _lying) == 0
+    assert layouts.again((odd,), _lying) is None
+
+
+def test_a_tensor_that_stands_twice_is_compared_where_it_stands() -> None:
+    one, two = torch.zeros(2, 8), torch.zeros(2, 8)
+    layouts: views.Layouts[int] = views.Layouts(views.made_readable)
+    layouts.keep((one.shape, two.shape), 0)
+
+    def shapes(*given: torch.Tensor) -> tuple[torch.Size, ...]:
+        return tuple(item.shape for item in given)
+
+    for _ in range(3):
+        assert layouts.again((one, one), shapes) == 0
+    assert layouts.again((one, two), shapes) == 0

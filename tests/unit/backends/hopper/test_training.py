@@ -16,7 +16,8 @@ from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch
 from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients
-from adaattn.spec import Align, HeadGroup, MaskKind, Precision
+from adaattn.backends.interface import Result, Tensors
+from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import Layout, assert_training_matches, make_problem, make_tensors
 
 pytestmark = [
@@ -290,3 +291,41 @@ def test_gradients_of_more_than_2_to_the_31_elements() -> None:
     wanted = torch.autograd.grad(single, alone, torch.ones_like(single))
     assert torch.equal(output[-1:], single)
     assert all(torch.equal(many[-1:], one) for many, one in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["any order", "deterministic"])
+def test_repeated_calls_have_the_gradients_of_the_definition(mode: str) -> None:
+    """Tensors that lie otherwise come between those that are found again."""
+    usual: dict[str, Any] = {"precision": Precision.BF16, "requires_grad": True, "is_causal": True}
+    usual |= {"device_type": "cuda", "head_dim": 64, "deterministic": mode == "deterministic"}
+    problem = make_problem(**usual, len_q=333, batch=2)
+    call = hopper.direct(problem, HeadGroup(capability="hopper"))
+
+    def run(tensors: Tensors, problem: AttentionProblem) -> Result:
+        return Result(output=call(*tensors.as_direct()[:4]))
+
+    layouts = (
+        *[Layout.CONTIGUOUS] * 4,
+        Layout.TRANSPOSED,
+        Layout.CONTIGUOUS,
+        *[Layout.TRANSPOSED] * 3,
+    )
+    for layout in layouts:
+        assert_training_matches(run, make_tensors(problem, layout=layout), problem)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_repeated_calls_may_keep_tensors_elsewhere() -> None:
+    given = [torch.randn(2, 333, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    given = [item.transpose(1, 2).requires_grad_() for item in given]
+    upstream = torch.randn_like(given[0])
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        output = attend(*given, is_causal=True, backend="hopper")
+        return torch.autograd.grad(output, given, upstream)
+
+    first, *others = (gradients() for _ in range(4))
+    with torch.autograd.graph.save_on_cpu():
+        others += [gradients() for _ in range(2)]
+    for found in others:
+        assert all(map(torch.equal, first, found))

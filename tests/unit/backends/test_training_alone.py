@@ -1,0 +1,158 @@
+"""Calls that want gradients of q, k and v alone: what autograd is told, with kernels replaced."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.operators import Kept, trained
+from adaattn.backends.reference import attention
+from adaattn.backends.training import Differentiated
+from adaattn.errors import ExecutorError, UnsupportedError
+from adaattn.spec import AttentionProblem, HeadGroup, MaskKind, Precision
+from adaattn.testing import assert_training_matches, make_problem, make_tensors
+
+GROUP = HeadGroup(capability="stand_in")
+DRAWN: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 16, "len_q": 24, "batch": 2}
+WANTED: dict[str, Any] = DRAWN | {"requires_grad": True}
+
+
+def computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
+    """Return attention by the definition, which autograd does not see."""
+    del others
+    with torch.no_grad():
+        return attention(Tensors.of_direct(*given), trained(problem))
+
+
+def backward_of(problem: AttentionProblem) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return the gradients by the definition."""
+
+    def run(
+        tensors: Tensors, kept: Kept, upstream: torch.Tensor, *rest: Any
+    ) -> dict[str, torch.Tensor]:
+        assert kept.output.shape == upstream.shape
+        names = sorted(rest[-1])
+        leaves = [getattr(tensors, name).detach().requires_grad_() for name in names]
+        others = {"query": tensors.query, "key": tensors.key, "value": tensors.value}
+        given = others | dict(zip(names, leaves, strict=True))
+        with torch.enable_grad():
+            output = attention(Tensors.of(**given, mask=tensors.mask), problem).output
+        return dict(zip(names, torch.autograd.grad(output, leaves, upstream), strict=True))
+
+    return run
+
+
+class Repeated:
+    """Stands for the passes of calls that are known; until they are, for those of others."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.served: list[str] = []
+
+    def __call__(self, problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return partial(self._forward, problem), partial(self._backward, problem)
+
+    def _forward(self, problem: AttentionProblem, *given: torch.Tensor) -> Any:
+        if not self.known:
+            return None
+        self.served.append("forward")
+        result = computed(problem, *given)
+        return result.output, result.lse
+
+    def _backward(self, problem: AttentionProblem, *read: torch.Tensor) -> Any:
+        if not self.known:
+            return None
+        self.served.append("backward")
+        query, key, value, upstream, output, lse = read
+        kept = Kept(output=output, lse=lse)
+        wanted = frozenset({"query", "key", "value"})
+        given = Tensors.of(query, key, value)
+        found = backward_of(problem)(given, kept, upstream, None, wanted)
+        return found["query"], found["key"], found["value"]
+
+
+repeated = Repeated()
+KERNELS = Differentiated("stand_in", computed, backward_of, lambda problem: None, repeated=repeated)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> None:
+    repeated.known = False
+    repeated.served.clear()
+
+
+def as_run(call: Direct) -> Callable[[Tensors, AttentionProblem], Result]:
+    """Return a function of repeated calls as an executor."""
+    return lambda tensors, problem: Result(output=call(*tensors.as_direct()[:4]))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("values", [{}, {"is_causal": True}, {"num_heads": 4, "num_kv_heads": 2}])
+def test_gradients_are_those_of_the_definition(values: dict[str, Any], is_known: bool) -> None:
+    problem = make_problem(**WANTED, **values)
+    repeated.known = is_known
+    assert_training_matches(as_run(KERNELS.direct(problem, GROUP)), make_tensors(problem), problem)
+    assert repeated.served == ["forward", "backward"] * is_known
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_wants_no_gradient_gets_none(is_known: bool) -> None:
+    problem = make_problem(**WANTED)
+    repeated.known = is_known
+    query, key, value = (torch.randn(2, 2, 24, 16).bfloat16() for _ in range(3))
+    output = KERNELS.direct(problem, GROUP)(query, key.requires_grad_(), value, None)
+    output.sum().backward()
+    assert query.grad is None and value.grad is None and key.grad is not None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_second_derivatives_are_refused(is_known: bool) -> None:
+    problem = make_problem(**WANTED)
+    repeated.known = is_known
+    tensors = make_tensors(problem)
+    output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
+    (gradient,) = torch.autograd.grad(output.sum(), tensors.query, create_graph=True)
+    with pytest.raises(UnsupportedError, match="have no derivatives"):
+        gradient.sum().backward()
+
+
+def test_transforms_are_refused() -> None:
+    problem = make_problem(**WANTED)
+    call = KERNELS.direct(problem, GROUP)
+    repeated.known = True
+    given = make_tensors(problem).as_direct()[:3]
+    with pytest.raises(ExecutorError):
+        torch.func.grad(lambda query: call(query, *given[1:], None).sum())(given[0])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ExecutorError):
+        call(*given, None)
+    assert not repeated.served
+
+
+def test_others_are_not_taken_for_them() -> None:
+    repeated.known = True
+    for values in ({"dropout_p": 0.5}, {"mask": MaskKind.BOOLEAN}, {"has_sinks": True}):
+        problem = make_problem(**WANTED, **values)
+        call = KERNELS.direct(problem, GROUP)
+        count = 8 if values.get("has_sinks") else 4
+        call(*make_tensors(problem).as_direct()[:count])
+    assert not repeated.served
+
+
+def test_saved_tensors_may_be_kept_elsewhere() -> None:
+    problem = make_problem(**WANTED)
+    repeated.known = True
+    tensors = make_tensors(problem)
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
+    output.sum().backward()
+    heads, rows = torch.Size((2, 2, 24, 16)), torch.Size((2, 2, 24))
+    assert packed == [heads] * 4 + [rows]
