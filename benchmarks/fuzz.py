@@ -10,7 +10,8 @@ that it cannot serve is counted, with its reasons. A problem is found again by i
 A result beyond its bound is compared once more, with the worst of eager PyTorch's errors over 16
 orders of the columns: one order may round luckily. What passes then is printed as NEAR.
 
-``--training`` holds the gradients of all tensors too, from a random one of the output.
+``--training`` holds the gradients of all tensors too, from a random one of the output, and where
+need be once more.
 
 Not covered: dropout, the softmax weights as an output, gradients that arrive at other outputs.
 """
