@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.autograd import drawn_seed
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
@@ -33,7 +34,7 @@ from adaattn.backends.streamed.planes import (
     write_products,
 )
 from adaattn.backends.streamed.products import multiply
-from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
+from adaattn.backends.training import Differentiated, with_statistics
 from adaattn.spec import AttentionProblem
 
 __all__ = ["KERNELS", "direct", "is_ready", "run"]

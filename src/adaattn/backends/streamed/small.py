@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from adaattn.backends.allocation import output_like, unfilled
+from adaattn.backends.autograd import drawn_seed
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
 from adaattn.backends.device.launch import Launch
@@ -24,7 +25,7 @@ from adaattn.backends.streamed.arguments import Arguments, Beside
 from adaattn.backends.streamed.capability import SMALL
 from adaattn.backends.streamed.chunks import Chunk, pitch_of
 from adaattn.backends.streamed.split import choose_splits, is_wide, partials, slices
-from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
+from adaattn.backends.training import Differentiated, with_statistics
 from adaattn.hardware import probe
 from adaattn.spec import AttentionProblem, HardwareFacts
 

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from adaattn.backends.allocation import adjacent, output_layout, unfilled
+from adaattn.backends.autograd import drawn_seed
 from adaattn.backends.block_list import BlockList, list_strides
 from adaattn.backends.common import with_dense_columns
 from adaattn.backends.compiled_before import is_noted, note
@@ -15,7 +16,7 @@ from adaattn.backends.interface import STATISTICS, Result
 from adaattn.backends.masks import as_bytes, with_rank
 from adaattn.backends.operators import trained
 from adaattn.backends.own_kernels import check_untransformed, kept_by_problem
-from adaattn.backends.training import Differentiated, drawn_seed, with_statistics
+from adaattn.backends.training import Differentiated, with_statistics
 from adaattn.backends.triton.arguments import Arguments, MaskLayout, at_multiples, in_halves
 from adaattn.backends.triton.gradient_launch import GradientArguments
 from adaattn.backends.triton.gradients import backward_of
