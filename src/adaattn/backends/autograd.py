@@ -164,12 +164,15 @@ class _Alone(torch.autograd.Function):
             found = result.output, result.lse
         ctx.known = kernels, problem, repeated
         ctx.save_for_backward(*given, *found)
+        ctx.set_materialize_grads(False)
         output: torch.Tensor = found[0]
         return output
 
     @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+    def backward(ctx: Any, upstream: _Optional) -> Any:
         """Return the gradients of q, k and v."""
+        if upstream is None:
+            return (None,) * 6
         kernels, problem, repeated = ctx.known
         query, key, value, output, lse = ctx.saved_tensors
         found = None

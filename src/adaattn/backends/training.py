@@ -125,7 +125,14 @@ class Differentiated:
         """Return the result where nobody watches operators."""
         if not problem.wants_gradients:
             return self.compute(problem, *tensors.as_direct(), **chunked(chunk_rows))
-        found = self._differentiable(_trained_once(problem), chunk_rows, *tensors.as_direct())
+        asked, alone = _trained_once(problem), None
+        if self._repeated is not None and _is_alone(problem):
+            # As `direct` does: what a checkpoint computes again is to save as many tensors.
+            given = tensors.query, tensors.key, tensors.value
+            alone = attention_alone(self, asked, self._repeated(asked), *given)
+        if alone is not None:
+            return Result(output=alone)
+        found = self._differentiable(asked, chunk_rows, *tensors.as_direct())
         output, lse, row_max, entropy, dropped = found
         return Result(
             output=output,
@@ -210,9 +217,12 @@ class Differentiated:
 
 
 def _is_alone(problem: AttentionProblem) -> bool:
-    """Return whether a call has q, k and v alone, and no dropout, which is drawn."""
+    """Return whether a call has q, k and v alone, and asks for the output alone.
+
+    There is no dropout either, which is drawn.
+    """
     is_plain = num_taken(problem) <= _PLAIN_TAKEN and problem.mask is MaskKind.NONE
-    return is_plain and not problem.dropout_p
+    return is_plain and problem.aux is Aux.NONE and not problem.dropout_p
 
 
 _trained_once = lru_cache(maxsize=1024)(trained)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from adaattn.backends.interface import Direct, Result, Tensors
 from adaattn.backends.operators import Kept, trained
@@ -156,3 +157,43 @@ def test_saved_tensors_may_be_kept_elsewhere() -> None:
     output.sum().backward()
     heads, rows = torch.Size((2, 2, 24, 16)), torch.Size((2, 2, 24))
     assert packed == [heads] * 4 + [rows]
+
+
+@pytest.mark.parametrize("order", [("run", "direct"), ("direct", "run")])
+def test_a_checkpoint_may_compute_again_in_the_other_way(order: tuple[str, str]) -> None:
+    """A call whose time is taken goes by `run`, and need not be timed when it is computed again."""
+    problem = make_problem(**WANTED)
+    tensors = make_tensors(problem)
+    call = KERNELS.direct(problem, GROUP)
+    ways = {
+        "run": lambda: KERNELS.run(tensors, problem, GROUP).output,
+        "direct": lambda: call(*tensors.as_direct()[:4]),
+    }
+    left = list(order)
+    output = checkpoint(lambda query: ways[left.pop(0)](), tensors.query, use_reentrant=False)
+    found = torch.autograd.grad(output.sum(), tensors.query)
+    assert torch.equal(*found, *torch.autograd.grad(ways["run"]().sum(), tensors.query))
+    assert not left
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_without_a_gradient_of_the_output_there_is_none(is_known: bool) -> None:
+    class Stop(torch.autograd.Function):
+        """Passes no gradient on."""
+
+        @staticmethod
+        def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+            return given.clone()
+
+        @staticmethod
+        def backward(ctx: Any, upstream: torch.Tensor) -> None:
+            return None
+
+    problem = make_problem(**WANTED)
+    repeated.known = is_known
+    tensors = make_tensors(problem)
+    output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
+    (Stop.apply(output).sum() + tensors.query.sum()).backward()
+    assert tensors.query.grad is not None
+    assert tensors.key.grad is tensors.value.grad is None
+    assert "backward" not in repeated.served
