@@ -51,7 +51,7 @@ class FuzzCall:
         training: all tensors that can have a gradient want one, and it is checked.
 
     Attributes:
-        near: what the first comparison said, where a second one with more yardsticks passed.
+        near: what first comparisons said, where a second one with more yardsticks passed.
     """
 
     def __init__(self, problem: Problem, device: str, *, training: bool = False) -> None:
@@ -142,7 +142,7 @@ class FuzzCall:
                     for name, exact in of_exact.items()
                 }
             assert_gradients_match(found, of_exact, of_eager, **held)
-            self.near = str(error)
+            self.near = "; ".join(filter(None, (self.near, str(error))))
 
     def _served(self, aux: adaattn.AuxOutput) -> str:
         """Return the executors of a decision."""

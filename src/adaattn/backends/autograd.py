@@ -10,7 +10,7 @@ from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operators import GIVEN, Kept, keeps_rest, no_second_derivative
-from adaattn.backends.own_kernels import is_untransformed, meets_transforms
+from adaattn.backends.own_kernels import meets_transforms, sees_no_transforms
 from adaattn.spec import AttentionProblem, Aux
 
 __all__ = [
@@ -44,9 +44,9 @@ class Kernels(Protocol):
 
 
 Repeated = tuple[Callable[..., Any], Callable[..., Any]]
-"""Both passes of a problem of q, k and v alone, for tensors that lie as some before; None for the
-others. The first takes q, k and v, and returns output and log-sum-exp; the second q, k, v, the
-output's gradient, the output and the log-sum-exp, and returns the gradients of the first three."""
+"""Both passes of a problem of q, k and v alone, fastest for tensors that lie as some before. The
+first takes q, k and v, and returns output and log-sum-exp; the second q, k, v, the output's
+gradient, the output and the log-sum-exp, and returns the gradients of the first three."""
 
 
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
@@ -144,9 +144,9 @@ class _Attention(torch.autograd.Function):
 class _Alone(torch.autograd.Function):
     """The same of q, k and v alone, of which the output alone is wanted; there is no dropout.
 
-    Behind a kernel that empties the caches of the host it takes half as long: it is handed three
-    tensors instead of eight, keeps five instead of fifteen, and the launches of repeated calls are
-    found without shapes (docs/kernel-notes.md).
+    It is handed three tensors instead of eight and keeps five instead of fifteen, and launches of
+    repeated calls are found without shapes: a third of the host's time beside autograd's own, two
+    thirds where its caches are empty (docs/kernel-notes.md).
     """
 
     @staticmethod
@@ -159,11 +159,8 @@ class _Alone(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the output."""
         found = repeated[0](*given)
-        if found is None:
-            result = kernels.compute(problem, *given)
-            found = result.output, result.lse
         ctx.known = kernels, problem, repeated
-        ctx.save_for_backward(*given, *found)
+        ctx.save_for_backward(*found, *given)  # in the order of `_Attention`
         ctx.set_materialize_grads(False)
         output: torch.Tensor = found[0]
         return output
@@ -174,15 +171,14 @@ class _Alone(torch.autograd.Function):
         if upstream is None:
             return (None,) * 6
         kernels, problem, repeated = ctx.known
-        query, key, value, output, lse = ctx.saved_tensors
-        found = None
-        if not torch.is_grad_enabled():
-            found = repeated[1](query, key, value, upstream, output, lse)
-        if found is None:
+        output, lse, query, key, value = ctx.saved_tensors
+        if torch.is_grad_enabled():
             wanted = wanted_names((*ctx.needs_input_grad[3:], *_UNASKED))
             saved = output, lse, None, None, query, key, value, *_UNSAVED
-            compute = _Gradients.apply if torch.is_grad_enabled() else _computed
+            compute: Callable[..., Any] = _Gradients.apply
             found = compute(kernels, problem, 0, wanted, upstream, None, *saved)[:3]
+        else:
+            found = repeated[1](query, key, value, upstream, output, lse)
         return (None, None, None, *found)
 
 
@@ -256,7 +252,7 @@ def attention_alone(
     kernels: Kernels, problem: AttentionProblem, repeated: Repeated, *given: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the output of q, k and v alone, known to autograd; None where transforms see them."""
-    if not is_untransformed(*given):
+    if not sees_no_transforms(*given):
         return None
     output: torch.Tensor = _apply_alone(kernels, problem, repeated, *given)
     return output

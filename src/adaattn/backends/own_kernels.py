@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = [
     "check_untransformed",
     "compiling",
-    "is_untransformed",
     "kept_by_problem",
     "meets_transforms",
+    "sees_no_transforms",
     "sinks_gradient",
     "why_no_gluon",
     "why_no_triton",
@@ -77,8 +77,11 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
 
 
-def is_untransformed(*tensors: torch.Tensor) -> bool:
-    """Return whether no transform is under way, nor forward-mode, nor a tensor left from one."""
+def sees_no_transforms(*tensors: torch.Tensor) -> bool:
+    """Return whether no transform is under way, nor forward-mode, nor a tensor left from one.
+
+    `check_untransformed` lets tensors pass that the transform under way does not see.
+    """
     return (
         forward_ad._current_level < 0
         and _transforms() is None

@@ -18,7 +18,12 @@ from adaattn.testing import assert_training_matches, make_problem, make_tensors
 
 GROUP = HeadGroup(capability="stand_in")
 DRAWN: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 16, "len_q": 24, "batch": 2}
+NAMES = ("query", "key", "value")
 WANTED: dict[str, Any] = DRAWN | {"requires_grad": True}
+
+
+asked: list[set[str]] = []
+"""Which gradients were asked for."""
 
 
 def computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
@@ -36,6 +41,7 @@ def backward_of(problem: AttentionProblem) -> Callable[..., dict[str, torch.Tens
     ) -> dict[str, torch.Tensor]:
         assert kept.output.shape == upstream.shape
         names = sorted(rest[-1])
+        asked.append(set(names))
         leaves = [getattr(tensors, name).detach().requires_grad_() for name in names]
         others = {"query": tensors.query, "key": tensors.key, "value": tensors.value}
         given = others | dict(zip(names, leaves, strict=True))
@@ -47,32 +53,26 @@ def backward_of(problem: AttentionProblem) -> Callable[..., dict[str, torch.Tens
 
 
 class Repeated:
-    """Stands for the passes of calls that are known; until they are, for those of others."""
+    """Stands for the passes of calls of q, k and v alone."""
 
     def __init__(self) -> None:
-        self.known = False
         self.served: list[str] = []
 
     def __call__(self, problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return partial(self._forward, problem), partial(self._backward, problem)
 
     def _forward(self, problem: AttentionProblem, *given: torch.Tensor) -> Any:
-        if not self.known:
-            return None
         self.served.append("forward")
         result = computed(problem, *given)
         return result.output, result.lse
 
     def _backward(self, problem: AttentionProblem, *read: torch.Tensor) -> Any:
-        if not self.known:
-            return None
         self.served.append("backward")
         query, key, value, upstream, output, lse = read
         kept = Kept(output=output, lse=lse)
-        wanted = frozenset({"query", "key", "value"})
         given = Tensors.of(query, key, value)
-        found = backward_of(problem)(given, kept, upstream, None, wanted)
-        return found["query"], found["key"], found["value"]
+        found = backward_of(problem)(given, kept, upstream, None, frozenset(NAMES))
+        return tuple(found[name] for name in NAMES)
 
 
 repeated = Repeated()
@@ -80,8 +80,7 @@ KERNELS = Differentiated("stand_in", computed, backward_of, lambda problem: None
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known() -> None:
-    repeated.known = False
+def nothing_is_served() -> None:
     repeated.served.clear()
 
 
@@ -90,29 +89,25 @@ def as_run(call: Direct) -> Callable[[Tensors, AttentionProblem], Result]:
     return lambda tensors, problem: Result(output=call(*tensors.as_direct()[:4]))
 
 
-@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("values", [{}, {"is_causal": True}, {"num_heads": 4, "num_kv_heads": 2}])
-def test_gradients_are_those_of_the_definition(values: dict[str, Any], is_known: bool) -> None:
+def test_gradients_are_those_of_the_definition(values: dict[str, Any]) -> None:
     problem = make_problem(**WANTED, **values)
-    repeated.known = is_known
     assert_training_matches(as_run(KERNELS.direct(problem, GROUP)), make_tensors(problem), problem)
-    assert repeated.served == ["forward", "backward"] * is_known
+    assert repeated.served == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_what_wants_no_gradient_gets_none(is_known: bool) -> None:
+def test_gradients_of_gradients_are_asked_of_what_wants_one() -> None:
+    """With ``create_graph`` the kernels are told what wants a gradient."""
     problem = make_problem(**WANTED)
-    repeated.known = is_known
     query, key, value = (torch.randn(2, 2, 24, 16).bfloat16() for _ in range(3))
     output = KERNELS.direct(problem, GROUP)(query, key.requires_grad_(), value, None)
-    output.sum().backward()
-    assert query.grad is None and value.grad is None and key.grad is not None
+    found = torch.autograd.grad(output.sum(), key, create_graph=True)
+    assert asked[-1] == {"key"}
+    assert torch.equal(*found, *torch.autograd.grad(output.sum(), key))
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_second_derivatives_are_refused(is_known: bool) -> None:
+def test_second_derivatives_are_refused() -> None:
     problem = make_problem(**WANTED)
-    repeated.known = is_known
     tensors = make_tensors(problem)
     output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
     (gradient,) = torch.autograd.grad(output.sum(), tensors.query, create_graph=True)
@@ -123,7 +118,6 @@ def test_second_derivatives_are_refused(is_known: bool) -> None:
 def test_transforms_are_refused() -> None:
     problem = make_problem(**WANTED)
     call = KERNELS.direct(problem, GROUP)
-    repeated.known = True
     given = make_tensors(problem).as_direct()[:3]
     with pytest.raises(ExecutorError):
         torch.func.grad(lambda query: call(query, *given[1:], None).sum())(given[0])
@@ -133,7 +127,6 @@ def test_transforms_are_refused() -> None:
 
 
 def test_others_are_not_taken_for_them() -> None:
-    repeated.known = True
     for values in ({"dropout_p": 0.5}, {"mask": MaskKind.BOOLEAN}, {"has_sinks": True}):
         problem = make_problem(**WANTED, **values)
         call = KERNELS.direct(problem, GROUP)
@@ -144,19 +137,21 @@ def test_others_are_not_taken_for_them() -> None:
 
 def test_saved_tensors_may_be_kept_elsewhere() -> None:
     problem = make_problem(**WANTED)
-    repeated.known = True
     tensors = make_tensors(problem)
-    packed: list[torch.Size] = []
+    call = KERNELS.direct(problem, GROUP)
+    kept: list[torch.Size] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        packed.append(tensor.shape)
-        return tensor.clone()
+    def packed(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor.detach().mT.contiguous()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
-    output.sum().backward()
+    def run(tensors: Tensors, problem: AttentionProblem) -> Result:
+        with torch.autograd.graph.saved_tensors_hooks(packed, lambda tensor: tensor.mT):
+            return as_run(call)(tensors, problem)
+
+    assert_training_matches(run, tensors, problem)
     heads, rows = torch.Size((2, 2, 24, 16)), torch.Size((2, 2, 24))
-    assert packed == [heads] * 4 + [rows]
+    assert kept == [heads, rows, heads, heads, heads]
 
 
 @pytest.mark.parametrize("order", [("run", "direct"), ("direct", "run")])
@@ -176,8 +171,7 @@ def test_a_checkpoint_may_compute_again_in_the_other_way(order: tuple[str, str])
     assert not left
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_without_a_gradient_of_the_output_there_is_none(is_known: bool) -> None:
+def test_without_a_gradient_of_the_output_there_is_none() -> None:
     class Stop(torch.autograd.Function):
         """Passes no gradient on."""
 
@@ -190,7 +184,6 @@ def test_without_a_gradient_of_the_output_there_is_none(is_known: bool) -> None:
             return None
 
     problem = make_problem(**WANTED)
-    repeated.known = is_known
     tensors = make_tensors(problem)
     output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
     (Stop.apply(output).sum() + tensors.query.sum()).backward()

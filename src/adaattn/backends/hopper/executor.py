@@ -22,7 +22,7 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
 
 
 def _repeated(problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return both passes of q, k and v that lie as some before."""
+    """Return both passes of q, k and v alone."""
     return bound(problem).alone, backward_of(problem).alone
 
 

@@ -52,9 +52,10 @@ def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
         mask: torch.Tensor | None = None,
         *others: Any,
     ) -> torch.Tensor:
+        if others or mask is not None:
+            return call(query, key, value, mask, *others).output
         check_untransformed(query, key, value)
-        found = None if others or mask is not None else alone(query, key, value)
-        return call(query, key, value, mask, *others).output if found is None else found[0]
+        return alone(query, key, value)[0]
 
     return run
 
@@ -70,14 +71,12 @@ class _Call:
 
     def alone(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, _Optional] | None:
-        """Return output and log-sum-exp of tensors that lie as some before; None for the others.
-
-        The problem has q, k and v alone, and asks for no other statistics of rows.
-        """
+    ) -> tuple[torch.Tensor, _Optional]:
+        """Return output and log-sum-exp of a problem that has, and asks for, nothing else."""
         prepared = self._layouts.again((query, key, value), _layout, ())
         if prepared is None or is_elsewhere(query):
-            return None
+            result = self(query, key, value)
+            return result.output, result.lse
         return prepared.alone(query, key, value)
 
     def __call__(

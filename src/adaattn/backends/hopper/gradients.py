@@ -39,6 +39,9 @@ __all__ = ["backward_of", "noted_as"]
 _SUM_COLUMNS: Final = 256
 """Numbers of a row as TMA adds sums."""
 
+_ALONE: Final = frozenset({"query", "key", "value"})
+"""What may want a gradient where there is nothing else."""
+
 _Optional = torch.Tensor | None
 _Strides = tuple[int, ...]
 
@@ -102,12 +105,14 @@ class _Backward:
         upstream: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...] | None:
-        """Return the gradients of q, k and v alone that lie as some before; None for the others."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of q, k and v, of which there is nothing else."""
         read = query, key, value, upstream, output
         prepared = self._layouts.again(read, _layout, None, None, True, None)
         if prepared is None or is_elsewhere(upstream) or not lse.is_contiguous():
-            return None
+            kept = Kept(output=output, lse=lse)
+            found = self(Tensors.of(query, key, value), kept, upstream, None, _ALONE)
+            return tuple(map(found.__getitem__, ("query", "key", "value")))
         return prepared.run(read, lse, None, None, None, (None, None))[0]
 
 

@@ -77,6 +77,9 @@ NOT_BY_HEAD: Final[Beside] = (None, None, None)
 
 _NO_ADDRESSES: Final = (0, 0, 0, 0, 0)
 
+_ALONE: Final = ((), (STATISTICS.index(Aux.LSE),))
+"""What may be stored beside the output of q, k and v alone."""
+
 
 class Given(NamedTuple):
     """The tensors of a call, as the kernel reads them.
@@ -184,8 +187,9 @@ class Prepared:
         by_head: Beside,
     ) -> Result:
         """Return the result of one launch, of tensors as in `Given`."""
-        if not self.stored and self.plain is not None:
-            return Result(output=self.alone(query, key, value)[0])
+        if self.plain is not None and self.stored in _ALONE:
+            out, lse = self.alone(query, key, value)
+            return Result(output=out, lse=lse if self.has_lse else None)
         out, *made = unfilled_all(query, self.allocated)
         flags = made.pop() if len(made) > len(self.stored) else None
         statistics: list[torch.Tensor | None] = [None, None, None, None]
@@ -214,11 +218,8 @@ class Prepared:
     def alone(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output of q, k and v alone, and the log-sum-exp, if that is `stored`.
-
-        Other statistics are not.
-        """
-        assert self.plain is not None
+        """Return the output of q, k and v alone, and the log-sum-exp, if that is `stored`."""
+        assert self.plain is not None and self.stored in _ALONE
         out, *made = unfilled_all(query, self.allocated)
         lse = made.pop(0) if self.stored else None
         flags = made[0] if made else None

@@ -141,7 +141,10 @@ class Layouts(Generic[_T]):
             if kept is None:
                 return None
             found = kept
-            self._last = found, guards(tensors) if last and last[0] is found else None
+            if last is None or last[0] is not found:
+                self._last = found, None
+            elif last[1] is None:  # else what differs is nothing that a launch depends on
+                self._last = found, guards(tensors)
         return found if _are_aligned(tensors) else None
 
     def find(

@@ -9,7 +9,7 @@ import torch
 from adaattn.backends import hopper
 from adaattn.backends.allocation import output_like
 from adaattn.backends.block_list import BlockList
-from adaattn.backends.hopper import forward, prepared, views
+from adaattn.backends.hopper import forward, gradients, prepared, views
 from adaattn.backends.hopper.launch import Variant, choose
 from adaattn.backends.interface import Result, Tensors
 from adaattn.backends.operator_arguments import taken_apart
@@ -368,14 +368,42 @@ def test_what_comes_again_at_an_address_that_tma_cannot_read_is_not_found() -> N
     assert layouts.again((odd,), _lying) is None
 
 
-def test_a_tensor_that_stands_twice_is_compared_where_it_stands() -> None:
-    one, two = torch.zeros(2, 8), torch.zeros(2, 8)
-    layouts: views.Layouts[int] = views.Layouts(views.made_readable)
-    layouts.keep((one.shape, two.shape), 0)
+def test_what_no_launch_depends_on_makes_no_guards_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where gradients are followed at every other call."""
+    made: list[object] = []
+    honest = views.guards
+    monkeypatch.setattr(views, "guards", lambda given: made.append(given) or honest(given))
+    first, followed = torch.zeros(2, 8), torch.zeros(2, 8, requires_grad=True)
+    layouts = _layouts(first)
+    for _ in range(5):
+        assert layouts.again((first,), _lying) == layouts.again((followed,), _lying) == 0
+    assert len(made) == 1
 
-    def shapes(*given: torch.Tensor) -> tuple[torch.Size, ...]:
-        return tuple(item.shape for item in given)
 
-    for _ in range(3):
-        assert layouts.again((one, one), shapes) == 0
-    assert layouts.again((one, two), shapes) == 0
+@pytest.mark.parametrize("trains", [False, True])
+def test_repeated_calls_are_found_again(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
+    """By both passes; a call like one before is launched with the same numbers."""
+    found: list[bool] = []
+    honest = views.Layouts.again
+
+    def again(self: Any, *given: Any) -> Any:
+        one = honest(self, *given)
+        found.append(one is not None)
+        return one
+
+    monkeypatch.setattr(views.Layouts, "again", again)
+    stand_in = Launches()
+    monkeypatch.setattr(gradients, "_compiled", lambda *given: [stand_in(*given)] * 3)
+    gradients.backward_of.cache_clear()
+    problem = _problem(is_causal=True, requires_grad=trains)
+    call, tensors = hopper.direct(problem, GROUP), make_tensors(problem)
+    for _ in range(4):
+        output = call(tensors.query, tensors.key, tensors.value, None)
+        if trains:
+            torch.autograd.grad(output, tensors.query, torch.ones_like(output))
+    assert found == [False, *[True] * 3] if not trains else [False, False, *[True] * 6]
+    assert len(launches.arguments) == 4
+    sizes = [given[FIRST_SCALAR:MASK_STRIDES] for given in launches.arguments]
+    assert sizes == sizes[:1] * 4
