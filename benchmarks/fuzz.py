@@ -7,11 +7,11 @@ that see no key must be zeros, and memory is full of NaN before each call. What 
 that it cannot serve is counted, with its reasons. A problem is found again by its number:
 ``--index 123`` with the same ``--seed``, ``--families`` and ``--device``. Status 1 is a failure.
 
-A result beyond its bound is compared once more, with the worst of eager PyTorch's errors over 16
-orders of the columns: one order may round luckily. What passes then is printed as NEAR.
+A result or gradient beyond its bound is compared once more, with the worst of eager PyTorch's
+errors over 16 orders of the columns: one order may round luckily. What passes then is printed as
+NEAR.
 
-``--training`` holds the gradients of all tensors too, from a random one of the output, and where
-need be once more.
+``--training`` holds the gradients of all tensors too, from a random one of the output.
 
 Not covered: dropout, the softmax weights as an output, gradients that arrive at other outputs.
 """

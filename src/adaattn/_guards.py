@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-__all__ = ["Dims", "guards"]
+__all__ = ["guards"]
 
-Dims = Sequence[Sequence[int | None]]
+_Dims = Sequence[Sequence[int | None]]
 """Of each tensor."""
 
 
 def guards(
-    given: Sequence[torch.Tensor], sizes: Dims | None = None, strides: Dims | None = None
+    given: Sequence[torch.Tensor], sizes: _Dims | None = None, strides: _Dims | None = None
 ) -> Callable[..., bool]:
     """Return what says whether tensors are like those that are given; where they are is not asked.
 

@@ -82,11 +82,7 @@ def sees_no_transforms(*tensors: torch.Tensor) -> bool:
 
     `check_untransformed` lets tensors pass that the transform under way does not see.
     """
-    return (
-        forward_ad._current_level < 0
-        and _transforms() is None
-        and not any(map(_is_wrapped, tensors))
-    )
+    return forward_ad._current_level < 0 and not meets_transforms(tensors)
 
 
 def meets_transforms(tensors: Iterable[torch.Tensor | None]) -> bool:

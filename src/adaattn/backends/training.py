@@ -109,8 +109,8 @@ class Differentiated:
         if problem.wants_gradients:
             asked = trained(problem)
             launch = partial(self._output, asked, chunk_rows)
-            if self._repeated is not None and _is_alone(problem):
-                launch = partial(self._output_alone, asked, self._repeated(asked), launch)
+            if repeated := self._alone(problem, asked):
+                launch = partial(self._output_alone, asked, repeated, launch)
         else:
             launch = self._launcher(problem, **chunked(chunk_rows))
 
@@ -125,13 +125,13 @@ class Differentiated:
         """Return the result where nobody watches operators."""
         if not problem.wants_gradients:
             return self.compute(problem, *tensors.as_direct(), **chunked(chunk_rows))
-        asked, alone = _trained_once(problem), None
-        if self._repeated is not None and _is_alone(problem):
-            # As `direct` does: what a checkpoint computes again is to save as many tensors.
+        asked = _trained_once(problem)
+        # As `direct` does: what a checkpoint computes again is to save as many tensors.
+        if repeated := self._alone(problem, asked):
             given = tensors.query, tensors.key, tensors.value
-            alone = attention_alone(self, asked, self._repeated(asked), *given)
-        if alone is not None:
-            return Result(output=alone)
+            output = attention_alone(self, asked, repeated, *given)
+            if output is not None:
+                return Result(output=output)
         found = self._differentiable(asked, chunk_rows, *tensors.as_direct())
         output, lse, row_max, entropy, dropped = found
         return Result(
@@ -141,6 +141,15 @@ class Differentiated:
             entropy=entropy,
             dropped_mass=dropped,
         )
+
+    def _alone(self, problem: AttentionProblem, asked: AttentionProblem) -> Repeated | None:
+        """Return the passes of a problem of q, k and v alone, trained as ``asked``; else None.
+
+        Its output alone is asked for, and there is no dropout, which is drawn.
+        """
+        is_plain = num_taken(problem) <= _PLAIN_TAKEN and problem.mask is MaskKind.NONE
+        is_alone = is_plain and problem.aux is Aux.NONE and not problem.dropout_p
+        return self._repeated(asked) if self._repeated is not None and is_alone else None
 
     def _output(self, problem: AttentionProblem, chunk_rows: int, *given: Any) -> torch.Tensor:
         """Return the output alone, known to autograd."""
@@ -214,15 +223,6 @@ class Differentiated:
         """Return the gradients of a call in the order of `GIVEN`; None of what wants none."""
         backward = self._backward_of(problem, **chunked(kept.chunk_rows))
         return tuple(map(backward(tensors, kept, *rest).get, GIVEN))
-
-
-def _is_alone(problem: AttentionProblem) -> bool:
-    """Return whether a call has q, k and v alone, and asks for the output alone.
-
-    There is no dropout either, which is drawn.
-    """
-    is_plain = num_taken(problem) <= _PLAIN_TAKEN and problem.mask is MaskKind.NONE
-    return is_plain and problem.aux is Aux.NONE and not problem.dropout_p
 
 
 _trained_once = lru_cache(maxsize=1024)(trained)

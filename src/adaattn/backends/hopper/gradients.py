@@ -39,8 +39,8 @@ __all__ = ["backward_of", "noted_as"]
 _SUM_COLUMNS: Final = 256
 """Numbers of a row as TMA adds sums."""
 
-_ALONE: Final = frozenset({"query", "key", "value"})
-"""What may want a gradient where there is nothing else."""
+_WRITTEN: Final = ("query", "key", "value")
+"""Whose gradients kernels write, in this order."""
 
 _Optional = torch.Tensor | None
 _Strides = tuple[int, ...]
@@ -91,7 +91,7 @@ class _Backward:
             self._layouts.keep(layout, prepared)
             note(noted_as(self._problem))
         written, terms = prepared.run(read, lse, lse_upstream, mask, slopes, starts)
-        found = dict(zip(("query", "key", "value"), written, strict=True))
+        found = dict(zip(_WRITTEN, written, strict=True))
         if "sinks" in wanted:
             assert tensors.sinks is not None
             found["sinks"] = _of_sinks(tensors.sinks, terms, tensors.query.shape)
@@ -111,8 +111,9 @@ class _Backward:
         prepared = self._layouts.again(read, _layout, None, None, True, None)
         if prepared is None or is_elsewhere(upstream) or not lse.is_contiguous():
             kept = Kept(output=output, lse=lse)
-            found = self(Tensors.of(query, key, value), kept, upstream, None, _ALONE)
-            return tuple(map(found.__getitem__, ("query", "key", "value")))
+            given = Tensors.of(query, key, value)
+            found = self(given, kept, upstream, None, frozenset(_WRITTEN))
+            return tuple(found[name] for name in _WRITTEN)
         return prepared.run(read, lse, None, None, None, (None, None))[0]
 
 

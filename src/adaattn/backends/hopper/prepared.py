@@ -199,18 +199,15 @@ class Prepared:
         copied = (query, key, value, out, mask) if self.copies_mask else (query, key, value, out)
         first = self.num_blocks, stream_of(query), copied
         rows = *map(address_of, (lse, row_max, entropy)), self._tiles(), address_of(flags)
-        if self.plain is not None:
-            self.launch(*first, *rows, *self.plain)
-        else:
-            self.launch(
-                *first,
-                *rows,
-                *map(address_of, (mask, sinks, slopes)),
-                *self.scalars,
-                *map(address_of, beside),
-                *self.numbers,
-                *map(address_of, (*by_head, dropped)),
-            )
+        self.launch(
+            *first,
+            *rows,
+            *map(address_of, (mask, sinks, slopes)),
+            *self.scalars,
+            *map(address_of, beside),
+            *self.numbers,
+            *map(address_of, (*by_head, dropped)),
+        )
         if not self.has_lse:
             lse = None
         return Result(output=out, lse=lse, row_max=row_max, entropy=entropy, dropped_mass=dropped)

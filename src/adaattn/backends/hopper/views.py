@@ -158,22 +158,13 @@ class Layouts(Generic[_T]):
             beside: what else that depends on.
         """
         layout = layout_of(*tensors, *beside)
-        found = self.known(tensors, layout)
+        # What something was kept for is readable but for where it begins.
+        found = self._known.get(layout) if _are_aligned(tensors) else None
         if found is None:
             tensors = tuple(map(self._clean, tensors))
             layout = layout_of(*tensors, *beside)
             found = self._known.get(layout)
         return tensors, layout, found
-
-    def known(self, tensors: tuple[torch.Tensor, ...], layout: Any) -> _T | None:
-        """Return what was kept for tensors that can be read as they are; None for others.
-
-        Args:
-            tensors: that TMA is to read.
-            layout: theirs.
-        """
-        # What something was kept for is readable but for where it begins.
-        return self._known.get(layout) if _are_aligned(tensors) else None
 
     def keep(self, layout: Any, found: _T) -> None:
         """Keep what was worked out for a layout."""
