@@ -8,7 +8,7 @@ import torch
 
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import BEFORE_BLOCKS, Result, Tensors
 from adaattn.backends.operators import GIVEN, Kept, keeps_rest, no_second_derivative
 from adaattn.backends.own_kernels import meets_transforms, sees_no_transforms
 from adaattn.spec import AttentionProblem, Aux
@@ -16,10 +16,10 @@ from adaattn.spec import AttentionProblem, Aux
 __all__ = [
     "Repeated",
     "attention",
-    "attention_alone",
     "chunked",
     "drawn_seed",
     "kept_rest",
+    "output_only",
     "wanted_names",
 ]
 
@@ -43,10 +43,11 @@ class Kernels(Protocol):
         """Return the gradients of a call in the order of `GIVEN`."""
 
 
-Repeated = tuple[Callable[..., Any], Callable[..., Any]]
-"""Both passes of a problem of q, k and v alone, fastest for tensors that lie as some before. The
-first takes q, k and v, and returns output and log-sum-exp; the second q, k, v, the output's
-gradient, the output and the log-sum-exp, and returns the gradients of the first three."""
+Repeated = tuple[Callable[..., Result], Callable[..., tuple[_Optional, ...]]]
+"""Both passes of a problem whose output alone is asked for, fastest for tensors that lie as some
+before. The first takes the tensors of a `Direct`, up to `BEFORE_BLOCKS`, and returns output and
+log-sum-exp. The second takes which of them want a gradient, the output's gradient, output,
+log-sum-exp, and those tensors, and returns `BEFORE_BLOCKS` gradients, None of what has none."""
 
 
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
@@ -78,11 +79,8 @@ _SAVED: Final = (
 )
 """What is saved of a call beside its lists and the numbers of its heads."""
 
-_UNSAVED: Final = (None,) * (len(_SAVED) - 3 + 5)
-"""What there is not of q, k and v alone: others of those, a list, numbers of heads."""
-
-_UNASKED: Final = (False,) * (len(GIVEN) - 3)
-"""Of q, k and v alone nothing else wants a gradient."""
+_ABSENT: Final = (None,) * 5
+"""A list of blocks, which are two tensors, and numbers of heads, where there are none."""
 
 
 class _Attention(torch.autograd.Function):
@@ -141,12 +139,12 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *found)
 
 
-class _Alone(torch.autograd.Function):
-    """The same of q, k and v alone, of which the output alone is wanted; there is no dropout.
+class _Output(torch.autograd.Function):
+    """The same where the output alone is asked for, without dropout, lists and numbers of heads.
 
-    It is handed three tensors instead of eight and keeps five instead of fifteen, and launches of
-    repeated calls are found without shapes: a third of the host's time beside autograd's own, two
-    thirds where its caches are empty (docs/kernel-notes.md).
+    It is handed the tensors of a `Direct` and keeps two more, and launches of repeated calls are
+    found without shapes: a third of the host's time beside autograd's own, two thirds where its
+    caches are empty (docs/kernel-notes.md).
     """
 
     @staticmethod
@@ -155,37 +153,38 @@ class _Alone(torch.autograd.Function):
         kernels: Kernels,
         problem: AttentionProblem,
         repeated: Repeated,
-        *given: torch.Tensor,
+        *given: _Optional,
     ) -> torch.Tensor:
         """Return the output."""
         found = repeated[0](*given)
         ctx.known = kernels, problem, repeated
-        ctx.save_for_backward(*found, *given)  # in the order of `_Attention`
+        ctx.save_for_backward(found.output, found.lse, *given)  # in the order of `_Attention`
         ctx.set_materialize_grads(False)
-        output: torch.Tensor = found[0]
-        return output
+        return found.output
 
     @staticmethod
     def backward(ctx: Any, upstream: _Optional) -> Any:
-        """Return the gradients of q, k and v."""
+        """Return the gradients of what wants one, and of q, k and v."""
+        wanted = ctx.needs_input_grad[3:]
         if upstream is None:
-            return (None,) * 6
+            return (None,) * (3 + len(wanted))
         kernels, problem, repeated = ctx.known
-        output, lse, query, key, value = ctx.saved_tensors
+        output, lse, *given = ctx.saved_tensors
         if torch.is_grad_enabled():
-            wanted = wanted_names((*ctx.needs_input_grad[3:], *_UNASKED))
-            saved = output, lse, None, None, query, key, value, *_UNSAVED
+            missing = BEFORE_BLOCKS - len(given)
+            names = wanted_names((*wanted, *(False,) * missing))
+            saved = output, lse, None, None, *given, *(None,) * missing, *_ABSENT
             compute: Callable[..., Any] = _Gradients.apply
-            found = compute(kernels, problem, 0, wanted, upstream, None, *saved)[:3]
+            found = compute(kernels, problem, 0, names, upstream, None, *saved)
         else:
-            found = repeated[1](query, key, value, upstream, output, lse)
-        return (None, None, None, *found)
+            found = repeated[1](wanted, upstream, output, lse, *given)
+        return (None, None, None, *found[: len(given)])
 
 
 _apply: Final[Callable[..., tuple[Any, ...]]] = super(torch.autograd.Function, _Attention).apply
 """`_Attention.apply` without what that does for transforms of ``torch.func``: 3 us less."""
 
-_apply_alone: Final[Callable[..., Any]] = super(torch.autograd.Function, _Alone).apply
+_apply_output: Final[Callable[..., Any]] = super(torch.autograd.Function, _Output).apply
 
 
 def _computed(
@@ -248,11 +247,11 @@ def attention(
     return found
 
 
-def attention_alone(
-    kernels: Kernels, problem: AttentionProblem, repeated: Repeated, *given: torch.Tensor
+def output_only(
+    kernels: Kernels, problem: AttentionProblem, repeated: Repeated, *given: _Optional
 ) -> torch.Tensor | None:
-    """Return the output of q, k and v alone, known to autograd; None where transforms see them."""
+    """Return the output of a call, known to autograd; None where transforms see its tensors."""
     if not sees_no_transforms(*given):
         return None
-    output: torch.Tensor = _apply_alone(kernels, problem, repeated, *given)
+    output: torch.Tensor = _apply_output(kernels, problem, repeated, *given)
     return output

@@ -16,7 +16,16 @@ from adaattn.backends.head_terms import HeadTerms
 from adaattn.backends.keys_values import KeysValues, PackedKeysValues
 from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
-__all__ = ["STATISTICS", "Direct", "Executor", "Result", "Tensors", "combine", "num_taken"]
+__all__ = [
+    "BEFORE_BLOCKS",
+    "STATISTICS",
+    "Direct",
+    "Executor",
+    "Result",
+    "Tensors",
+    "combine",
+    "num_taken",
+]
 
 
 STATISTICS: Final = (Aux.LSE, Aux.ROW_MAX, Aux.ENTROPY, Aux.DROPPED_MASS)
@@ -204,10 +213,14 @@ are like those that the problem was described from.
 """
 
 
+BEFORE_BLOCKS: Final = 8
+"""Tensors of a `Direct` before a list of blocks and numbers of heads."""
+
+
 def num_taken(problem: AttentionProblem) -> int:
     """Return how many tensors a `Direct` takes: mask and before, or all where others are there."""
     if problem.head_terms.value:
         return 10
     if problem.has_blocks:
         return 9
-    return 8 if problem.has_sinks or problem.has_alibi or problem.num_sequences else 4
+    return BEFORE_BLOCKS if problem.has_sinks or problem.has_alibi or problem.num_sequences else 4

@@ -77,7 +77,7 @@ def check_untransformed(*tensors: torch.Tensor) -> None:
         raise ExecutorError("its kernels have no rule for torch.func and forward-mode derivatives")
 
 
-def sees_no_transforms(*tensors: torch.Tensor) -> bool:
+def sees_no_transforms(*tensors: torch.Tensor | None) -> bool:
     """Return whether no transform is under way, nor forward-mode, nor a tensor left from one.
 
     `check_untransformed` lets tensors pass that the transform under way does not see.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -10,15 +10,22 @@ from adaattn.backends.allocation import unfilled
 from adaattn.backends.autograd import (
     Repeated,
     attention,
-    attention_alone,
     chunked,
     drawn_seed,
     kept_rest,
+    output_only,
     wanted_names,
 )
 from adaattn.backends.block_list import BlockList
 from adaattn.backends.head_terms import HeadTerms
-from adaattn.backends.interface import STATISTICS, Direct, Result, Tensors, num_taken
+from adaattn.backends.interface import (
+    BEFORE_BLOCKS,
+    STATISTICS,
+    Direct,
+    Result,
+    Tensors,
+    num_taken,
+)
 from adaattn.backends.operators import (
     GIVEN,
     Kept,
@@ -29,7 +36,7 @@ from adaattn.backends.operators import (
     trained,
 )
 from adaattn.backends.own_kernels import check_untransformed
-from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind
+from adaattn.spec import AttentionProblem, Aux, HeadGroup
 
 __all__ = ["Differentiated", "with_statistics"]
 
@@ -40,9 +47,6 @@ _Backward = Callable[
 """Returns the gradients that are wanted by their names, of `GIVEN`, from the tensors of a call,
 what was kept, and the gradients of output [B, Hq, Sq, Dv] and log-sum-exp, fp32 [B, Hq, Sq]; None
 is zero."""
-
-_PLAIN_TAKEN: Final = 4
-"""Tensors of a `Direct` up to the mask."""
 
 
 class Differentiated:
@@ -57,7 +61,7 @@ class Differentiated:
         backward_of: returns the backward pass of a problem, with ``chunk_rows`` likewise.
         launcher: returns its function of repeated calls without gradients, likewise.
         is_chunked: plans say how many rows are computed at once.
-        repeated: returns the passes of repeated calls that want gradients of q, k and v alone.
+        repeated: returns the passes of repeated calls whose output alone is asked for.
     """
 
     def __init__(
@@ -109,8 +113,8 @@ class Differentiated:
         if problem.wants_gradients:
             asked = trained(problem)
             launch = partial(self._output, asked, chunk_rows)
-            if repeated := self._alone(problem, asked):
-                launch = partial(self._output_alone, asked, repeated, launch)
+            if repeated := self._passes(problem, asked):
+                launch = partial(self._output_only, asked, repeated, launch)
         else:
             launch = self._launcher(problem, **chunked(chunk_rows))
 
@@ -127,12 +131,12 @@ class Differentiated:
             return self.compute(problem, *tensors.as_direct(), **chunked(chunk_rows))
         asked = _trained_once(problem)
         # As `direct` does: what a checkpoint computes again is to save as many tensors.
-        if repeated := self._alone(problem, asked):
-            given = tensors.query, tensors.key, tensors.value
-            output = attention_alone(self, asked, repeated, *given)
+        given = tensors.as_direct()
+        if repeated := self._passes(problem, asked):
+            output = output_only(self, asked, repeated, *given[: num_taken(problem)])
             if output is not None:
                 return Result(output=output)
-        found = self._differentiable(asked, chunk_rows, *tensors.as_direct())
+        found = self._differentiable(asked, chunk_rows, *given)
         output, lse, row_max, entropy, dropped = found
         return Result(
             output=output,
@@ -142,34 +146,28 @@ class Differentiated:
             dropped_mass=dropped,
         )
 
-    def _alone(self, problem: AttentionProblem, asked: AttentionProblem) -> Repeated | None:
-        """Return the passes of a problem of q, k and v alone, trained as ``asked``; else None.
+    def _passes(self, problem: AttentionProblem, asked: AttentionProblem) -> Repeated | None:
+        """Return the passes of a problem, trained as ``asked``, for `output_only`; else None.
 
-        Its output alone is asked for, and there is no dropout, which is drawn.
+        Its output alone is asked for, and there is no dropout, which is drawn, nor a list of
+        blocks, nor numbers of heads.
         """
-        is_plain = num_taken(problem) <= _PLAIN_TAKEN and problem.mask is MaskKind.NONE
-        is_alone = is_plain and problem.aux is Aux.NONE and not problem.dropout_p
-        return self._repeated(asked) if self._repeated is not None and is_alone else None
+        has_others = num_taken(problem) > BEFORE_BLOCKS or problem.dropout_p > 0
+        if self._repeated is None or has_others or problem.aux is not Aux.NONE:
+            return None
+        return self._repeated(asked)
 
     def _output(self, problem: AttentionProblem, chunk_rows: int, *given: Any) -> torch.Tensor:
         """Return the output alone, known to autograd."""
         output: torch.Tensor = self._differentiable(problem, chunk_rows, *given)[0]
         return output
 
-    def _output_alone(
-        self,
-        problem: AttentionProblem,
-        repeated: Repeated,
-        otherwise: Direct,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *rest: None,
+    def _output_only(
+        self, problem: AttentionProblem, repeated: Repeated, otherwise: Direct, *given: _Optional
     ) -> torch.Tensor:
-        """Return the output of q, k and v alone, known to autograd, which is told less."""
-        del rest
-        output = attention_alone(self, problem, repeated, query, key, value)
-        return otherwise(query, key, value) if output is None else output
+        """Return the output, known to autograd, which is told less than `otherwise`."""
+        output = output_only(self, problem, repeated, *given)
+        return otherwise(*given) if output is None else output
 
     def _differentiable(
         self,

@@ -22,8 +22,8 @@ def _computed(problem: AttentionProblem, *given: Any, **others: Any) -> Result:
 
 
 def _repeated(problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return both passes of q, k and v alone."""
-    return bound(problem).alone, backward_of(problem).alone
+    """Return both passes of a problem whose output alone is asked for."""
+    return bound(problem), backward_of(problem).of_output
 
 
 KERNELS: Final = Differentiated(

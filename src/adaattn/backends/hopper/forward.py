@@ -36,28 +36,13 @@ from adaattn.spec import AttentionProblem
 
 __all__ = ["bound", "output_function"]
 
-_Layout = tuple[Any, ...]
 _Optional = torch.Tensor | None
 
 
 def output_function(problem: AttentionProblem) -> Callable[..., torch.Tensor]:
     """Return a function from the tensors of a `Direct` to the output alone."""
     call = bound(problem)
-    alone = call.alone
-
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *others: Any,
-    ) -> torch.Tensor:
-        if others or mask is not None:
-            return call(query, key, value, mask, *others).output
-        check_untransformed(query, key, value)
-        return alone(query, key, value)[0]
-
-    return run
+    return lambda *given: call(*given).output
 
 
 class _Call:
@@ -68,16 +53,6 @@ class _Call:
         self._may_list = may_list_mask(problem)
         aligned = problem.dense_columns and problem.stride_bytes == ALIGNMENT
         self._layouts: Layouts[Prepared] = Layouts(readable if aligned else made_readable)
-
-    def alone(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, _Optional]:
-        """Return output and log-sum-exp of a problem that has, and asks for, nothing else."""
-        prepared = self._layouts.again((query, key, value), _layout, ())
-        if prepared is None or is_elsewhere(query):
-            result = self(query, key, value)
-            return result.output, result.lse
-        return prepared.alone(query, key, value)
 
     def __call__(
         self,
@@ -94,52 +69,60 @@ class _Call:
     ) -> Result:
         """Return the result, of tensors as a `Direct` takes them."""
         check_untransformed(query, key, value)
-        beside, by_head = NOTHING_BESIDE, NOT_BY_HEAD
-        extras: _Layout = ()
-        is_plain = mask is sinks is slopes is starts_q is None
-        if not (is_plain and blocks is None and head_terms is None):
+        prepared = None
+        beside: Beside = starts_q, starts_k, None, None, None
+        by_head = NOT_BY_HEAD
+        if blocks is None and head_terms is None:
+            given = mask, sinks, slopes, starts_q, starts_k
+            prepared = self._layouts.again((query, key, value), _layout, *given)
+        if prepared is None:
             sinks, slopes = (None if x is None else _numbers(x) for x in (sinks, slopes))
             if mask is not None and mask.dtype not in DTYPES:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
-            if (
-                self._may_list
-                and mask is not None
-                and is_listed(mask.shape, query.shape[2], key.shape[2])
-            ):
-                mask, *lists = packed_tiles(mask, MASK_BLOCK)
-                beside = (None, None, *lists)
-            extras = _extras((mask, sinks, slopes), beside, by_head)
-        read, layout, prepared = self._layouts.find((query, key, value), _layout, extras)
-        query, key, value = read
-        if prepared is None:
-            given = Given(query, key, value, mask, sinks, slopes, *beside, *by_head)
-            prepared = prepare(self._problem, given)
-            if prepared.is_lasting:
-                self._layouts.keep(layout, prepared)
+            others = mask, sinks, slopes, *beside, *by_head
+            read, layout, prepared = self._layouts.find((query, key, value), _layout, *others)
+            query, key, value = read
+            if prepared is None:
+                prepared = self._prepare(*read, *others)
+                if prepared.is_lasting:
+                    self._layouts.keep(layout, prepared)
+        if prepared.packs_mask:
+            assert mask is not None
+            mask, *lists = packed_tiles(mask, MASK_BLOCK)
+            beside = (None, None, *lists)
         if is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
+
+    def _prepare(self, *given: Any) -> Prepared:
+        """Return the launch for tensors of a layout, in the order of `Given`; a mask as it is."""
+        read = Given(*given)
+        lengths = read.query.shape[2], read.key.shape[2]
+        if self._may_list and read.mask is not None and is_listed(read.mask.shape, *lengths):
+            mask, counts, indices, sees = packed_tiles(read.mask, MASK_BLOCK)
+            read = read._replace(mask=mask, counts=counts, indices=indices, sees=sees)
+        return prepare(self._problem, read)
 
 
 bound = kept_by_problem(_Call)
 
 
 def _layout(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extras: _Layout
-) -> _Layout:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: _Optional,
+    *others: _Optional,
+) -> tuple[Any, ...]:
     """Return what a launch takes for granted of its tensors."""
     strides = query.stride(), key.stride(), value.stride()
-    return (query.shape, key.shape, *strides, query.dtype, extras, query.get_device())
-
-
-def _extras(given: tuple[torch.Tensor | None, ...], beside: Beside, by_head: Beside) -> _Layout:
-    """Return the same of mask, sinks and slopes, and of what stands beside them."""
-    lying = tuple(None if x is None else (x.shape, x.stride(), x.dtype) for x in given)
-    shapes = tuple(None if x is None else x.shape for x in beside)
-    at = 0 if given[0] is None else given[0].data_ptr() % MASK_ALIGNMENT
-    return lying, shapes, tuple(None if x is None else x.dtype for x in by_head), at
+    of_heads = (query.shape, key.shape, *strides, query.dtype, query.get_device())
+    at = 0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT
+    given = enumerate((mask, *others))
+    lying = tuple((it, x.shape, x.stride(), x.dtype) for it, x in given if x is not None)
+    return (*of_heads, at, lying)
 
 
 def _beside(

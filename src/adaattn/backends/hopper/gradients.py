@@ -83,10 +83,9 @@ class _Backward:
         mask = tensors.mask
         if mask is not None and mask.dtype not in DTYPES:
             mask = mask.float()
-        beside = mask, slopes, lse_upstream is None, starts[0]
-        read, layout, prepared = self._layouts.find(read, _layout, *beside)
+        given, has_lse_gradient = (mask, slopes, *starts), lse_upstream is not None
+        read, layout, prepared = self._layouts.find(read, _layout, *given, has_lse_gradient)
         if prepared is None:
-            has_lse_gradient = lse_upstream is not None
             prepared = _prepare(self._problem, read, mask, slopes, starts[0], has_lse_gradient)
             self._layouts.keep(layout, prepared)
             note(noted_as(self._problem))
@@ -97,24 +96,37 @@ class _Backward:
             found["sinks"] = _of_sinks(tensors.sinks, terms, tensors.query.shape)
         return {name: found[name] for name in wanted}
 
-    def alone(
+    def of_output(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        wanted: tuple[bool, ...],
         upstream: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k and v, of which there is nothing else."""
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: _Optional = None,
+        sinks: _Optional = None,
+        slopes: _Optional = None,
+        starts_q: _Optional = None,
+        starts_k: _Optional = None,
+    ) -> tuple[_Optional, ...]:
+        """Return the gradients of a call's tensors where the output alone has one."""
         read = query, key, value, upstream, output
-        prepared = self._layouts.again(read, _layout, None, None, True, None)
+        prepared = self._layouts.again(read, _layout, mask, slopes, starts_q, starts_k)
+        of_sinks = None
         if prepared is None or is_elsewhere(upstream) or not lse.is_contiguous():
+            given = (query, key, value, mask, sinks, slopes, starts_q, starts_k)
             kept = Kept(output=output, lse=lse)
-            given = Tensors.of(query, key, value)
-            found = self(given, kept, upstream, None, frozenset(_WRITTEN))
-            return tuple(found[name] for name in _WRITTEN)
-        return prepared.run(read, lse, None, None, None, (None, None))[0]
+            names = (*_WRITTEN, "sinks") if sinks is not None and wanted[4] else _WRITTEN
+            found = self(Tensors.of_direct(*given), kept, upstream, None, frozenset(names))
+            written, of_sinks = tuple(map(found.__getitem__, _WRITTEN)), found.get("sinks")
+        else:
+            starts = starts_q, starts_k
+            written, terms = prepared.run(read, lse, None, mask, slopes, starts)
+            if sinks is not None and wanted[4]:
+                of_sinks = _of_sinks(sinks, terms, query.shape)
+        return (*written, None, of_sinks, None, None, None)
 
 
 backward_of = kept_by_problem(_Backward)
@@ -128,10 +140,12 @@ def _layout(
     output: torch.Tensor,
     mask: _Optional,
     slopes: _Optional,
-    has_no_lse_gradient: bool,
-    starts: _Optional,
+    starts_q: _Optional,
+    starts_k: _Optional,
+    has_lse_gradient: bool = False,
 ) -> tuple[Any, ...]:
     """Return what launches take for granted of tensors."""
+    beside = mask, slopes, starts_q, starts_k
     return (
         query.shape,
         query.stride(),
@@ -141,17 +155,11 @@ def _layout(
         value.stride(),
         upstream.stride(),
         output.stride(),
-        None if mask is None else _lying(mask),
-        None if slopes is None else (slopes.shape, slopes.stride(), slopes.dtype),
-        has_no_lse_gradient,
-        None if starts is None else starts.shape,
+        0 if mask is None else mask.data_ptr() % MASK_ALIGNMENT,
+        *(None if x is None else (x.shape, x.stride(), x.dtype) for x in beside),
+        has_lse_gradient,
         upstream.get_device(),
     )
-
-
-def _lying(mask: torch.Tensor) -> tuple[Any, ...]:
-    """Return what kernels take for granted of a mask."""
-    return mask.shape, mask.stride(), mask.dtype, mask.data_ptr() % MASK_ALIGNMENT
 
 
 def _prepare(

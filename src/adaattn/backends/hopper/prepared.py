@@ -159,6 +159,7 @@ class Prepared:
         is_lasting: what was prepared may serve later calls.
         stored: which of `STATISTICS` the kernel stores, by their places.
         has_lse: the caller wants the log-sum-exp, too.
+        packs_mask: it is handed the packed tiles of a mask and lists of its blocks.
         plain: all that is handed over behind the notes where there are q, k and v alone; None
             otherwise.
     """
@@ -173,6 +174,7 @@ class Prepared:
     is_lasting: bool
     stored: tuple[int, ...]
     has_lse: bool
+    packs_mask: bool
     plain: tuple[Any, ...] | None
 
     def run(
@@ -304,6 +306,7 @@ def prepare(problem: AttentionProblem, given: Given) -> Prepared:
         is_lasting=lasting,
         stored=stored,
         has_lse=problem.wants(Aux.LSE),
+        packs_mask=packed,
         plain=plain,
     )
 

@@ -121,7 +121,10 @@ class Layouts(Generic[_T]):
         self._last: tuple[_T, Callable[..., bool] | None] | None = None
 
     def again(
-        self, tensors: tuple[torch.Tensor, ...], layout_of: Callable[..., Any], *beside: Any
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        layout_of: Callable[..., Any],
+        *beside: torch.Tensor | None,
     ) -> _T | None:
         """Return what was kept for tensors that can be read as they are; None for others.
 
@@ -131,21 +134,24 @@ class Layouts(Generic[_T]):
         Args:
             tensors: as in `find`.
             layout_of: likewise.
-            beside: likewise; the same at each call.
+            beside: likewise, tensors; the same are None at each call.
         """
+        given = tensors
+        for item in beside:
+            if item is not None:
+                given = (*given, item)
+        if not _are_aligned(given):
+            return None
         last = self._last
-        if last is not None and last[1] is not None and last[1](*tensors):
-            found = last[0]
-        else:
-            kept = self._known.get(layout_of(*tensors, *beside))
-            if kept is None:
-                return None
-            found = kept
+        if last is not None and last[1] is not None and last[1](*given):
+            return last[0]
+        found = self._known.get(layout_of(*tensors, *beside))
+        if found is not None:
             if last is None or last[0] is not found:
                 self._last = found, None
             elif last[1] is None:  # else what differs is nothing that a launch depends on
-                self._last = found, guards(tensors)
-        return found if _are_aligned(tensors) else None
+                self._last = found, guards(given)
+        return found
 
     def find(
         self, tensors: tuple[torch.Tensor, ...], layout_of: Callable[..., Any], *beside: Any

@@ -9,9 +9,11 @@ import torch
 from adaattn.backends import hopper
 from adaattn.backends.allocation import output_like
 from adaattn.backends.block_list import BlockList
+from adaattn.backends.device.launch import address_of
 from adaattn.backends.hopper import forward, gradients, prepared, views
 from adaattn.backends.hopper.launch import Variant, choose
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.hopper.mask_lists import Tiles
+from adaattn.backends.interface import Result, Tensors, num_taken
 from adaattn.backends.operator_arguments import taken_apart
 from adaattn.errors import ExecutorError
 from adaattn.spec import AttentionProblem, Aux, HeadGroup, MaskKind, Precision, Scheme
@@ -381,8 +383,19 @@ def test_what_no_launch_depends_on_makes_no_guards_anew(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"is_causal": True},
+        {"mask": MaskKind.ADDITIVE},
+        {"mask": MaskKind.BOOLEAN},
+        {"is_causal": True, "has_sinks": True, "has_alibi": True},
+        {"is_causal": True, "lengths_q": (170, 1, 65)},
+    ],
+    ids=["plain", "bias", "boolean", "sinks and ALiBi", "packed"],
+)
 def test_repeated_calls_are_found_again(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, trains: bool
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], trains: bool
 ) -> None:
     """By both passes; a call like one before is launched with the same numbers."""
     found: list[bool] = []
@@ -397,13 +410,54 @@ def test_repeated_calls_are_found_again(
     stand_in = Launches()
     monkeypatch.setattr(gradients, "_compiled", lambda *given: [stand_in(*given)] * 3)
     gradients.backward_of.cache_clear()
-    problem = _problem(is_causal=True, requires_grad=trains)
-    call, tensors = hopper.direct(problem, GROUP), make_tensors(problem)
+    problem = _problem(**values, requires_grad=trains)
+    call = hopper.direct(problem, GROUP)
+    tensors = make_tensors(problem, lengths_q=values.get("lengths_q", ()))
+    given = tensors.as_direct()[: num_taken(problem)]
     for _ in range(4):
-        output = call(tensors.query, tensors.key, tensors.value, None)
+        output = call(*given)
         if trains:
             torch.autograd.grad(output, tensors.query, torch.ones_like(output))
     assert found == [False, *[True] * 3] if not trains else [False, False, *[True] * 6]
     assert len(launches.arguments) == 4
-    sizes = [given[FIRST_SCALAR:MASK_STRIDES] for given in launches.arguments]
-    assert sizes == sizes[:1] * 4
+    numbers = [those[FIRST_SCALAR:] for those in launches.arguments]
+    assert numbers == numbers[:1] * 4
+    # Where mask, sinks and slopes begin.
+    beside = [those[FIRST_SCALAR - 3 : FIRST_SCALAR] for those in launches.arguments]
+    assert beside == [tuple(map(address_of, given[3:6])) + (0,) * (3 - len(given[3:6]))] * 4
+
+
+def test_each_mask_of_a_layout_is_read_by_its_own_tiles(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the launch is found again, which is one for all of them."""
+    made: dict[int, Tiles] = {}
+
+    def packed(mask: torch.Tensor, block: tuple[int, int] | None) -> Tiles:
+        lines = (-(-1024 // size) for size in block or ())
+        return made.setdefault(
+            id(mask),
+            Tiles(
+                torch.zeros(1, 1, 16, 128 * 16, dtype=torch.int32),
+                torch.zeros(1, 1, next(lines), dtype=torch.int32),
+                torch.zeros(1, 1, 8, next(lines), dtype=torch.int32),
+                torch.zeros(1, 8, 128, dtype=torch.int8),
+            ),
+        )
+
+    monkeypatch.setattr(forward, "packed_tiles", packed)
+    problem = _problem(
+        num_heads=4, len_q=1024, mask=MaskKind.BOOLEAN, mask_shape=(1, 1, 1024, 1024)
+    )
+    call, tensors = hopper.direct(problem, GROUP), make_tensors(problem)
+    assert tensors.mask is not None
+    masks = tensors.mask, tensors.mask.clone()
+    order = (0, 0, 0, 0, 1, 0, 1, 1)
+    for which in order:
+        call(tensors.query, tensors.key, tensors.value, masks[which])
+    assert len(launches.variants) == 1
+    assert launches.variants[0].packs_mask
+    for which, those in zip(order, launches.arguments, strict=True):
+        tiles = made[id(masks[which])]
+        assert those[FIRST_SCALAR - 3] == address_of(tiles.words)
+        assert those[LISTS : LISTS + 3] == tuple(map(address_of, tiles[1:]))

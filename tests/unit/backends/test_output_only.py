@@ -1,4 +1,4 @@
-"""Calls that want gradients of q, k and v alone: what autograd is told, with kernels replaced."""
+"""Training calls whose output alone is asked for: what autograd is told, with other kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from adaattn.backends.interface import Direct, Result, Tensors
+from adaattn.backends.interface import Direct, Result, Tensors, num_taken
 from adaattn.backends.operators import Kept, trained
 from adaattn.backends.reference import attention
 from adaattn.backends.training import Differentiated
 from adaattn.errors import ExecutorError, UnsupportedError
-from adaattn.spec import AttentionProblem, HeadGroup, MaskKind, Precision
+from adaattn.spec import AttentionProblem, Aux, HeadGroup, HeadTerm, MaskKind, Precision
 from adaattn.testing import assert_training_matches, make_problem, make_tensors
 
 GROUP = HeadGroup(capability="stand_in")
 DRAWN: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 16, "len_q": 24, "batch": 2}
 NAMES = ("query", "key", "value")
+TAKEN = (*NAMES, "mask", "sinks", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k")
 WANTED: dict[str, Any] = DRAWN | {"requires_grad": True}
 
 
@@ -42,18 +43,18 @@ def backward_of(problem: AttentionProblem) -> Callable[..., dict[str, torch.Tens
         assert kept.output.shape == upstream.shape
         names = sorted(rest[-1])
         asked.append(set(names))
-        leaves = [getattr(tensors, name).detach().requires_grad_() for name in names]
-        others = {"query": tensors.query, "key": tensors.key, "value": tensors.value}
-        given = others | dict(zip(names, leaves, strict=True))
+        given = dict(zip(TAKEN, tensors.as_direct(), strict=False))
+        leaves = [given[name].detach().requires_grad_() for name in names]
+        given |= dict(zip(names, leaves, strict=True))
         with torch.enable_grad():
-            output = attention(Tensors.of(**given, mask=tensors.mask), problem).output
+            output = attention(Tensors.of(**given), problem).output
         return dict(zip(names, torch.autograd.grad(output, leaves, upstream), strict=True))
 
     return run
 
 
 class Repeated:
-    """Stands for the passes of calls of q, k and v alone."""
+    """Stands for the passes of calls whose output alone is asked for."""
 
     def __init__(self) -> None:
         self.served: list[str] = []
@@ -61,18 +62,24 @@ class Repeated:
     def __call__(self, problem: AttentionProblem) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return partial(self._forward, problem), partial(self._backward, problem)
 
-    def _forward(self, problem: AttentionProblem, *given: torch.Tensor) -> Any:
+    def _forward(self, problem: AttentionProblem, *given: Any) -> Result:
         self.served.append("forward")
-        result = computed(problem, *given)
-        return result.output, result.lse
+        return computed(problem, *given)
 
-    def _backward(self, problem: AttentionProblem, *read: torch.Tensor) -> Any:
+    def _backward(
+        self,
+        problem: AttentionProblem,
+        wanted: tuple[bool, ...],
+        upstream: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        *given: Any,
+    ) -> tuple[torch.Tensor | None, ...]:
         self.served.append("backward")
-        query, key, value, upstream, output, lse = read
-        kept = Kept(output=output, lse=lse)
-        given = Tensors.of(query, key, value)
-        found = backward_of(problem)(given, kept, upstream, None, frozenset(NAMES))
-        return tuple(found[name] for name in NAMES)
+        tensors, kept = Tensors.of_direct(*given), Kept(output=output, lse=lse)
+        names = {name for name, wants in zip(TAKEN, wanted, strict=False) if wants}
+        found = backward_of(problem)(tensors, kept, upstream, None, frozenset(names))
+        return tuple(map(found.get, TAKEN))
 
 
 repeated = Repeated()
@@ -86,13 +93,29 @@ def nothing_is_served() -> None:
 
 def as_run(call: Direct) -> Callable[[Tensors, AttentionProblem], Result]:
     """Return a function of repeated calls as an executor."""
-    return lambda tensors, problem: Result(output=call(*tensors.as_direct()[:4]))
+    return lambda tensors, problem: Result(output=call(*tensors.as_direct()[: num_taken(problem)]))
 
 
-@pytest.mark.parametrize("values", [{}, {"is_causal": True}, {"num_heads": 4, "num_kv_heads": 2}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"is_causal": True},
+        {"num_heads": 4, "num_kv_heads": 2},
+        {"mask": MaskKind.BOOLEAN},
+        {"mask": MaskKind.ADDITIVE},
+        {"has_sinks": True, "sinks_require_grad": True},
+        {"has_alibi": True},
+        {"batch": 1, "lengths_q": (16, 8)},
+    ],
+)
 def test_gradients_are_those_of_the_definition(values: dict[str, Any]) -> None:
-    problem = make_problem(**WANTED, **values)
-    assert_training_matches(as_run(KERNELS.direct(problem, GROUP)), make_tensors(problem), problem)
+    problem = make_problem(**(WANTED | values))
+    assert_training_matches(
+        as_run(KERNELS.direct(problem, GROUP)),
+        make_tensors(problem, lengths_q=values.get("lengths_q", ())),
+        problem,
+    )
     assert repeated.served == ["forward", "backward"]
 
 
@@ -106,10 +129,22 @@ def test_gradients_of_gradients_are_asked_of_what_wants_one() -> None:
     assert torch.equal(*found, *torch.autograd.grad(output.sum(), key))
 
 
-def test_second_derivatives_are_refused() -> None:
-    problem = make_problem(**WANTED)
+def test_gradients_of_gradients_are_asked_beside_sinks() -> None:
+    problem = make_problem(**WANTED, has_sinks=True, sinks_require_grad=True)
     tensors = make_tensors(problem)
-    output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:4])
+    output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:8])
+    wanted = tensors.key, tensors.sinks
+    found = torch.autograd.grad(output.sum(), wanted, create_graph=True)
+    assert asked[-1] == {"query", "key", "value", "sinks"}
+    for one, other in zip(found, torch.autograd.grad(output.sum(), wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("values", [{}, {"mask": MaskKind.BOOLEAN}, {"has_sinks": True}])
+def test_second_derivatives_are_refused(values: dict[str, Any]) -> None:
+    problem = make_problem(**(WANTED | values))
+    tensors = make_tensors(problem)
+    output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[: num_taken(problem)])
     (gradient,) = torch.autograd.grad(output.sum(), tensors.query, create_graph=True)
     with pytest.raises(UnsupportedError, match="have no derivatives"):
         gradient.sum().backward()
@@ -127,11 +162,12 @@ def test_transforms_are_refused() -> None:
 
 
 def test_others_are_not_taken_for_them() -> None:
-    for values in ({"dropout_p": 0.5}, {"mask": MaskKind.BOOLEAN}, {"has_sinks": True}):
-        problem = make_problem(**WANTED, **values)
+    for values in ({"dropout_p": 0.5}, {"head_terms": HeadTerm.SCALE}, {"aux": Aux.LSE}):
+        problem = make_problem(**(WANTED | values))
+        tensors = make_tensors(problem)
         call = KERNELS.direct(problem, GROUP)
-        count = 8 if values.get("has_sinks") else 4
-        call(*make_tensors(problem).as_direct()[:count])
+        call(*tensors.as_direct()[: num_taken(problem)])
+        KERNELS.run(tensors, problem, GROUP)
     assert not repeated.served
 
 
