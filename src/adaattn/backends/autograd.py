@@ -47,7 +47,8 @@ Repeated = tuple[Callable[..., Result], Callable[..., tuple[_Optional, ...]]]
 """Both passes of a problem whose output alone is asked for, fastest for tensors that lie as some
 before. The first takes the tensors of a `Direct`, up to `BEFORE_BLOCKS`, and returns output and
 log-sum-exp. The second takes which of them want a gradient, the output's gradient, output,
-log-sum-exp, and those tensors, and returns `BEFORE_BLOCKS` gradients, None of what has none."""
+log-sum-exp, and those tensors, and returns the gradients of the first six, None of what has none.
+"""
 
 
 def drawn_seed(query: torch.Tensor) -> torch.Tensor:
@@ -78,6 +79,9 @@ _SAVED: Final = (
     *("cu_seqlens_q", "cu_seqlens_k"),
 )
 """What is saved of a call beside its lists and the numbers of its heads."""
+
+_SHARED: Final = 6
+"""Tensors of a `Direct` that may want a gradient, the first of `GIVEN`: up to sinks and slopes."""
 
 _ABSENT: Final = (None,) * 5
 """A list of blocks, which are two tensors, and numbers of heads, where there are none."""
@@ -143,8 +147,7 @@ class _Output(torch.autograd.Function):
     """The same where the output alone is asked for, without dropout, lists and numbers of heads.
 
     It is handed the tensors of a `Direct` and keeps two more, and launches of repeated calls are
-    found without shapes: a third of the host's time beside autograd's own, two thirds where its
-    caches are empty (docs/kernel-notes.md).
+    found without shapes: about half of the host's time (docs/kernel-notes.md).
     """
 
     @staticmethod
@@ -171,14 +174,16 @@ class _Output(torch.autograd.Function):
         kernels, problem, repeated = ctx.known
         output, lse, *given = ctx.saved_tensors
         if torch.is_grad_enabled():
-            missing = BEFORE_BLOCKS - len(given)
-            names = wanted_names((*wanted, *(False,) * missing))
-            saved = output, lse, None, None, *given, *(None,) * missing, *_ABSENT
+            shared = wanted[:_SHARED]
+            names = wanted_names((*shared, *(False,) * (len(GIVEN) - len(shared))))
+            missing = (None,) * (BEFORE_BLOCKS - len(given))
+            saved = output, lse, None, None, *given, *missing, *_ABSENT
             compute: Callable[..., Any] = _Gradients.apply
-            found = compute(kernels, problem, 0, names, upstream, None, *saved)
+            found = compute(kernels, problem, 0, names, upstream, None, *saved)[:_SHARED]
         else:
             found = repeated[1](wanted, upstream, output, lse, *given)
-        return (None, None, None, *found[: len(given)])
+        of_starts = (None,) * (len(given) - _SHARED)
+        return (None, None, None, *found[: len(given)], *of_starts)
 
 
 _apply: Final[Callable[..., tuple[Any, ...]]] = super(torch.autograd.Function, _Attention).apply

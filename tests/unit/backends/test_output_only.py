@@ -79,7 +79,7 @@ class Repeated:
         tensors, kept = Tensors.of_direct(*given), Kept(output=output, lse=lse)
         names = {name for name, wants in zip(TAKEN, wanted, strict=False) if wants}
         found = backward_of(problem)(tensors, kept, upstream, None, frozenset(names))
-        return tuple(map(found.get, TAKEN))
+        return tuple(map(found.get, TAKEN[:6]))
 
 
 repeated = Repeated()
@@ -130,7 +130,8 @@ def test_gradients_of_gradients_are_asked_of_what_wants_one() -> None:
 
 
 def test_gradients_of_gradients_are_asked_beside_sinks() -> None:
-    problem = make_problem(**WANTED, has_sinks=True, sinks_require_grad=True)
+    beside = {"has_sinks": True, "sinks_require_grad": True, "has_alibi": True}
+    problem = make_problem(**WANTED, **beside)
     tensors = make_tensors(problem)
     output = KERNELS.direct(problem, GROUP)(*tensors.as_direct()[:8])
     wanted = tensors.key, tensors.sinks

@@ -69,7 +69,7 @@ class _Call:
     ) -> Result:
         """Return the result, of tensors as a `Direct` takes them."""
         check_untransformed(query, key, value)
-        prepared = None
+        prepared = tiles = None
         beside: Beside = starts_q, starts_k, None, None, None
         by_head = NOT_BY_HEAD
         if blocks is None and head_terms is None:
@@ -81,29 +81,26 @@ class _Call:
                 mask = mask.float()
             beside, by_head = _beside(starts_q, starts_k, blocks), _of_heads(head_terms)
             others = mask, sinks, slopes, *beside, *by_head
-            read, layout, prepared = self._layouts.find((query, key, value), _layout, *others)
-            query, key, value = read
+            cleaned, layout, prepared = self._layouts.find((query, key, value), _layout, *others)
+            query, key, value = cleaned
             if prepared is None:
-                prepared = self._prepare(*read, *others)
+                read = Given(query, key, value, *others)
+                lengths = query.shape[2], key.shape[2]
+                if self._may_list and mask is not None and is_listed(mask.shape, *lengths):
+                    tiles = packed_tiles(mask, MASK_BLOCK)
+                    words, counts, indices, sees = tiles
+                    read = read._replace(mask=words, counts=counts, indices=indices, sees=sees)
+                prepared = prepare(self._problem, read)
                 if prepared.is_lasting:
                     self._layouts.keep(layout, prepared)
         if prepared.packs_mask:
             assert mask is not None
-            mask, *lists = packed_tiles(mask, MASK_BLOCK)
+            mask, *lists = tiles or packed_tiles(mask, MASK_BLOCK)
             beside = (None, None, *lists)
         if is_elsewhere(query):
             with torch.cuda.device(query.device):
                 return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
         return prepared.run(query, key, value, mask, sinks, slopes, beside, by_head)
-
-    def _prepare(self, *given: Any) -> Prepared:
-        """Return the launch for tensors of a layout, in the order of `Given`; a mask as it is."""
-        read = Given(*given)
-        lengths = read.query.shape[2], read.key.shape[2]
-        if self._may_list and read.mask is not None and is_listed(read.mask.shape, *lengths):
-            mask, counts, indices, sees = packed_tiles(read.mask, MASK_BLOCK)
-            read = read._replace(mask=mask, counts=counts, indices=indices, sees=sees)
-        return prepare(self._problem, read)
 
 
 bound = kept_by_problem(_Call)

@@ -111,7 +111,11 @@ class _Backward:
         starts_q: _Optional = None,
         starts_k: _Optional = None,
     ) -> tuple[_Optional, ...]:
-        """Return the gradients of a call's tensors where the output alone has one."""
+        """Return the gradients of q, k, v, mask, sinks and slopes where the output alone has one.
+
+        Those of q, k and v are always there; masks and slopes have none.
+        """
+        assert True not in wanted[3:4] and True not in wanted[5:6], "refused before"
         read = query, key, value, upstream, output
         prepared = self._layouts.again(read, _layout, mask, slopes, starts_q, starts_k)
         of_sinks = None
@@ -126,7 +130,7 @@ class _Backward:
             written, terms = prepared.run(read, lse, None, mask, slopes, starts)
             if sinks is not None and wanted[4]:
                 of_sinks = _of_sinks(sinks, terms, query.shape)
-        return (*written, None, of_sinks, None, None, None)
+        return (*written, None, of_sinks, None)
 
 
 backward_of = kept_by_problem(_Backward)

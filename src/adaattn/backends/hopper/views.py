@@ -124,6 +124,7 @@ class Layouts(Generic[_T]):
         self,
         tensors: tuple[torch.Tensor, ...],
         layout_of: Callable[..., Any],
+        mask: torch.Tensor | None = None,
         *beside: torch.Tensor | None,
     ) -> _T | None:
         """Return what was kept for tensors that can be read as they are; None for others.
@@ -134,18 +135,19 @@ class Layouts(Generic[_T]):
         Args:
             tensors: as in `find`.
             layout_of: likewise.
+            mask: first of what is beside them, which is to begin where TMA can read it, too.
             beside: likewise, tensors; the same are None at each call.
         """
-        given = tensors
+        given = tensors if mask is None else (*tensors, mask)
+        if not _are_aligned(given):
+            return None
         for item in beside:
             if item is not None:
                 given = (*given, item)
-        if not _are_aligned(given):
-            return None
         last = self._last
         if last is not None and last[1] is not None and last[1](*given):
             return last[0]
-        found = self._known.get(layout_of(*tensors, *beside))
+        found = self._known.get(layout_of(*tensors, mask, *beside))
         if found is not None:
             if last is None or last[0] is not found:
                 self._last = found, None

@@ -1,5 +1,7 @@
 """What a call hands to the Hopper kernel, with the kernel replaced: no GPU, no Triton."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -326,7 +328,7 @@ class Looked:
 def _layouts(*kept: torch.Tensor) -> views.Layouts[int]:
     found: views.Layouts[int] = views.Layouts(views.made_readable)
     for number, tensor in enumerate(kept):
-        found.keep(_lying(tensor), number)
+        found.keep(_lying(tensor, None), number)
     return found
 
 
@@ -368,6 +370,54 @@ def test_what_comes_again_at_an_address_that_tma_cannot_read_is_not_found() -> N
     for _ in range(3):
         assert layouts.again((aligned,), _lying) == 0
     assert layouts.again((odd,), _lying) is None
+
+
+def test_a_mask_begins_where_it_can_be_read_and_numbers_anywhere() -> None:
+    wide = torch.zeros(2 * 8 + 1)
+    aligned, odd = wide[:16].view(2, 8), wide[1:].view(2, 8)
+    layouts: views.Layouts[int] = views.Layouts(views.made_readable)
+
+    def lying(query: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        return tuple(None if item is None else item.stride() for item in (query, *others))
+
+    layouts.keep(lying(aligned, aligned), 0)
+    for _ in range(3):
+        assert layouts.again((aligned,), lying, aligned) == 0
+    assert layouts.again((aligned,), lying, odd) is None
+    layouts = views.Layouts(views.made_readable)
+    layouts.keep(lying(aligned, None, aligned), 0)
+    for _ in range(3):
+        assert layouts.again((aligned,), lying, None, aligned) == 0
+        assert layouts.again((aligned,), lying, None, odd) == 0
+
+
+def test_guards_look_at_what_is_beside_too() -> None:
+    first = torch.zeros(2, 8)
+    layouts: views.Layouts[int] = views.Layouts(views.made_readable)
+
+    def lying(query: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+        return tuple(None if item is None else (item.shape, item.dtype) for item in others)
+
+    beside = torch.zeros(4), torch.zeros(4)
+    layouts.keep(lying(first, None, *beside), 0)
+    for _ in range(3):
+        assert layouts.again((first,), lying, None, *beside) == 0
+    assert layouts.again((first,), lying, None, beside[0], torch.zeros(5)) is None
+    assert layouts.again((first,), lying, None, beside[0].double(), beside[1]) is None
+
+
+@pytest.mark.parametrize("module", [forward, gradients], ids=["forward", "backward"])
+def test_launches_depend_on_how_masks_and_starts_lie(module: Any) -> None:
+    heads = [torch.zeros(1, 2, 8, 16)] * (3 if module is forward else 5)
+    absent = [None] * (4 if module is forward else 3)
+    row = torch.zeros(8 * 8 + 8, dtype=torch.bfloat16)
+    masks = [row[start : start + 64].view(8, 8) for start in (0, 1, 8)]
+    found = [module._layout(*heads, mask, *absent) for mask in masks]
+    assert found[0] == found[2] != found[1]
+    starts = torch.zeros(3, 2, dtype=torch.int32)
+    strided, dense = starts[:, 0], starts[:, 0].contiguous()
+    found = [module._layout(*heads, *absent, which, dense) for which in (strided, dense)]
+    assert found[0] != found[1]
 
 
 def test_what_no_launch_depends_on_makes_no_guards_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,8 +482,10 @@ def test_each_mask_of_a_layout_is_read_by_its_own_tiles(
 ) -> None:
     """Also where the launch is found again, which is one for all of them."""
     made: dict[int, Tiles] = {}
+    asked: list[int] = []
 
     def packed(mask: torch.Tensor, block: tuple[int, int] | None) -> Tiles:
+        asked.append(id(mask))
         lines = (-(-1024 // size) for size in block or ())
         return made.setdefault(
             id(mask),
@@ -455,9 +507,41 @@ def test_each_mask_of_a_layout_is_read_by_its_own_tiles(
     order = (0, 0, 0, 0, 1, 0, 1, 1)
     for which in order:
         call(tensors.query, tensors.key, tensors.value, masks[which])
+    assert asked == [id(masks[which]) for which in order]
     assert len(launches.variants) == 1
     assert launches.variants[0].packs_mask
     for which, those in zip(order, launches.arguments, strict=True):
         tiles = made[id(masks[which])]
         assert those[FIRST_SCALAR - 3] == address_of(tiles.words)
         assert those[LISTS : LISTS + 3] == tuple(map(address_of, tiles[1:]))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_both_passes_are_launched_on_the_device_of_their_tensors(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(which)
+        # There they are not elsewhere.
+        for module in (forward, gradients):
+            monkeypatch.setattr(module, "is_elsewhere", lambda tensor: False)
+        yield
+        for module in (forward, gradients):
+            monkeypatch.setattr(module, "is_elsewhere", lambda tensor: elsewhere)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for module in (forward, gradients):
+        monkeypatch.setattr(module, "is_elsewhere", lambda tensor: elsewhere)
+    monkeypatch.setattr(gradients, "_compiled", lambda *given: [launches(*given)] * 3)
+    gradients.backward_of.cache_clear()
+    problem = _problem(is_causal=True, requires_grad=True)
+    call, tensors = hopper.direct(problem, GROUP), make_tensors(problem)
+    for _ in range(3):  # the last ones are found again
+        entered.clear()
+        output = call(tensors.query, tensors.key, tensors.value, None)
+        assert len(entered) == elsewhere
+        torch.autograd.grad(output, tensors.query, torch.ones_like(output))
+        assert len(entered) == 2 * elsewhere

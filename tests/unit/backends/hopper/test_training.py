@@ -16,7 +16,7 @@ from adaattn import scaled_dot_product_attention as attend
 from adaattn.backends import hopper
 from adaattn.backends.hopper import gradient_launch
 from adaattn.backends.hopper.gradient_launch import Sharing, choose_gradients
-from adaattn.backends.interface import Result, Tensors
+from adaattn.backends.interface import Result, Tensors, num_taken
 from adaattn.spec import Align, AttentionProblem, HeadGroup, MaskKind, Precision
 from adaattn.testing import Layout, assert_training_matches, make_problem, make_tensors
 
@@ -294,15 +294,35 @@ def test_gradients_of_more_than_2_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("mode", ["any order", "deterministic"])
-def test_repeated_calls_have_the_gradients_of_the_definition(mode: str) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"is_causal": True},
+        {"mask": MaskKind.BOOLEAN, "mask_shape": (2, 1, 1, 333)},
+        {
+            "mask": MaskKind.BOOLEAN,
+            "mask_shape": (1, 1, 1152, 1152),
+            "num_heads": 4,
+            "len_q": 1152,
+        },
+        {"mask": MaskKind.ADDITIVE},
+        {"is_causal": True, "has_sinks": True, "sinks_require_grad": True, "has_alibi": True},
+        {"is_causal": True, "batch": 1, "lengths_q": (170, 1, 162)},
+    ],
+    ids=["causal", "padding", "listed", "bias", "sinks and ALiBi", "packed"],
+)
+def test_repeated_calls_have_the_gradients_of_the_definition(
+    mode: str, values: dict[str, Any]
+) -> None:
     """Tensors that lie otherwise come between those that are found again."""
-    usual: dict[str, Any] = {"precision": Precision.BF16, "requires_grad": True, "is_causal": True}
+    usual: dict[str, Any] = {"precision": Precision.BF16, "requires_grad": True}
     usual |= {"device_type": "cuda", "head_dim": 64, "deterministic": mode == "deterministic"}
-    problem = make_problem(**usual, len_q=333, batch=2)
+    problem = make_problem(**(usual | {"len_q": 333, "batch": 2} | values))
+    lengths = values.get("lengths_q", ())
     call = hopper.direct(problem, HeadGroup(capability="hopper"))
 
     def run(tensors: Tensors, problem: AttentionProblem) -> Result:
-        return Result(output=call(*tensors.as_direct()[:4]))
+        return Result(output=call(*tensors.as_direct()[: num_taken(problem)]))
 
     layouts = (
         *[Layout.CONTIGUOUS] * 4,
@@ -311,7 +331,8 @@ def test_repeated_calls_have_the_gradients_of_the_definition(mode: str) -> None:
         *[Layout.TRANSPOSED] * 3,
     )
     for layout in layouts:
-        assert_training_matches(run, make_tensors(problem, layout=layout), problem)
+        tensors = make_tensors(problem, layout=layout, lengths_q=lengths)
+        assert_training_matches(run, tensors, problem)
 
 
 @pytest.mark.usefixtures("deterministic")
