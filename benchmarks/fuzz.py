@@ -11,6 +11,9 @@ A result or gradient beyond its bound is compared once more, with the worst of e
 errors over 16 orders of the columns: one order may round luckily. What passes then is printed as
 NEAR.
 
+Every third call without other outputs comes three times, and the last is held: launches of repeated
+calls are found in another way.
+
 ``--training`` holds the gradients of all tensors too, from a random one of the output.
 
 Not covered: dropout, the softmax weights as an output, gradients that arrive at other outputs.

@@ -99,6 +99,23 @@ def test_a_wrong_output_is_a_failure_that_can_be_found_again(
     assert [row["cell"] for row in again["rows"]] == [exact[0]["cell"]]
 
 
+def test_a_call_that_is_wrong_when_it_comes_again_is_a_failure(
+    fuzz: ModuleType, spoil: dict[str, Any], tmp_path: Path
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def how(result: Result) -> Result:
+        times = sum(torch.equal(result.output, other) for other in seen)
+        seen.append(result.output)
+        return replace(result, output=result.output * 1.5) if times == 2 else result
+
+    spoil["how"] = how
+    given = (*SMALL, "--backend", "spoilt", "--problems", "20")
+    status, document = _run(fuzz, tmp_path, *given)
+    assert status == 1
+    assert all(row["problem"]["index"] % 3 == 0 for row in document["rows"])
+
+
 def test_a_wrong_number_beside_the_output_is_a_failure(
     fuzz: ModuleType, spoil: dict[str, Any], tmp_path: Path
 ) -> None:
