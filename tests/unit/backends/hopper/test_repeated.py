@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("simulated")
 GROUP = HeadGroup(capability="hopper")
 DRAWN: dict[str, Any] = {"precision": Precision.BF16, "head_dim": 32, "requires_grad": True}
 BESIDE: dict[str, Any] = {"has_sinks": True, "sinks_require_grad": True, "has_alibi": True}
+LENGTHS = ((40, 1, 30), (10, 21, 40))
 
 
 def bound(problem: AttentionProblem) -> Callable[[Tensors, AttentionProblem], Result]:
@@ -84,9 +85,6 @@ def test_starts_of_other_lengths_and_steps_come_between() -> None:
             bounds_k=tensors.bounds_k,
         )
         assert_training_matches(run, given, problem)
-
-
-LENGTHS = ((40, 1, 30), (10, 21, 40))
 
 
 def _strided(starts: torch.Tensor | None) -> torch.Tensor:
