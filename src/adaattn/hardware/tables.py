@@ -43,10 +43,10 @@ _ALIKE: Final = 2
 """Thread counts of a CPU within this factor share a table."""
 
 _SAME_CHIP: Final = (frozenset({"H100 SXM", "H200"}),)
-"""Cards that differ in their memory alone. Of 1020 places in cells of both that other executors
-take from PyTorch's by times of the H100, 19 are lost on the H200, and of 1017 the other way 24: as
-many as by neighbouring cells of one card. By the device's time it is 2 and none; the rest is the
-host's, which was no faster on the one than on the other."""
+"""Cards that differ in their memory alone. Of 1272 places in cells of both that other executors
+take from PyTorch's by times of the H200, 39 are lost on the H100, and of 1275 the other way 25. By
+the device's time it is 4 of 1466 and 5 of 1475; the rest is the host's, which differs from run to
+run and was made shorter after the H100's table."""
 
 _HERE: Final = "measured here"
 
